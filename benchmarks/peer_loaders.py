@@ -51,7 +51,8 @@ class DecodeTransform:
 def raypipe_exact(work: Work, crop_decode: Any = "exact") -> Start:
     from raypipe.config import PlanConfig, PoolConfig, TransformConfig
     from raypipe.rayext.cluster import connect
-    from raypipe.streaming.loader import Loader, Source
+    from raypipe.streaming.arrival import Source
+    from raypipe.streaming.loader import Loader
     from raypipe.streaming.opening import open_stream
     from raypipe.streaming.pipeline import splits
     from raypipe.streaming.row import host_batches

@@ -8,8 +8,6 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from ray.data import DataContext
-
 KEY = "raypipe"
 """Of our settings in the context of an execution."""
 
@@ -39,6 +37,8 @@ def take_process() -> None:
 
 def is_ours() -> bool:
     """Whether Ray Data works for an execution of ours where this is called."""
+    from ray.data import DataContext  # which a stream that this process makes itself does without
+
     if _process_is_ours or getattr(_thread, "is_ours", False):
         return True
     # The thread of an execution has its context; one that makes a dataset has set it.

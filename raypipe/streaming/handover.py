@@ -24,8 +24,9 @@ from raypipe.rayext.splits import begun
 from raypipe.rayext.watch import in_worker, this_process
 from raypipe.section import MAX_INT, Limits, check
 from raypipe.storage.filesystem import as_uri, open_filesystem
+from raypipe.streaming.arrival import Source
 from raypipe.streaming.inline import first_maker, inline_batches
-from raypipe.streaming.loader import Loader, Source
+from raypipe.streaming.loader import Loader
 from raypipe.streaming.row import host_batches
 from raypipe.streaming.running import end_oldest
 from raypipe.streaming.spec import StreamSpec

@@ -25,8 +25,9 @@ from raypipe.plan.places import MicroBatchId
 from raypipe.storage.files import write_json
 from raypipe.storage.filesystem import join
 from raypipe.storage.lease import is_held
+from raypipe.streaming.epochs import Pass
 from raypipe.streaming.handover import loader
-from raypipe.streaming.loader import Loader, Pass
+from raypipe.streaming.loader import Loader
 from raypipe.streaming.spec import StreamSpec
 from raypipe.train.background import CheckpointWriter, StopPoll
 from raypipe.train.checkpoints import find_newest, open_state, write_checkpoint

@@ -16,8 +16,9 @@ from raypipe.pages.report import write_report
 from raypipe.storage.files import read_json
 from raypipe.storage.filesystem import open_filesystem
 from raypipe.streaming import chronicle
+from raypipe.streaming.arrival import Source
 from raypipe.streaming.inline import inline_batches
-from raypipe.streaming.loader import Loader, Source
+from raypipe.streaming.loader import Loader
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.supervisor import Supervisor

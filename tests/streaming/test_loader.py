@@ -30,10 +30,12 @@ from raypipe.errors import ConfigError, CursorError, RaypipeError, SampleError
 from raypipe.plan.cursor import Cursor
 from raypipe.stores.base import MemoryStore
 from raypipe.stores.destination import write_atomically
+from raypipe.streaming.arrival import Source
 from raypipe.streaming.blocks import cut
+from raypipe.streaming.epochs import Epoch
 from raypipe.streaming.handover import loader
 from raypipe.streaming.inline import inline_batches
-from raypipe.streaming.loader import Epoch, Loader, Source
+from raypipe.streaming.loader import Loader
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.row import block_row, host_batches

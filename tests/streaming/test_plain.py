@@ -16,9 +16,10 @@ from raypipe.device.mixing import soft_targets
 from raypipe.errors import ConfigError, RaypipeError, SampleError
 from raypipe.plan.cursor import Cursor
 from raypipe.stores.destination import write_atomically
+from raypipe.streaming.arrival import Source
 from raypipe.streaming.handover import loader
 from raypipe.streaming.inline import inline_batches
-from raypipe.streaming.loader import Loader, Source
+from raypipe.streaming.loader import Loader
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.plain import PlainLoader, plain_loaders
 from raypipe.streaming.spec import StreamSpec

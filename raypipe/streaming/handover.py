@@ -145,7 +145,7 @@ def check_resources(spec: StreamSpec, scaling_config: ScalingConfig) -> None:
         ConfigError: the number of workers does not divide M, or pool.executions does not divide it.
         ResourceError: the cluster has not, and cannot scale to, what the workers and the smallest pool need.
     """
-    from raypipe.rayext.cluster import cluster_resources
+    from raypipe.rayext.cluster import cluster_resources, worker_resources
     from raypipe.rayext.shortage import check_own
 
     config: Any = scaling_config  # of Ray Train's version 2, which its type does not say
@@ -157,7 +157,7 @@ def check_resources(spec: StreamSpec, scaling_config: ScalingConfig) -> None:
         workers = min(workers)  # elastic
     if not ray.is_initialized():
         ray.init()
-    each, offer = config._resources_per_worker_not_none, cluster_resources()
+    each, offer = worker_resources(config), cluster_resources()
     check_own(offer.cpus, workers, each.get("CPU", 0.0), spec.pool, offer.gpus, each.get("GPU", 0.0))
 
 

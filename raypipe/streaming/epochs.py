@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from raypipe.device.prefetcher import Batch
 from raypipe.errors import RaypipeError
+from raypipe.metrics.meter import Meter
 from raypipe.plan.schedule import Segment
-from raypipe.streaming.metering import Meter
 
 
 class Rest:

@@ -25,6 +25,7 @@ from raypipe.device.mixing import check_mixable
 from raypipe.device.prefetcher import Batch
 from raypipe.errors import CursorError, RaypipeError
 from raypipe.logs import STAGES, configure_logs, log_place
+from raypipe.metrics.meter import Meter
 from raypipe.metrics.prometheus import TrainerMetrics
 from raypipe.metrics.run_log import Folder
 from raypipe.metrics.timing import StageTimes
@@ -40,7 +41,6 @@ from raypipe.streaming.checkpoint import Stateful, report, restore
 from raypipe.streaming.chronicle import Chronicle
 from raypipe.streaming.digest import settings_of
 from raypipe.streaming.epochs import Epoch, Pass, Rest
-from raypipe.streaming.metering import Meter
 from raypipe.streaming.running import EXHAUSTED, Running
 from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.columns import SampleColumns
@@ -425,7 +425,9 @@ class Loader:
             batch = replace(batch, source=self.plan.source_of(batch.index))
         if self.augment is not None:
             batch = augmented(batch, self.augment, self.strength)
-        self._meter.handed_out(batch, arrived)
+        num_images = int((batch.index >= 0).sum())
+        counts = StageTimes(images=num_images, read_s=batch.read_s, work_s=batch.work_s)
+        self._meter.handed_out(expected.split, arrived, counts)
         return batch
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from raypipe.device.prefetcher import Batch
 from raypipe.metrics.timing import StageClock, StageTimes, has_drained, mark
 from raypipe.plan.places import Split
 
@@ -63,10 +62,13 @@ class Meter:
             self.begin_interval()  # the start of the run is reported apart
         return now
 
-    def handed_out(self, batch: Batch, arrived: Any) -> None:
-        """A micro-batch that arrived at a mark has been augmented, and its compute begins."""
-        split, num_images = batch.at.split, int((batch.index >= 0).sum())
-        self._counts[split] += StageTimes(images=num_images, read_s=batch.read_s, work_s=batch.work_s)
+    def handed_out(self, split: Split, arrived: Any, counts: StageTimes) -> None:
+        """A micro-batch that arrived at a mark has been augmented, and its compute begins.
+
+        Args:
+            counts: its images, and the seconds that an actor spent on it.
+        """
+        self._counts[split] += counts
         now = mark(self._device)
         self.clocks[split].add("augment", arrived, now)
         self._computing = split, now

@@ -37,10 +37,10 @@ def take_process() -> None:
 
 def is_ours() -> bool:
     """Whether Ray Data works for an execution of ours where this is called."""
-    from ray.data import DataContext  # which a stream that this process makes itself does without
-
     if _process_is_ours or getattr(_thread, "is_ours", False):
         return True
+    from ray.data import DataContext  # there by now; a stream without Ray must not bring it
+
     # The thread of an execution has its context; one that makes a dataset has set it.
     running = getattr(threading.current_thread(), "_data_context", None)
     return has_settings(running or DataContext.get_current())

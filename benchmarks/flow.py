@@ -26,9 +26,9 @@ import ray
 
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.rayext.cluster import connect
+from raypipe.streaming.opening import open_stream
 from raypipe.streaming.pipeline import splits
 from raypipe.streaming.row import host_batches
-from raypipe.streaming.spec import StreamSpec
 
 from memory import MemoryWatch  # isort: skip
 
@@ -74,7 +74,7 @@ def case(
         time.sleep(transform_s / MICRO_BATCH)
         return np.ascontiguousarray(image[:CROP, :CROP])
 
-    spec = StreamSpec(
+    spec = open_stream(
         BitmapStore(micro_batches * MICRO_BATCH, store_s),
         plan=PlanConfig(epochs=1, micro_batch_size=MICRO_BATCH),
         transform=TransformConfig(),

@@ -133,7 +133,7 @@ def streamed(
     decode: Any = "cpu",
     engine: Any = "ray",
 ) -> Iterator[Fed]:
-    spec = raypipe.StreamSpec(
+    spec = raypipe.open_stream(
         store,
         plan=raypipe.PlanConfig(epochs=10_000, micro_batch_size=args.micro_batch_size),
         transform=TransformConfig(train=args.transform, size=args.size, decode=decode),

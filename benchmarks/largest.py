@@ -58,13 +58,13 @@ def start(num: int) -> dict[str, float]:
     from raypipe.config import PlanConfig, PoolConfig, TransformConfig
     from raypipe.plan.places import MicroBatchId
     from raypipe.rayext.cluster import connect
+    from raypipe.streaming.opening import open_stream
     from raypipe.streaming.pipeline import splits
     from raypipe.streaming.row import host_batches
-    from raypipe.streaming.spec import StreamSpec
 
     image = cv2.imencode(".jpg", np.zeros((256, 256, 3), np.uint8))[1].tobytes()
     began = time.perf_counter()
-    spec = StreamSpec(
+    spec = open_stream(
         SimulatedStore(num, image),
         plan=PlanConfig(epochs=90, micro_batch_size=128, global_batch_size=1024),
         transform=TransformConfig(train="light"),

@@ -40,7 +40,7 @@ def long_tail(address: str, path: Path, imbalance: float) -> list[int]:
 def accuracies(train: Path, test: str, balance: float, options: argparse.Namespace) -> list[float]:
     """Train, and the accuracy of each class of `test`."""
     crop = {"RandomResizedCrop": {"size": [32, 32], "scale": [0.6, 1.0]}}
-    spec = raypipe.StreamSpec(
+    spec = raypipe.open_stream(
         train,
         test,
         plan=raypipe.PlanConfig(

@@ -109,11 +109,11 @@ def most_per_s(arrivals: np.ndarray) -> float:
 def measure(store: raypipe.stores.Store, transform: TransformConfig, args: argparse.Namespace) -> dict[str, int]:
     """Stream a store through one consumer; the peaks of what it takes, and the bound, in bytes."""
     from raypipe.streaming.blocks import MAX_BYTES
+    from raypipe.streaming.opening import open_stream
     from raypipe.streaming.pipeline import blocks_in_flight, splits
     from raypipe.streaming.row import host_batches
-    from raypipe.streaming.spec import StreamSpec
 
-    spec = StreamSpec(
+    spec = open_stream(
         store,
         plan=PlanConfig(epochs=args.epochs, micro_batch_size=min(args.micro_batch_size, len(store))),
         transform=transform,

@@ -51,14 +51,15 @@ class DecodeTransform:
 def raypipe_exact(work: Work, crop_decode: Any = "exact") -> Start:
     from raypipe.config import PlanConfig, PoolConfig, TransformConfig
     from raypipe.rayext.cluster import connect
-    from raypipe.streaming.loader import Loader, Source
+    from raypipe.streaming.arrival import Source
+    from raypipe.streaming.loader import Loader
+    from raypipe.streaming.opening import open_stream
     from raypipe.streaming.pipeline import splits
     from raypipe.streaming.row import host_batches
-    from raypipe.streaming.spec import StreamSpec
 
     def start() -> Epochs:
         connect()
-        spec = StreamSpec(
+        spec = open_stream(
             work.folder / "train.lmdb",
             # One epoch more than is consumed: what is measured is not helped by actors that have no more to do.
             plan=PlanConfig(epochs=work.epochs + 1, micro_batch_size=work.batch),

@@ -22,6 +22,7 @@ import ray
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.logs import table
 from raypipe.stores.base import Columns, Store
+from raypipe.streaming.opening import open_stream
 from raypipe.streaming.pipeline import splits
 from raypipe.streaming.row import host_batches
 from raypipe.streaming.spec import StreamSpec
@@ -56,7 +57,7 @@ def measure(
     Returns:
         `resume_start_s` and `resume_end_s`, medians; `resume_ratio`, the one over the other.
     """
-    spec = StreamSpec(
+    spec = open_stream(
         RepeatedStore(store, NUM_SAMPLES),
         plan=PlanConfig(epochs=2, micro_batch_size=micro_batch),
         transform=transform,

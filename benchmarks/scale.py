@@ -32,6 +32,7 @@ import ray
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.rayext.cluster import connect
 from raypipe.stores.base import MemoryStore
+from raypipe.streaming.opening import open_stream
 from raypipe.streaming.pipeline import splits
 from raypipe.streaming.row import host_batches
 from raypipe.streaming.spec import StreamSpec
@@ -115,7 +116,7 @@ def spec_of(case: Case) -> StreamSpec:
         time.sleep(seconds)
         return result
 
-    return StreamSpec(
+    return open_stream(
         RepeatedStore(MemoryStore([image], [0]), 4_000_000),
         plan=PlanConfig(epochs=1, micro_batch_size=case.samples, global_batch_size=case.samples * PER_STEP),
         transform=TransformConfig(),

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from raypipe.stores import open_store as open_store
     from raypipe.streaming.handover import check_resources as check_resources
     from raypipe.streaming.handover import loader as loader
+    from raypipe.streaming.opening import open_stream as open_stream
     from raypipe.streaming.pipeline import stream as stream
     from raypipe.streaming.plain import plain_loaders as plain_loaders
     from raypipe.streaming.source import read_lmdb as read_lmdb
@@ -60,6 +61,7 @@ _NAMES = {
     "rayext.cluster": ["connect"],
     "stores": ["open_store"],
     "streaming.handover": ["check_resources", "loader"],
+    "streaming.opening": ["open_stream"],
     "streaming.pipeline": ["stream"],
     "streaming.plain": ["plain_loaders"],
     "streaming.source": ["read_lmdb"],

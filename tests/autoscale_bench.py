@@ -81,12 +81,12 @@ def observe(store: Path, starving_s: float, slow_s: float, streams: list[str], m
     import ray
 
     from raypipe.config import PlanConfig, PoolConfig
+    from raypipe.streaming.opening import open_stream
     from raypipe.streaming.pipeline import splits
     from raypipe.streaming.row import host_batches
-    from raypipe.streaming.spec import StreamSpec
     from raypipe.streaming.supervisor import start_supervisor
 
-    spec = StreamSpec(
+    spec = open_stream(
         str(store),
         plan=PlanConfig(epochs=1000, micro_batch_size=B),
         pool=PoolConfig(max_actors=NODE_CPUS * max_nodes + 1, grow_after_s=3.0, shrink_after_s=6.0),

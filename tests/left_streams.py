@@ -13,6 +13,7 @@ import re
 import sys
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 import psutil
@@ -23,6 +24,7 @@ from ray._private.state import actors as actors_of_ray
 import raypipe
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.rayext.cluster import connect
+from raypipe.streaming.opening import open_stream
 from raypipe.streaming.spec import StreamSpec
 
 _SETTLE_S = 20.0
@@ -71,7 +73,7 @@ def cell(spec: StreamSpec, kept: dict[str, Any]) -> None:
 
 def held(spec: StreamSpec, kept: dict[str, Any]) -> None:
     """It is in use: an epoch of it is held, and all CPUs are its pool's."""
-    epoch = next(raypipe.loader(spec.replace(pool=PoolConfig(min_actors=2))).epochs())
+    epoch = next(raypipe.loader(replace(spec, pool=PoolConfig(min_actors=2))).epochs())
     kept[next(epoch.train).at.split + str(len(kept))] = epoch
 
 
@@ -133,7 +135,7 @@ if __name__ == "__main__":
     store, num, *ways = sys.argv[1:]
     gc.disable()  # what is left must end by itself
     connect(num_cpus=2, object_store_bytes=150 << 20)
-    spec = StreamSpec(
+    spec = open_stream(
         store, plan=PlanConfig(epochs=10, micro_batch_size=10), transform=TransformConfig(train="small", size=8)
     )
     kept: dict[str, Any] = {}

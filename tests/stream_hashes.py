@@ -130,7 +130,7 @@ import hashlib, json, sys
 import numpy as np, ray, raypipe
 store, transform, augment = sys.argv[1], *map(json.loads, sys.argv[2:])
 ray.init(logging_level="ERROR")
-spec = raypipe.StreamSpec(
+spec = raypipe.open_stream(
     store, store, plan=raypipe.PlanConfig(epochs=2, micro_batch_size=8, global_batch_size=16, seed=3),
     transform=raypipe.TransformConfig(size=24, **transform), pool=raypipe.PoolConfig(cpus_per_actor=0.5),
 )

@@ -107,6 +107,7 @@ def test_the_public_names_are_pinned() -> None:
         "describe",
         "loader",
         "open_store",
+        "open_stream",
         "plain_loaders",
         "prefetch",
         "preview",

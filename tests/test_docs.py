@@ -10,6 +10,7 @@ import runpy
 import shutil
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -169,9 +170,9 @@ def test_the_program_of_docs_own_loop_trains_fails_and_goes_on(
     # Two workers see what one sees, as tests/train/test_loop.py has it.
     soak = request.config.getoption("--soak")
     if not soak:  # each process of Ray's costs seconds, and tests/streaming has streams of actors
-        of_actors = raypipe.StreamSpec
+        of_actors = raypipe.open_stream
         inline = functools.partial(of_actors, pool=raypipe.PoolConfig(engine="inline"))
-        monkeypatch.setattr(raypipe, "StreamSpec", inline)
+        monkeypatch.setattr(raypipe, "open_stream", inline)
     names = program("own-loop.md", monkeypatch, tmp_path, num_workers="2" if soak else "1")
     assert names["metrics"]["began_at"] == 8 and names["metrics"]["steps"] == 22
     assert names["metrics"]["accuracy"] > 0.5
@@ -191,7 +192,7 @@ def test_the_loops_of_docs_integrations_learn(tmp_path: Path, monkeypatch: pytes
     names = program("integrations.md", monkeypatch, tmp_path)
     assert names["result"].metrics["accuracy"] > 0.5
     # The others in this process, without a cluster, as the page's end has it.
-    names["spec"] = names["spec"].replace(pool=raypipe.PoolConfig(engine="inline"))
+    names["spec"] = replace(names["spec"], pool=raypipe.PoolConfig(engine="inline"))
     assert names["train_accelerate"]({"folder": str(tmp_path)}) > 0.5
     given = {"folder": str(tmp_path / "trainer")}
     losses, again = (
@@ -209,7 +210,7 @@ def test_the_loop_of_docs_integrations_on_ray_train_alone_reports_and_learns(
 
     monkeypatch.setenv("RAYPIPE_CACHE", str(tmp_path / "cache"))
     names = defined("integrations.md", "train_ray")
-    names["spec"] = names["spec"].replace(pool=raypipe.PoolConfig(engine="inline"))
+    names["spec"] = replace(names["spec"], pool=raypipe.PoolConfig(engine="inline"))
     reported: list[tuple[dict[str, float], set[str]]] = []
 
     def report(metrics: dict[str, float], checkpoint: Any) -> None:
@@ -421,7 +422,7 @@ def test_what_docs_transforms_has_makes_images(
     (tmp_path / "policy.json").write_text(policy)
 
     def first(**changes: Any) -> np.ndarray:
-        made = raypipe.StreamSpec("train.lmdb", plan=names["spec"].plan.config, **changes)
+        made = raypipe.open_stream("train.lmdb", plan=names["spec"].plan.config, **changes)
         return MicroBatchMaker(made).batch(next(made.plan.micro_batches(made.plan.start())))["image"]
 
     (tmp_path / "run.yaml").write_text(blocks("yaml", page)[1])

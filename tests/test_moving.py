@@ -108,7 +108,7 @@ def test_the_ported_script_goes_on_after_sigkill_with_the_very_next_sample_on_tw
     )
     assert killed.returncode == -signal.SIGKILL, killed.stderr[-3000:]
     plan = raypipe.PlanConfig(epochs=EPOCHS, micro_batch_size=64, global_batch_size=128)
-    plan = raypipe.StreamSpec(*images, plan=plan).plan
+    plan = raypipe.open_stream(*images, plan=plan).plan
     before = lines(tmp_path, "seen-0")
     assert before == planned(plan, 0, 1)[: len(before)] and before[-1][:4] == ["train", 1, 5, 1]
     assert plan.steps_per_epoch == 8 and [step for step, _ in lines(tmp_path, "reported")] == [3, 6, 8, 9, 12]

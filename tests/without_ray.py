@@ -61,7 +61,7 @@ def only_rank() -> Iterator[None]:
 
 def train(run: RunConfig) -> dict[str, Any]:
     """The figures of a whole run, whose folder is left as Ray Train's workers would leave it."""
-    from raypipe.streaming.spec import spec_of
+    from raypipe.streaming.opening import spec_of
     from raypipe.train.learning import num_classes_of
     from raypipe.train.loop import Trainer
     from raypipe.train.run_folder import located, store_config

@@ -45,7 +45,7 @@ def inspect(
             filters and weights find them; in parallel on Ray.
     """
     from raypipe.commands import image_sizes, inspection
-    from raypipe.streaming.spec import open_train, run_columns
+    from raypipe.streaming.opening import open_train, run_columns
     from raypipe.transform.targets import check_columns
 
     if output and not verify:
@@ -81,7 +81,7 @@ def inspect(
 
 def _show_plan(run: RunConfig) -> dict[str, Any]:
     from raypipe.commands.plan_summary import summary
-    from raypipe.streaming.spec import spec_of
+    from raypipe.streaming.opening import spec_of
 
     spec = spec_of(run)
     found = summary(spec)
@@ -120,7 +120,7 @@ def digest(
     from raypipe.streaming.digest import DigestFile, combine, digested, iterate_digests, settings_of
     from raypipe.streaming.digest import compare as compared_with
     from raypipe.streaming.inline import inline_batches
-    from raypipe.streaming.spec import spec_of
+    from raypipe.streaming.opening import spec_of
 
     spec, workers = spec_of(run), run.train.num_workers or 1
     spec.plan.check_workers(workers)
@@ -134,7 +134,7 @@ def digest(
     expected = DigestFile.read(compare) if compare else None
     if output:
         check_place(output)
-    spec = spec.replace(plan=spec.plan.until(to_step))
+    spec = dataclasses.replace(spec, plan=spec.plan.until(to_step))
     cursor = spec.plan.cursor_at(from_step)
     if spec.pool.engine == "inline":
         most, digests = 0, list(digested(inline_batches(spec, cursor)))
@@ -146,7 +146,7 @@ def digest(
         pool = dataclasses.replace(spec.pool, min_actors=min(spec.pool.min_actors, _SHARING))
         few = max(pool.least_actors, min(pool.max_actors, _SHARING))
         connect(num_cpus=max(num_cpus(), few))
-        most, spec = preflight(pool).max_actors, spec.replace(pool=pool)
+        most, spec = preflight(pool).max_actors, dataclasses.replace(spec, pool=pool)
         iterators = splits(spec, cursor, max_actors=most, world_size=workers)
         digests = list(iterate_digests(spec.plan, cursor, iterators))
     told = settings_of(spec, workers=workers, actors=most, from_step=from_step, to_step=to_step)

@@ -56,7 +56,7 @@ def bench(
         repeats: how often all is measured; medians are printed.
         images_per_s: a rate, of all GPUs together, for which the CPUs and the network are computed; 0 = none.
     """
-    from raypipe.streaming.spec import open_train
+    from raypipe.streaming.opening import open_train
 
     opened = open_train(run)
     actors = run.pool.max_actors or _cpus_here()
@@ -206,9 +206,9 @@ def stream_once(
     import ray
 
     from raypipe.rayext.cluster import connect
+    from raypipe.streaming.opening import open_stream
     from raypipe.streaming.pipeline import splits
     from raypipe.streaming.row import host_blocks
-    from raypipe.streaming.spec import StreamSpec
     from raypipe.transform.fields import IMAGE, VIEW
 
     # The same transform in both splits, so that every micro-batch costs the same.
@@ -216,7 +216,7 @@ def stream_once(
     epochs = max(3, round(guess * seconds / len(store)))
     plan = PlanConfig(epochs=epochs, micro_batch_size=micro_batch)
     label = "label" if "label" in store.columns else ""
-    spec = StreamSpec(store, store, plan=plan, transform=transform, pool=pool, label_column=label)
+    spec = open_stream(store, store, plan=plan, transform=transform, pool=pool, label_column=label)
     started = time.perf_counter()
     connect()
     blocks, num_bytes = list[tuple[float, int]](), 0

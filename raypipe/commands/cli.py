@@ -107,7 +107,7 @@ def draw_preview(
         indices: show these samples instead, as in [3,14,15].
     """
     from raypipe.commands import preview as preview_module
-    from raypipe.streaming.spec import open_train, renamed
+    from raypipe.streaming.opening import open_train, renamed
 
     return preview_module.preview(
         open_train(run),

@@ -27,7 +27,7 @@ from raypipe.plan.places import MicroBatchId
 from raypipe.plan.schedule import Plan
 from raypipe.stores.base import Store
 from raypipe.streaming.maker import MicroBatchMaker
-from raypipe.streaming.spec import StreamSpec
+from raypipe.streaming.opening import open_stream
 from raypipe.transform.decode import decode
 from raypipe.transform.decode_array import as_rgb, decode_array
 from raypipe.transform.fields import COLUMN, IMAGE, LABEL, VIEW, MicroBatch, Ragged, in_group
@@ -56,7 +56,7 @@ class Preview:
         # Without a GPU the CPU's decoder is the nearest that there is; and any number of bad samples is shown.
         transform = replace(transform, decode="cpu", max_bad_fraction=1)
         label = LABEL if LABEL in store.columns else ""
-        spec = StreamSpec(store, plan=plan, transform=transform, columns=columns or {}, label_column=label)
+        spec = open_stream(store, plan=plan, transform=transform, columns=columns or {}, label_column=label)
         self._columns, self._wanted = spec.columns, spec.wanted
         if target := spec.columns.target:
             check_mixable(augment, target.dtype, target.shape)
@@ -230,7 +230,7 @@ def preview(
         epochs: how many of the run's epochs to show, evenly spread.
         samples: the first so many of the run, where no indices are given.
         indices: of the samples to show.
-        columns: of the run, see `StreamSpec`; their values are in the captions.
+        columns: of the run, see `open_stream`; their values are in the captions.
 
     Returns:
         `output`, `samples` and `epochs`.

@@ -221,6 +221,11 @@ def cluster_resources() -> Resources:
     return Resources(cpus, gpus, free_cpus, free_gpus)
 
 
+def worker_resources(scaling_config: Any) -> dict[str, float]:
+    """The resources that each worker of Ray Train's takes, by the names of Ray's; without any it takes a CPU."""
+    return scaling_config._resources_per_worker_not_none
+
+
 @dataclass(frozen=True)
 class Allocation:
     """Who gets what.

@@ -88,6 +88,14 @@ def quiet_broadcasts() -> None:
     logging.getLogger("ray.train.v2._internal.execution.collective_impl").setLevel(logging.ERROR)
 
 
+def quiet_trainer() -> None:
+    """Keep Ray Train, in a trainer, from logging each checkpoint and its metrics between the lines of progress."""
+    for name in ("ray.train", *logging.Logger.manager.loggerDict):
+        if name.startswith("ray.train") or "/ray/train/" in name:  # some are named by their files
+            # Its traceback of what ends a train function is kept with the error, see `train.launch`.
+            logging.getLogger(name).setLevel(logging.CRITICAL if "util" in name else logging.WARNING)
+
+
 def _handlers() -> list[tuple[str, Any]]:
     return list(ray_logging.global_worker_stdstream_dispatcher.handlers)
 

@@ -23,7 +23,7 @@ from raypipe.errors import ResourceError
 from raypipe.logs import LogFormat, configure_logs
 from raypipe.metrics.prometheus import Recorder
 from raypipe.metrics.run_log import append_fault
-from raypipe.rayext.cluster import largest_divisor
+from raypipe.rayext.cluster import largest_divisor, worker_resources
 from raypipe.rayext.failures import is_final, is_lost, own_error, told
 from raypipe.rayext.local import started_here
 
@@ -83,7 +83,7 @@ class BoundedScalingPolicy(scaling_policy.ScalingPolicy):
         """What is with the trainers, and what to do."""
         config: Any = self.scaling_config
         workers = config.min_workers if _is_elastic(config) else config.num_workers
-        each = " and ".join(f"{n:g} {kind}" for kind, n in config._resources_per_worker_not_none.items() if n)
+        each = " and ".join(f"{n:g} {kind}" for kind, n in worker_resources(config).items() if n)
         return (
             f"{workers} trainers of {each} each {what} (pool.stall_timeout_s). Add nodes, or stop other jobs "
             "(`ray job list`)"

@@ -24,8 +24,9 @@ from raypipe.rayext.splits import begun
 from raypipe.rayext.watch import in_worker, this_process
 from raypipe.section import MAX_INT, Limits, check
 from raypipe.storage.filesystem import as_uri, open_filesystem
+from raypipe.streaming.arrival import Source
 from raypipe.streaming.inline import first_maker, inline_batches
-from raypipe.streaming.loader import Loader, Source
+from raypipe.streaming.loader import Loader
 from raypipe.streaming.row import host_batches
 from raypipe.streaming.running import end_oldest
 from raypipe.streaming.spec import StreamSpec
@@ -144,7 +145,7 @@ def check_resources(spec: StreamSpec, scaling_config: ScalingConfig) -> None:
         ConfigError: the number of workers does not divide M, or pool.executions does not divide it.
         ResourceError: the cluster has not, and cannot scale to, what the workers and the smallest pool need.
     """
-    from raypipe.rayext.cluster import cluster_resources
+    from raypipe.rayext.cluster import cluster_resources, worker_resources
     from raypipe.rayext.shortage import check_own
 
     config: Any = scaling_config  # of Ray Train's version 2, which its type does not say
@@ -156,7 +157,7 @@ def check_resources(spec: StreamSpec, scaling_config: ScalingConfig) -> None:
         workers = min(workers)  # elastic
     if not ray.is_initialized():
         ray.init()
-    each, offer = config._resources_per_worker_not_none, cluster_resources()
+    each, offer = worker_resources(config), cluster_resources()
     check_own(offer.cpus, workers, each.get("CPU", 0.0), spec.pool, offer.gpus, each.get("GPU", 0.0))
 
 

@@ -1,6 +1,6 @@
-"""One rank's loader: rows → micro-batches on the device, augmented, epoch by epoch.
+"""One rank's loader: it takes the stream in the order of the plan, and knows where the run stands.
 
-It checks the stream against the plan: if a micro-batch is not the one that the plan expects, the run ends.
+If a micro-batch is not the one that the plan expects, the run ends.
 """
 
 from __future__ import annotations
@@ -9,10 +9,9 @@ import contextlib
 import functools
 import logging
 import math
-import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,54 +19,34 @@ from typing import Any, NamedTuple
 import torch
 
 from raypipe import __version__
-from raypipe.config import AugmentConfig, TransformConfig
+from raypipe.config import AugmentConfig
 from raypipe.device.augment import DeviceAugment
-from raypipe.device.device_decode import DeviceDecoder
 from raypipe.device.mixing import check_mixable
-from raypipe.device.prefetcher import Batch, asked_for_here, decoded_on_device, on_device
-from raypipe.errors import CursorError, RaypipeError, SampleError
+from raypipe.device.prefetcher import Batch
+from raypipe.errors import CursorError, RaypipeError
 from raypipe.logs import STAGES, configure_logs, log_place
+from raypipe.metrics.meter import Meter
 from raypipe.metrics.prometheus import TrainerMetrics
 from raypipe.metrics.run_log import Folder
-from raypipe.metrics.timing import StageClock, StageTimes, has_drained, mark
+from raypipe.metrics.timing import StageTimes
 from raypipe.plan.cursor import CURSOR_FILE, Cursor
 from raypipe.plan.places import MicroBatchId, Split
-from raypipe.plan.schedule import Plan, Segment
+from raypipe.plan.schedule import Segment
 from raypipe.rayext.trainer_notice import Notice
 from raypipe.storage.files import write_text
 from raypipe.storage.filesystem import join
-from raypipe.stores.base import name_of, title_of
-from raypipe.streaming.bad_samples import BadSampleBudget, record_bad
+from raypipe.streaming.arrival import Source, augmented, judge, moved
+from raypipe.streaming.bad_samples import BadSampleBudget
 from raypipe.streaming.checkpoint import Stateful, report, restore
 from raypipe.streaming.chronicle import Chronicle
 from raypipe.streaming.digest import settings_of
+from raypipe.streaming.epochs import Epoch, Pass, Rest
 from raypipe.streaming.running import EXHAUSTED, Running
 from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.columns import SampleColumns
-from raypipe.transform.fields import IMAGE, VIEW, MicroBatch
-from raypipe.transform.sizes import Size, size_in
 from raypipe.transform.views import makes_views
 
 _logger = logging.getLogger(__name__)
-
-
-class Source(NamedTuple):
-    """What a rank's batches are made of.
-
-    Attributes:
-        batches: micro-batches in host memory.
-        supervisor: handle of who supervises the stream, if anybody does.
-        actors: transform actors that the pool has at most, where this rank knows it.
-        draws_globally: who asks for a batch makes it, and draws from the generators of the process: that thread
-            must be the consumer's.
-        end: ends what else was started for it, once the batches are closed.
-    """
-
-    batches: Iterator[MicroBatch]
-    supervisor: Any = None
-    draws_globally: bool = False
-    actors: int = 0
-    end: Callable[[], None] = lambda: None
 
 
 _INTERVAL_S = 10.0
@@ -102,7 +81,6 @@ class Loader:
         world_size: W, the number of ranks.
         keep: batches that stay valid besides the newest.
         cursor: the place after the last step of which all batches were handed out.
-        first_batch_s: seconds from the start of the stream to its first batch; 0 before it.
         num_bad: bad samples that this rank has seen.
         num_fallback: samples that the host decoded for the device.
         jpeg_decoder: the library that decodes on the device, with its version; empty where actors decode all.
@@ -148,19 +126,13 @@ class Loader:
         self.num_bad = self.num_fallback = 0
         self.jpeg_decoder = ""
         self._spec, self._open_at, self._depth, self.keep = spec, open_at, depth, keep
-        self._clocks: dict[Split, StageClock] = {"train": StageClock(), "val": StageClock()}
-        self._counts: dict[Split, StageTimes] = {"train": StageTimes(), "val": StageTimes()}
-        # Where the compute of the micro-batch that was handed out last began, and its split.
-        self._computing: tuple[Split, Any] | None = None
+        self._meter = Meter(self.device)
         self._budget = BadSampleBudget(spec.transform.max_bad_fraction, spec.transform.bad_grace)
         self.chronicle = Chronicle(world_size, rank, folder)
         self._running = Running(self.chronicle.close)
         self._running.close_with(self)
-        self.interval_s, self._actors, self._skips = _INTERVAL_S, 0, False
-        self._supervisor: Any = None
-        self._awaited: Callable[[], str] = str
+        self.interval_s, self._source = _INTERVAL_S, Source(iter(()))
         self.notice = Notice(functools.partial(_tell_notice, self.chronicle, self.exported))
-        self._begin_interval()
         self._go_to(cursor or self.plan.start())
         if cursor:
             self._open()
@@ -176,51 +148,23 @@ class Loader:
         self._start = cursor
         self._stand_at(cursor)
         # What the loader holds refers to it weakly: a ring of references would keep a dropped one running.
-        self._epochs, self.first_batch_s = Loader._each_epoch(weakref.proxy(self)), 0.0
+        self._epochs = Loader._each_epoch(weakref.proxy(self))
         self._batches: Any = None  # an iterator of Batch
 
     def _open(self) -> None:
         """Start the stream."""
-        move: Callable[[Iterable[MicroBatch]], Iterator[Batch]]
         if self.rank == 0 and next(self.plan.segments(self._start), None) is None:
             _logger.warning(
                 "all %d epochs are done, and nothing is left to train; to go on, set a larger plan.epochs",
                 self.num_epochs,
             )
-        self._created = time.perf_counter()
+        self._meter.begin()
         self.exported.begin()
-        source = self._open_at(self._start)
-        self._supervisor, self._actors = source.supervisor, source.actors
-        self._awaited = functools.partial(self.chronicle.awaited, self._supervisor)
-        seed_of, transform = self.plan.micro_batch_seed, self._spec.transform
-        on_gpu = transform.decode == "gpu"
-        if on_gpu:
-            decoder = DeviceDecoder(transform.final_size, self.device, transform.apply_exif)
-            self.jpeg_decoder = decoder.library
-            move = functools.partial(
-                decoded_on_device,
-                decoder=decoder,
-                seed_of=seed_of,
-                depth=self._depth,
-                on_decoded=functools.partial(_add_decode, self._clocks),
-                size_of=functools.partial(_size_at, transform, self.plan),
-            )
-        else:
-            move = functools.partial(
-                on_device,
-                device=self.device,
-                seed_of=seed_of,
-                depth=self._depth,
-                keep=self.keep,
-                on_copied=functools.partial(self._clocks["train"].add, "transfer"),
-            )
-        in_thread = on_gpu or self.device.type == "cuda"
-        if source.draws_globally and in_thread:
-            self._batches = asked_for_here(source.batches, move, self._depth)
-        else:
-            self._batches = move(source.batches)
+        self._source = source = self._open_at(self._start)
+        clocks = self._meter.clocks
+        self._batches, self.jpeg_decoder = moved(source, self._spec, self.device, clocks, self._depth, self.keep)
         closes = (functools.partial(_close, generator) for generator in (source.batches, self._batches))
-        has_actors, unfollow = self._supervisor is not None, self.chronicle.unfollow
+        has_actors, unfollow = source.supervisor is not None, self.chronicle.unfollow
         self._running.begin(has_actors, source.end, self.exported.end, unfollow, *closes)
 
     def epochs(self) -> Epochs:
@@ -234,22 +178,29 @@ class Loader:
         self.cursor = cursor
         self.chronicle.step = self.global_step
 
-    def _each_epoch(self) -> Iterator[tuple[int, _Part, _Part]]:
+    def _each_epoch(self) -> Iterator[tuple[int, Rest, Rest]]:
         """Number, training and validation of each epoch."""
         at, total = self.cursor, self.plan.config.epochs * self.plan.steps_per_epoch
-        begins = {"workers": self.world_size, "actors": self._actors, "from_step": self.global_step}
+        begins = {"workers": self.world_size, "actors": self._source.actors, "from_step": self.global_step}
         validates = at.step == self.plan.steps_per_epoch and self.plan.has_val(at.epoch)
         self.chronicle.begin(
-            validates, functools.partial(settings_of, self._spec, **begins, to_step=total), self._supervisor
+            validates,
+            functools.partial(settings_of, self._spec, **begins, to_step=total),
+            self._source.supervisor,
         )
         for number, segments in groupby(self.plan.segments(self._start), lambda segment: segment.epoch):
-            parts: dict[Split, Segment] = {segment.split: segment for segment in segments}
-            train = _Part(self, parts.get("train"))
-            val = _Part(self, parts.get("val"), after=train)
+            of_split: dict[Split, Segment] = {segment.split: segment for segment in segments}
+            train = Loader._rest(self, of_split.get("train"))
+            val = Loader._rest(self, of_split.get("val"), train)
             yield number, train, val
             val.skip()
         assert self._batches is None or next(self._batches, None) is None, "the stream is longer than the plan"
         self._running.end(EXHAUSTED)
+
+    def _rest(self, segment: Segment | None, after: Rest | None = None) -> Rest:
+        # By the class, since a method of a weak reference's would hold the loader.
+        batches = Loader._deliver(self, segment) if segment else iter(())
+        return Rest(batches, segment, self._meter, after)
 
     def state_dict(self) -> dict[str, Any]:
         """The run's place after the last step of which all batches were handed out; plain numbers and text."""
@@ -297,15 +248,8 @@ class Loader:
         Args:
             whom: names what holds it up.
         """
-        begun = mark(self.device)
-        if computing := self._computing:
-            self._clocks[computing[0]].add("compute", computing[1], begun)
-        with self.chronicle.waiting("the checkpoint", whom):
+        with self._meter.checkpoint(), self.chronicle.waiting("the checkpoint", whom):
             yield
-        ended = mark(self.device)
-        self._clocks["train"].add("checkpoint", begun, ended)
-        if computing:
-            self._computing = computing[0], ended
 
     def should_checkpoint(self) -> bool:
         """Tell all ranks alike whether to make a checkpoint now, since a node of the trainers is about to go.
@@ -330,6 +274,11 @@ class Loader:
         """
         write_text(join(str(folder), CURSOR_FILE), self.cursor.to_json())
         self.exported.checkpointed()
+
+    @property
+    def first_batch_s(self) -> float:
+        """Seconds from the start of the stream to its first batch; 0 before it."""
+        return self._meter.first_batch_s
 
     @property
     def columns(self) -> SampleColumns:
@@ -367,13 +316,12 @@ class Loader:
 
         Transfers are counted with "train". On CUDA the newest micro-batches may be missing.
         """
-        seconds: dict[str, Any] = {f"{stage}_s": total for stage, total in self._clocks[split].totals().items()}
-        return replace(self._counts[split], **seconds)
+        return self._meter.times(split)
 
     def _export(self) -> None:
         epoch, step = self.cursor.epoch, self.cursor.step
         self.exported.record(
-            {split: self.times(split) for split in self._counts},
+            {split: self.times(split) for split in self._meter.clocks},
             first_batch_s=self.first_batch_s,
             steps=self.global_step - self._start.epoch * self.plan.steps_per_epoch - self._start.step,
             trainer_step=self.global_step,
@@ -381,18 +329,14 @@ class Loader:
             trainer_augment_strength=self.strength(epoch, step),
         )
 
-    def _begin_interval(self) -> None:
-        self._interval = self.times(), time.perf_counter()
-
     def interval(self, **learnt: float) -> Interval:
         """Record the training since the last call, or since the epoch began; with a loss, also tell it.
 
         Args:
             learnt: loss, lr, …
         """
-        (before, since), epoch, step = self._interval, self.cursor.epoch, self.cursor.step
-        self._begin_interval()
-        times, seconds = self._interval[0] - before, self._interval[1] - since
+        epoch, step, (times, seconds) = self.cursor.epoch, self.cursor.step, self._meter.interval()
+        self._meter.begin_interval()
         images, wait = times.images * self.world_size, min(1.0, times.wait_s / seconds)
         line = (
             f"epoch {epoch + 1}/{self.num_epochs}  step {step}/{self.plan.steps_per_epoch}  "
@@ -418,11 +362,10 @@ class Loader:
         Args:
             times: sums over all ranks; None = this rank's.
         """
-        last = epoch + 1 == self.num_epochs
-        spec = self._spec
-        readers = spec.pool.executions if self._supervisor is not None and "train" in spec.readers() else 0
+        last, spec, source = epoch + 1 == self.num_epochs, self._spec, self._source
+        readers = spec.pool.executions if source.supervisor is not None and "train" in spec.readers() else 0
         times, device = times or self.times(), self.device.type
-        self.chronicle.diagnose(times, last, actors=self._actors, device=device, readers=readers)
+        self.chronicle.diagnose(times, last, actors=source.actors, device=device, readers=readers)
 
     def strength(self, epoch: int, step: int) -> float:
         """The strength of the augmentation at a training step."""
@@ -433,9 +376,9 @@ class Loader:
     def _deliver(self, segment: Segment) -> Iterator[Batch]:
         """This rank's micro-batches of a segment."""
         split, epoch, per_step = segment.split, segment.epoch, self.plan.config.per_step
-        self._skips, records = False, math.isfinite(self.interval_s)
+        self._meter.skips, records = False, math.isfinite(self.interval_s)
         if split == "train":
-            self._begin_interval()
+            self._meter.begin_interval()
         for step in range(segment.first_step, segment.num_steps):
             for micro in range(self.rank, per_step, self.world_size):
                 batch = self._next(MicroBatchId(split, epoch, step, micro))
@@ -446,8 +389,8 @@ class Loader:
                     self._stand_at(Cursor(epoch + 1, 0, self.plan.fingerprint))
                 yield replace(batch, ends_step=ends_step)
                 is_last = step + 1 == segment.num_steps
-                is_due = is_last or time.perf_counter() - self._interval[1] >= self.interval_s
-                if ends_step and split == "train" and is_due and records and not self._skips:
+                is_due = is_last or self._meter.interval()[1] >= self.interval_s
+                if ends_step and split == "train" and is_due and records and not self._meter.skips:
                     self.interval()
         self._export()
         if records and (split == "val" or not self.plan.has_val(epoch)):
@@ -460,82 +403,32 @@ class Loader:
                 "loader.save(folder), or call loader.load_state_dict before the first batch; to begin anew all "
                 "the same, raypipe.loader(spec, cursor=spec.plan.start())"
             )
-        asked = mark(self.device)
-        if self._computing:
-            split, since = self._computing
-            self._clocks[split].add("compute", since, asked)
-            self._computing = None
-        is_first = self.first_batch_s == 0.0
-        with self.chronicle.waiting("the first batch" if is_first else str(expected), self._awaited):
+        asked = self._meter.asked()
+        awaited = functools.partial(self.chronicle.awaited, self._source.supervisor)
+        with self.chronicle.waiting(str(expected) if self.first_batch_s else "the first batch", awaited):
             batch = next(self._batches, None)
         if batch is None:
             self._check_running()
-        drained = has_drained(asked)
-        ready = mark(self.device)
-        if is_first:
-            self.first_batch_s = time.perf_counter() - self._created
-            self._begin_interval()  # the start of the run is reported apart
-        else:
-            self._clocks[expected.split].add("wait", asked, ready)
-            self._counts[expected.split] += StageTimes(micro_batches=1, drained=drained)
+        arrived = self._meter.arrived(expected.split, asked)
         if batch is None or batch.at != expected:
             got = "ended" if batch is None else f"brought {batch.at}"
             raise RaypipeError(
                 f"rank {self.rank} expected {expected}, the stream {got}: please report this as a bug"
             )
-        split = expected.split
-        log_place(split=split, epoch=expected.epoch, step=self.plan.global_step(expected))
+        log_place(split=expected.split, epoch=expected.epoch, step=self.plan.global_step(expected))
         if self.exported.is_due():
             self._export()
         self.num_bad += batch.num_bad
         self.num_fallback += batch.num_fallback
-        self._judge(batch)
+        judge(batch, self._spec, self._budget)
         if self.plan.sources:
             batch = replace(batch, source=self.plan.source_of(batch.index))
-        num_images = int((batch.index >= 0).sum())
-        self._counts[split] += StageTimes(images=num_images, read_s=batch.read_s, work_s=batch.work_s)
         if self.augment is not None:
-            batch = self._augmented(batch, self.augment)
-        augmented = mark(self.device)
-        self._clocks[split].add("augment", ready, augmented)
-        self._computing = (split, augmented)
+            batch = augmented(batch, self.augment, self.strength)
+        num_images = int((batch.index >= 0).sum())
+        counts = StageTimes(images=num_images, read_s=batch.read_s, work_s=batch.work_s)
+        self._meter.handed_out(expected.split, arrived, counts)
         return batch
-
-    def _judge(self, batch: Batch) -> None:
-        """Handle bad samples that only the device's decoder found: too late for substitutes, they get weight 0."""
-        store = self._spec.stores[batch.at.split]
-        bad = []
-        for row, error in batch.failed.items():
-            index = int(batch.index[row])
-            where = {"store": store.address, "index": index, "name": name_of(store, index)}
-            bad.append({**where, "substitute": None, "error": error, "fault": SampleError.fault})
-        if bad:
-            record_bad(self._spec.quarantine, batch.at, bad, by="device")
-            if self._spec.transform.on_bad_sample == "raise":
-                title = title_of(store.address, bad[0]["index"], bad[0]["name"])
-                raise SampleError(f"{title}: {bad[0]['error']}")
-        self._budget.spend(bad, len(batch.index))
-
-    def _augmented(self, batch: Batch, augment: DeviceAugment) -> Batch:
-        if batch.views:
-            if batch.at.split == "train":
-                strength = self.strength(batch.at.epoch, batch.at.step)
-                views = augment.of_views(batch.views, seed=batch.seed, strength=strength)
-            else:
-                views = {name: augment.normalize(view) for name, view in batch.views.items()}
-            return batch.with_fields({f"{VIEW}.{name}": view for name, view in views.items()})
-        if batch.at.split != "train":
-            return batch.with_fields({IMAGE: augment.normalize(batch.image)})
-        counts = batch.index >= 0
-        counts[list(batch.failed)] = False
-        image, mixed = augment(
-            batch.image,
-            batch.target,
-            counts,
-            seed=batch.seed,
-            strength=self.strength(batch.at.epoch, batch.at.step),
-        )
-        return batch.with_fields({IMAGE: image}, mixed=mixed)
 
 
 def _tell_notice(chronicle: Chronicle, exported: TrainerMetrics, text: str) -> None:
@@ -549,91 +442,6 @@ def _close(batches: Any) -> None:
         getattr(batches, "close", lambda: None)()
 
 
-def _add_decode(clocks: Mapping[Split, StageClock], at: MicroBatchId, since: Any, until: Any) -> None:
-    clocks[at.split].add("decode", since, until)
-
-
-def _size_at(transform: TransformConfig, plan: Plan, at: MicroBatchId) -> Size:
-    return size_in(transform, at.split, at.epoch, plan.bucket_of(at))
-
-
-class _Part:
-    """What is left of an epoch's training, or of its validation, for this rank.
-
-    Args:
-        loader: a weak reference to it.
-        segment: its place in the plan; None = it is empty.
-        after: what comes before it.
-    """
-
-    def __init__(self, loader: Any, segment: Segment | None, after: _Part | None = None) -> None:
-        self.segment, self.begun = segment, False
-        self._batches = Loader._deliver(loader, segment) if segment else iter(())
-        self._loader, self._after, self._skipped = loader, after, False
-
-    def take(self) -> Batch:
-        """The next batch, see `Pass`."""
-        self.begun = True
-        if self._after:
-            self._after.skip()
-        if self._skipped:
-            assert self.segment
-            raise RaypipeError(
-                f"the rest of epoch {self.segment.epoch}'s {self.segment.split} batches was skipped when what "
-                "comes after them was asked for: a stream has one order, so validate at the end of an epoch"
-            )
-        return next(self._batches)
-
-    def skip(self) -> None:
-        """Skip what was not taken, here and before it."""
-        if self._after:
-            self._after.skip()
-        for _ in self._batches:
-            self._skipped = self._loader._skips = True
-
-
-class Pass(Iterator[Batch]):
-    """This rank's micro-batches of an epoch's training, or of its validation: each once, in order.
-
-    After a resume only the rest of them, possibly none.
-
-    Attributes:
-        segment: its place in the plan; None = it is empty.
-    """
-
-    def __init__(self, loader: Loader, part: _Part) -> None:
-        self._loader, self._part, self.segment = loader, part, part.segment
-        segment = self.segment
-        self._len = (segment.num_steps - segment.first_step) * loader.accumulation if segment else 0
-
-    @property
-    def begun(self) -> bool:
-        """Whether any batch was asked for."""
-        return self._part.begun
-
-    def __len__(self) -> int:
-        """Micro-batches in all, those that were taken included."""
-        return self._len
-
-    def __next__(self) -> Batch:
-        return self._part.take()
-
-
-@dataclass(frozen=True)
-class Epoch:
-    """One epoch, or the rest of it after a resume.
-
-    Attributes:
-        number: the epoch's number, from 0.
-        train: its training batches.
-        val: the batches of the validation after it; empty if the plan has none.
-    """
-
-    number: int
-    train: Pass
-    val: Pass
-
-
 class Epochs(Iterator[Epoch]):
     """The remaining epochs of a loader, each once. A loop over them ends the stream when it is left."""
 
@@ -641,9 +449,10 @@ class Epochs(Iterator[Epoch]):
         self._loader = loader
 
     def __next__(self) -> Epoch:
-        self._loader._check_running()
-        number, train, val = next(self._loader._epochs)
-        return Epoch(number, Pass(self._loader, train), Pass(self._loader, val))
+        loader = self._loader
+        loader._check_running()
+        number, train, val = next(loader._epochs)
+        return Epoch(number, *(Pass(loader, rest, loader.accumulation) for rest in (train, val)))
 
     def __iter__(self) -> Iterator[Epoch]:
         try:

@@ -28,6 +28,7 @@ from raypipe.storage.filesystem import is_remote
 from raypipe.storage.patience import patience_s
 from raypipe.stores.base import Store
 from raypipe.streaming.blocks import MAX_BYTES
+from raypipe.streaming.opening import open_stream
 from raypipe.streaming.source import MicroBatchSource
 from raypipe.streaming.spec import StreamSpec, Transform
 from raypipe.streaming.supervisor import start_supervisor
@@ -274,7 +275,7 @@ def stream(
     """The stream as a plain Dataset, if you only want the data.
 
     Args:
-        train, val, plan, transform, pool, train_transform, val_transform: see `StreamSpec`, which also gets all
+        train, val, plan, transform, pool, train_transform, val_transform: see `open_stream`, which also gets all
             further arguments.
         cursor: where to start; None = at the beginning.
         world_size: W, the number of ranks that the Dataset will be split over.
@@ -286,7 +287,7 @@ def stream(
     Raises:
         StoreError, ConfigError, CursorError, ResourceError: the message says what is wrong, and how to fix it.
     """
-    spec = StreamSpec(
+    spec = open_stream(
         train,
         val,
         plan=plan,

@@ -10,7 +10,8 @@ import torch
 from raypipe.device.prefetcher import Batch
 from raypipe.errors import ConfigError, SampleError
 from raypipe.plan.places import Split
-from raypipe.streaming.loader import Epoch, Loader, Pass
+from raypipe.streaming.epochs import Epoch, Pass
+from raypipe.streaming.loader import Loader
 
 Form = Literal["dict", "tuple", "batch"] | Callable[[Batch], Any]
 """What a plain loader yields: `{"image", "target", "weight"}`, `"views"` where there are any, and columns by their

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 
@@ -16,7 +17,11 @@ from raypipe.storage.files import read_whole
 from raypipe.stores.base import Store, is_class
 from raypipe.stores.joined import JoinedStore
 from raypipe.stores.numbers import read_npy
+from raypipe.stores.record import read_bad_list
 from raypipe.stores.scan import numbers_of
+
+PerSource = str | Path | Mapping[str, str]
+"""What there is one of for a store; of a mixture one for all its stores, or some by their names."""
 
 
 def make_plan(
@@ -149,3 +154,57 @@ def check_weights(weights: np.ndarray, num_samples: int, setting: str) -> np.nda
     if not (np.isfinite(weights).all() and (weights >= 0).all()):
         raise ConfigError(f"{setting} has a weight that is negative or no finite number: weights are at least 0")
     return weights
+
+
+def select(store: Store | None, exclude: PerSource, filter: PerSource, prefix: str = "store.") -> list[Selection]:
+    """The samples of a store without those of a list, and those that a filter is not true for.
+
+    Args:
+        store: None = the run reads none.
+        prefix: of the settings' names, for errors.
+
+    Returns:
+        A selection for each part of a joined store, or one.
+
+    Raises:
+        ConfigError: a list or a filter is wrong, or nothing is left.
+    """
+    if isinstance(store, JoinedStore):
+        _check_names(store, f"{prefix}exclude", exclude, or_one=False)
+        _check_names(store, f"{prefix}filter", filter, or_one=True)
+        return [
+            _selected(part, _of_source(name, exclude), str(_of_source(name, filter)), prefix)
+            for name, part in store.parts.items()
+        ]
+    if isinstance(exclude, Mapping) or isinstance(filter, Mapping):
+        raise ConfigError(f"{prefix}exclude and {prefix}filter have names, which only a mixture's stores have")
+    if store is None:
+        read_bad_list(exclude, None, f"{prefix}exclude")
+        if filter:
+            raise ConfigError(f"{prefix}filter: there is {filter!r}, and no store to filter")
+        return []
+    return [_selected(store, exclude, str(filter), prefix)]
+
+
+def _selected(store: Store, exclude: str | Path, filter: str, prefix: str) -> Selection:
+    left_out = read_bad_list(exclude, store, f"{prefix}exclude")
+    if not filter:
+        return Selection(left_out, len(store))
+    from raypipe.stores.filter import matching  # which imports pyarrow.compute
+
+    keep = matching(store, filter, f"{prefix}filter")
+    keep[left_out] = False
+    if not keep.any():
+        raise ConfigError(f"{prefix}exclude and {prefix}filter leave out all of {store.address}: mend one of them")
+    return Selection.where(keep)
+
+
+def _check_names(store: JoinedStore, setting: str, given: PerSource, or_one: bool) -> None:
+    if set(given) - set(store.parts) if isinstance(given, Mapping) else given and not or_one:
+        raise ConfigError(
+            f"{setting} must be {{NAME: …}} by the stores of store.train, {', '.join(store.parts)}, got {given!r}"
+        )
+
+
+def _of_source(name: str, given: PerSource) -> str | Path:
+    return given.get(name, "") if isinstance(given, Mapping) else given

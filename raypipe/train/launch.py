@@ -27,8 +27,9 @@ from raypipe.rayext.waiting import Wait, is_head_lost, only_start
 from raypipe.storage.files import read_json, read_whole, write_text
 from raypipe.storage.filesystem import exists, is_remote, join, open_filesystem
 from raypipe.streaming.maker import differing, try_samples
+from raypipe.streaming.opening import spec_of
 from raypipe.streaming.pipeline import check_memory
-from raypipe.streaming.spec import StreamSpec, spec_of
+from raypipe.streaming.spec import StreamSpec
 from raypipe.train.checkpoints import find_newest, newest_name
 from raypipe.train.console import RunConsole
 from raypipe.train.interrupts import Interrupts, Stopped

@@ -22,11 +22,13 @@ from raypipe.errors import ConfigError, RaypipeError
 from raypipe.logs import begin_phases, configure_logs, phase, progress, relay_progress
 from raypipe.metrics.timing import StageTimes
 from raypipe.plan.places import MicroBatchId
+from raypipe.rayext.console import quiet_trainer
 from raypipe.storage.files import write_json
 from raypipe.storage.filesystem import join
 from raypipe.storage.lease import is_held
+from raypipe.streaming.epochs import Pass
 from raypipe.streaming.handover import loader
-from raypipe.streaming.loader import Loader, Pass
+from raypipe.streaming.loader import Loader
 from raypipe.streaming.spec import StreamSpec
 from raypipe.train.background import CheckpointWriter, StopPoll
 from raypipe.train.checkpoints import find_newest, open_state, write_checkpoint
@@ -46,11 +48,7 @@ def train_loop(config: dict[str, Any]) -> None:
         config: the arguments of `Trainer`; `relays`, whether the driver shows what this process relays; and
             `begun`, when the run was started.
     """
-    # Ray Train would log every checkpoint and its metrics, between the lines of progress.
-    for name in ("ray.train", *logging.Logger.manager.loggerDict):
-        if name.startswith("ray.train") or "/ray/train/" in name:  # some are named by their files
-            # Its traceback of what ends a train function is kept with the error, see `launch`.
-            logging.getLogger(name).setLevel(logging.CRITICAL if "util" in name else logging.WARNING)
+    quiet_trainer()
     options, rank = dict(config), ray.train.get_context().get_world_rank()
     is_first = rank == 0
     relays = options.pop("relays")

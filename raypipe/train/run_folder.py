@@ -44,7 +44,7 @@ from raypipe.storage.filesystem import (
     split,
 )
 from raypipe.storage.lease import RunExistsError, check_owner, taken
-from raypipe.streaming.spec import with_digits
+from raypipe.streaming.opening import with_digits
 from raypipe.train.checkpoints import has_checkpoints
 from raypipe.transform.transform_steps import config_without_files
 

@@ -18,7 +18,7 @@ from raypipe.errors import ConfigError, StoreError
 from raypipe.stores import open_store
 from raypipe.stores.base import MemoryStore
 from raypipe.stores.destination import write_atomically
-from raypipe.streaming.spec import StreamSpec
+from raypipe.streaming.opening import open_stream
 
 from conftest import CLASSES, picture  # isort: skip
 
@@ -155,7 +155,7 @@ class TestVerify:
         assert found["reasons"] == [(entry["index"], entry["name"], 1, entry["error"]) for entry in written["bad"]]
         assert [entry["name"] for entry in written["bad"]] == [f"{damaged}, key {index}" for index in sorted(BAD)]
         assert (written["store"], written["num_samples"]) == (str(damaged), NUM)
-        spec = StreamSpec(store, plan=PlanConfig(micro_batch_size=3), exclude=output)
+        spec = open_stream(store, plan=PlanConfig(micro_batch_size=3), exclude=output)
         assert spec.plan.num_train == NUM - 3
 
     def test_the_command_writes_a_list_here_only_where_samples_are_bad(

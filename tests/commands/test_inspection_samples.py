@@ -17,7 +17,7 @@ from raypipe.config import RunConfig, StoreConfig
 from raypipe.errors import StoreError
 from raypipe.stores import open_store
 from raypipe.stores.base import MemoryStore, Store
-from raypipe.streaming.spec import run_columns
+from raypipe.streaming.opening import run_columns
 
 from conftest import CLASSES, picture  # isort: skip
 

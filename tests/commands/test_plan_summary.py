@@ -11,12 +11,13 @@ from raypipe.commands import cli
 from raypipe.commands.plan_summary import summary
 from raypipe.config import PlanConfig, TransformConfig
 from raypipe.stores.base import MemoryStore
+from raypipe.streaming.opening import open_stream
 from raypipe.streaming.spec import StreamSpec
 
 
 def spec_of(stores: dict[str, Path], train: Any = None, **config: Any) -> StreamSpec:
     plan = PlanConfig(**{"epochs": 4, "micro_batch_size": 6, "global_batch_size": 24, **config})
-    return StreamSpec(train or stores["train"], stores["val"], plan=plan, transform=TransformConfig(size=12))
+    return open_stream(train or stores["train"], stores["val"], plan=plan, transform=TransformConfig(size=12))
 
 
 def last_line(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
@@ -59,7 +60,7 @@ def test_the_command_shows_the_plan_as_a_table(
 
 def test_a_schedule_of_sizes_is_told(stores: dict[str, Path]) -> None:
     plan = PlanConfig(epochs=2, micro_batch_size=6)
-    found = summary(StreamSpec(stores["train"], plan=plan, transform=TransformConfig(size={0: 8, 1: 16})))
+    found = summary(open_stream(stores["train"], plan=plan, transform=TransformConfig(size={0: 8, 1: 16})))
     assert found["sizes"] == {"0": 8, "1": 16}
 
 
@@ -74,7 +75,7 @@ def sized(num_squares: int, num_wide: int) -> MemoryStore:
 
 def bucketed(train: Any, **config: Any) -> dict[str, Any]:
     plan = {"epochs": 2, "micro_batch_size": 4, "global_batch_size": 8, "buckets": BUCKETS, **config}
-    spec = StreamSpec(train, sized(9, 2), plan=PlanConfig(**plan))
+    spec = open_stream(train, sized(9, 2), plan=PlanConfig(**plan))
     return summary(spec)
 
 

@@ -37,8 +37,8 @@ from raypipe.rayext.cluster import connect
 from raypipe.stores.destination import write_atomically
 from raypipe.streaming.digest import combine, digested, iterate_digests
 from raypipe.streaming.inline import inline_batches
+from raypipe.streaming.opening import open_stream
 from raypipe.streaming.pipeline import splits
-from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.supervisor import start_supervisor
 from raypipe.train.launch import train
 from raypipe.train.run_folder import request_stop
@@ -96,7 +96,7 @@ def _is_actor(process: psutil.Process) -> bool:
 
 def check_stream(store: str) -> dict[str, Any]:
     """Digest, a killed actor, growth."""
-    spec = StreamSpec(
+    spec = open_stream(
         store,
         store,
         plan=PlanConfig(epochs=4, micro_batch_size=8, global_batch_size=16, seed=5),

@@ -82,7 +82,7 @@ def signal_actors(number: signal.Signals) -> None:
 
 def record(run: str, transform: Any) -> list[dict[str, float]]:
     """What one stream exports, scrape by scrape."""
-    spec = raypipe.StreamSpec(
+    spec = raypipe.open_stream(
         raypipe.stores.base.MemoryStore([picture(i) for i in range(64)], [0] * 64, classes=CLASSES),
         None,
         plan=raypipe.PlanConfig(epochs=1000, micro_batch_size=8, global_batch_size=8),

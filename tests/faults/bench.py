@@ -44,6 +44,7 @@ from raypipe.streaming.digest import batch_digest, combine
 from raypipe.streaming.handover import loader
 from raypipe.streaming.loader import Loader
 from raypipe.streaming.maker import MicroBatchMaker
+from raypipe.streaming.opening import open_stream
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.supervisor import follow
 from raypipe.transform.fields import MicroBatch
@@ -107,7 +108,7 @@ def make_stores(folder: str, num_samples: int, names: list[str]) -> dict[str, st
 def spec_of(store: str, max_actors: int, kind: str = "") -> StreamSpec:
     # A pool that has all CPUs when a node goes has none to be restarted on.
     min_actors, block = 4 if kind == "node for good" else 1, BLOCKS.get(kind, 0)
-    return StreamSpec(
+    return open_stream(
         store,
         store,
         plan=PLAN,

@@ -16,6 +16,7 @@ from without_ray import every_batch
 
 from raypipe.config import AugmentConfig, PlanConfig, PoolConfig, TransformConfig
 from raypipe.streaming.handover import loader
+from raypipe.streaming.opening import open_stream
 from raypipe.streaming.spec import StreamSpec
 
 pytestmark = [
@@ -28,7 +29,7 @@ STRONG = AugmentConfig(preset="strong", mixup_alpha=0.4, cutmix_alpha=1.0)
 
 
 def spec_of(stores: dict[str, Path], decode: Any = "cpu", actors: int = 1, **pool: Any) -> StreamSpec:
-    return StreamSpec(
+    return open_stream(
         stores["train"],
         stores["val"],
         plan=PlanConfig(epochs=2, micro_batch_size=6, global_batch_size=24, seed=3),
@@ -113,7 +114,7 @@ def test_masks_and_boxes_reach_the_device(tmp_path: Path) -> None:
             image = png(np.repeat(mask[:, :, None] * 200, 3, 2))
             writer.append({"image": image, "seg": png(mask), "objects": boxes})
     targets = {"mask_column": "seg", "boxes_column": "objects", "max_boxes": 4}
-    spec = StreamSpec(
+    spec = open_stream(
         tmp_path / "squares.parquet",
         plan=PlanConfig(epochs=1, micro_batch_size=6),
         transform=TransformConfig(train="light", size=32, **targets),

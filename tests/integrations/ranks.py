@@ -22,7 +22,7 @@ EVERY = 2
 
 
 def spec_of(store: str) -> raypipe.StreamSpec:
-    return raypipe.StreamSpec(
+    return raypipe.open_stream(
         store,
         store,
         plan=raypipe.PlanConfig(epochs=2, micro_batch_size=4, global_batch_size=16),

@@ -146,7 +146,7 @@ def test_the_pages_trainer_resumes_on_other_weights_as_if_undisturbed(
 ) -> None:
     monkeypatch.setenv("RAYPIPE_CACHE", str(tmp_path / "cache"))
     names = defined("integrations.md", "train_transformers")
-    names["spec"] = names["spec"].replace(pool=PoolConfig(engine="inline"))
+    names["spec"] = dataclasses.replace(names["spec"], pool=PoolConfig(engine="inline"))
     whole, rest = tmp_path / "whole", tmp_path / "rest"
     torch.manual_seed(1)
     logged = names["train_transformers"]({"folder": str(whole)})
@@ -235,5 +235,5 @@ def test_lightning_is_told_what_the_plan_has(stores: dict[str, Path]) -> None:
     without = dataclasses.replace(
         spec.plan, config=PlanConfig(epochs=2, val_interval=0), num_val=0, num_val_rows=0
     )
-    module = StreamDataModule(loader(spec.replace(plan=without)))
+    module = StreamDataModule(loader(dataclasses.replace(spec, plan=without)))
     assert module.val_dataloader() == []

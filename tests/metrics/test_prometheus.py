@@ -29,6 +29,7 @@ from raypipe.storage.counts import take_counts
 from raypipe.stores.base import MemoryStore
 from raypipe.streaming.handover import loader
 from raypipe.streaming.loader import Loader
+from raypipe.streaming.opening import open_stream
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.supervisor import start_supervisor
 
@@ -76,7 +77,7 @@ def store(num: int, bad: set[int]) -> MemoryStore:
 @pytest.fixture(scope="module")
 def spec(ray_cluster: None) -> StreamSpec:
     """2 epochs of 64 training samples, 2 of them bad, and 20 for validation, 1 of them bad."""
-    return StreamSpec(
+    return open_stream(
         store(64, {3, 17}),
         store(20, {5}),
         plan=PlanConfig(epochs=2, micro_batch_size=8, global_batch_size=16),

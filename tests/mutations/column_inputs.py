@@ -22,8 +22,8 @@ from raypipe.errors import ConfigError, StoreError
 from raypipe.plan.places import MicroBatchId
 from raypipe.stores import _SOURCES, open_source, open_store
 from raypipe.streaming.maker import MicroBatchMaker
+from raypipe.streaming.opening import open_stream
 from raypipe.streaming.row import read_schema, reads_of, source_row
-from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.fields import COLUMN, MicroBatch, Ragged, in_group
 from raypipe.transform.samples import read_samples
 
@@ -91,7 +91,7 @@ def check(case: Case, path: Path, values: list[Any], damaged: int, through_row: 
 def rows_of(case: Case, written: Any, damaged: int, through_row: bool) -> dict[int, Any]:
     """The samples of a micro-batch by their indices; the damaged one may have been recorded as a bad one."""
     store = open_store(written, **case.options) if isinstance(written, Path) else written
-    spec = StreamSpec(
+    spec = open_stream(
         store,
         plan=PlanConfig(epochs=1, micro_batch_size=NUM, shuffle="off"),
         transform=TransformConfig(train="none", max_boxes=40, max_keypoints=40, **case.transform),

@@ -14,9 +14,9 @@ from ray import cloudpickle
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.errors import ResourceError
 from raypipe.rayext.execution import Settings, context_of
+from raypipe.streaming.opening import open_stream
 from raypipe.streaming.pipeline import splits
 from raypipe.streaming.row import host_batches
-from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.supervisor import start_supervisor
 
 
@@ -75,7 +75,7 @@ def test_a_process_that_gets_the_context_gets_our_autoscalers_with_it(tmp_path: 
 def test_a_pool_whose_actors_cannot_start_ends_with_one_error(
     all_cpus_held: None, stores: dict[str, Path]
 ) -> None:
-    spec = StreamSpec(
+    spec = open_stream(
         stores["train"],
         plan=PlanConfig(micro_batch_size=10),
         transform=TransformConfig(train="small", size=8),

@@ -13,7 +13,7 @@ from raypipe.config import PlanConfig
 from raypipe.errors import ConfigError
 from raypipe.stores.base import MemoryStore
 from raypipe.stores.record import read_bad_list, write_bad_list
-from raypipe.streaming.spec import StreamSpec
+from raypipe.streaming.opening import open_stream
 
 from conftest import picture  # isort: skip
 
@@ -106,7 +106,7 @@ def test_a_list_that_is_not_there_or_has_no_store(tmp_path: Path) -> None:
 def test_a_spec_leaves_out_what_its_lists_name(tmp_path: Path) -> None:
     write_bad_list(tmp_path / "train.json", STORE, BAD)
     write_bad_list(tmp_path / "val.json", OTHER, BAD[:1])
-    spec = StreamSpec(
+    spec = open_stream(
         STORE,
         OTHER,
         plan=PlanConfig(epochs=1, micro_batch_size=2),
@@ -119,7 +119,7 @@ def test_a_spec_leaves_out_what_its_lists_name(tmp_path: Path) -> None:
     assert sorted(train.tolist()) == [0, 1, 3, 4, 5, 6, 8, 9]
     assert val.tolist() == [0, 1, 2, 3, 4, 5, 6, 8, 9, -1]
     with pytest.raises(ConfigError, match=r"store.val_exclude: there is .*, but no store"):
-        StreamSpec(STORE, val_exclude=tmp_path / "val.json")
+        open_stream(STORE, val_exclude=tmp_path / "val.json")
 
 
 def test_the_samples_that_tell_the_size_of_a_validation_are_none_that_is_left_out(tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_the_samples_that_tell_the_size_of_a_validation_are_none_that_is_left_ou
 
     val = Broken([None, None, picture(2)], [0, 0, 0])
     write_bad_list(tmp_path / "val.json", val, [{"index": 0, "error": ""}, {"index": 1, "error": ""}])
-    spec = StreamSpec(
+    spec = open_stream(
         STORE,
         val,
         plan=PlanConfig(epochs=1, micro_batch_size=2, global_batch_size=4),

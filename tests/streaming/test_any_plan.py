@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from signalled import own_processes
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.stores.base import MemoryStore
 from raypipe.streaming.digest import iterate_digests
+from raypipe.streaming.opening import open_stream
 from raypipe.streaming.pipeline import splits
 from raypipe.streaming.spec import StreamSpec
 
@@ -52,7 +54,7 @@ def pictures(num: int, first: int) -> MemoryStore:
 
 
 def spec_of(train: Any, plan: dict[str, Any], **options: Any) -> StreamSpec:
-    return StreamSpec(
+    return open_stream(
         train,
         pictures(9, 500),
         plan=PlanConfig(**PLAN, **plan),
@@ -95,7 +97,7 @@ def test_the_digest_is_one_for_any_workers_any_actors_and_ten_kills(plan: Any) -
     for number, (workers, actors) in enumerate(cases):
         pool = PoolConfig(min_actors=actors, cpus_per_actor=0.5, block=(1, 3, 0)[number % 3])
         start = spec.plan.start()
-        iterators = splits(spec.replace(pool=pool), start, max_actors=actors, world_size=workers)
+        iterators = splits(replace(spec, pool=pool), start, max_actors=actors, world_size=workers)
         found, ended = list[bytes](), threading.Event()
 
         def hurt(times: int, ended: threading.Event = ended) -> None:

@@ -26,6 +26,7 @@ from raypipe.errors import ConfigError
 from raypipe.stores import MemoryStore, open_store
 from raypipe.streaming.digest import batch_digest
 from raypipe.streaming.maker import MicroBatchMaker, try_samples
+from raypipe.streaming.opening import open_stream
 from raypipe.streaming.pipeline import _micro_batch_bytes
 from raypipe.streaming.row import batches_of, block_row
 from raypipe.streaming.spec import StreamSpec
@@ -56,7 +57,7 @@ def store_of(dtype: str, channels: int, num: int = NUM) -> MemoryStore:
 def spec_of(store: Any, train: Any = "none", val: Any = None, **settings: Any) -> StreamSpec:
     config = TransformConfig(**{"decode_as": "array", "train": "none", "size": 16} | settings)
     plan = PlanConfig(epochs=1, micro_batch_size=4, val_interval=int(val is not None))
-    return StreamSpec(store, val, plan=plan, transform=config, pool=INLINE, train_transform=train)
+    return open_stream(store, val, plan=plan, transform=config, pool=INLINE, train_transform=train)
 
 
 @pytest.mark.parametrize(("dtype", "channels"), [("uint16", 4), ("float32", 5), ("uint8", 1), ("int16", 2)])
@@ -122,12 +123,12 @@ def test_a_sample_of_another_dtype_channels_or_size_ends_the_run_by_its_name(odd
     store = store_of("uint16", 4)
     store._columns["image"][7] = npy(odd)
     with pytest.raises(ConfigError, match=rf"sample 7.*{odd.dtype} .*uint16 \(24, 20, 4\) is expected"):
-        list(without_ray.host_batches(spec_of(store).replace(plan=_in_order(store))))
+        list(without_ray.host_batches(dataclasses.replace(spec_of(store), plan=_in_order(store))))
 
 
 def _in_order(store: MemoryStore) -> Any:
     plan = PlanConfig(epochs=1, micro_batch_size=4, shuffle="off", val_interval=0)
-    return StreamSpec(store, plan=plan, train_transform=None).plan
+    return open_stream(store, plan=plan, train_transform=None).plan
 
 
 def test_a_damaged_array_is_substituted_and_one_in_a_validation_is_black() -> None:
@@ -177,7 +178,7 @@ def test_views_and_masks_and_functions_of_another_dtype_go_with_arrays() -> None
 def test_what_needs_rgb_is_refused_by_both_settings(settings: Any, pool: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         config = TransformConfig(decode_as="array", **settings)
-        StreamSpec(store_of("uint16", 4), transform=config, pool=PoolConfig(**pool))
+        open_stream(store_of("uint16", 4), transform=config, pool=PoolConfig(**pool))
 
 
 def test_the_check_of_memory_counts_the_bytes_of_all_channels() -> None:

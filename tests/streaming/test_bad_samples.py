@@ -21,6 +21,7 @@ from raypipe.errors import BadSamplesError, SampleError, TransformError
 from raypipe.plan.places import MicroBatchId
 from raypipe.streaming.bad_samples import BadSampleBudget, record_bad
 from raypipe.streaming.inline import inline_batches
+from raypipe.streaming.opening import open_stream
 from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.fields import MicroBatch
 
@@ -77,7 +78,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def spec_of(folder: Path, records: Path, **config: Any) -> StreamSpec:
-    return StreamSpec(
+    return open_stream(
         str(folder),
         str(folder),
         plan=PlanConfig(epochs=1, micro_batch_size=4),
@@ -146,7 +147,7 @@ def test_the_users_code_is_named_where_it_is_at_fault_by_line_in_the_error_the_r
         (TransformError, {"on_bad_sample": "raise"}, "pool.engine=inline"),
         (TransformError, {"bad_grace": 100}, "8 substitutes were bad as well.*pool.engine=inline"),
     ):
-        spec = StreamSpec(str(folder), transform=TransformConfig(size=16, **config), **given)
+        spec = open_stream(str(folder), transform=TransformConfig(size=16, **config), **given)
         with pytest.raises(error, match=rf"sample \d+ .*the transform failed at .*{place}.*{advice}"):
             digests(spec)
 
@@ -154,7 +155,7 @@ def test_the_users_code_is_named_where_it_is_at_fault_by_line_in_the_error_the_r
         return picky(image) if image[0, 0, 0] % 2 else image[:16, :16]
 
     given |= {"train_transform": now_and_then, "quarantine": (tmp_path / "records").as_uri()}
-    spec = StreamSpec(str(folder), transform=TransformConfig(size=16, bad_grace=1), **given)
+    spec = open_stream(str(folder), transform=TransformConfig(size=16, bad_grace=1), **given)
     with pytest.raises(BadSamplesError, match=rf"{place}\. Raise .*, or mend the transform: .*pool.engine=inline"):
         digests(spec)
     records = [json.loads(line) for file in (tmp_path / "records").iterdir() for line in file.open()]
@@ -202,7 +203,7 @@ def test_a_label_that_is_damaged_or_too_large_makes_a_bad_sample_and_no_other_cl
     tmp_path: Path, kind: str
 ) -> None:
     store = write_labels(tmp_path, kind)
-    spec = StreamSpec(
+    spec = open_stream(
         store,
         store,
         plan=PlanConfig(epochs=1, micro_batch_size=4),

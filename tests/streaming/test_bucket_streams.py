@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from raypipe.streaming.blocks import cut
 from raypipe.streaming.digest import batch_digest
 from raypipe.streaming.handover import loader
 from raypipe.streaming.maker import MicroBatchMaker, try_samples
+from raypipe.streaming.opening import open_stream
 from raypipe.streaming.pipeline import _micro_batch_bytes
 from raypipe.streaming.row import batches_of, block_row
 from raypipe.streaming.spec import StreamSpec
@@ -45,7 +47,7 @@ def spec_of(
 ) -> StreamSpec:
     given = {"epochs": 2, "micro_batch_size": 4, "global_batch_size": 8, "buckets": BUCKETS, **(plan or {})}
     transform = TransformConfig(**{"train": "light", "val": "center", "size": 8, **options})
-    return StreamSpec(
+    return open_stream(
         store, val_store, plan=PlanConfig(**given), transform=transform, pool=PoolConfig(engine="inline")
     )
 
@@ -95,7 +97,7 @@ def test_masks_go_with_images_of_each_shape() -> None:
     train = pictures(40, seg=masks)
     transform = TransformConfig(train="light", size=8, mask_column="seg")
     plan = PlanConfig(epochs=1, micro_batch_size=4, buckets=BUCKETS)
-    spec = StreamSpec(train, plan=plan, transform=transform)
+    spec = open_stream(train, plan=plan, transform=transform)
     maker = MicroBatchMaker(spec)
     block = list(spec.plan.micro_batches(spec.plan.start()))
     memory = maker.memory(block)
@@ -197,7 +199,7 @@ def test_sizes_that_stand_beside_a_store_will_do_and_a_filter_leaves_samples_out
     train = tmp_path / "train.lmdb"
     plan = PlanConfig(epochs=1, micro_batch_size=4, buckets=BUCKETS)
     add_sizes(open_store(train), progress=False)
-    spec = StreamSpec(train, plan=plan, transform=TransformConfig(size=8), filter="label != 3 and width > 0")
+    spec = open_stream(train, plan=plan, transform=TransformConfig(size=8), filter="label != 3 and width > 0")
     assert shapes(list(host_batches(spec))) == {(12, 16)}  # all are 40 x 48
     assert spec.plan.num_train == 80 and spec.plan.bucket_of(MicroBatchId("train", 0, 0, 0)) == (12, 16)
 
@@ -205,5 +207,5 @@ def test_sizes_that_stand_beside_a_store_will_do_and_a_filter_leaves_samples_out
 def test_a_cache_of_decoded_samples_serves_all_shapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAYPIPE_CACHE", str(tmp_path))
     spec = spec_of()
-    kept = spec.replace(pool=PoolConfig(engine="inline", cache="disk"))
+    kept = replace(spec, pool=PoolConfig(engine="inline", cache="disk"))
     assert digests(kept) == digests(spec)

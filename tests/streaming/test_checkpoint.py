@@ -22,7 +22,7 @@ from raypipe.plan.cursor import Cursor
 from raypipe.streaming.checkpoint import Stateful
 from raypipe.streaming.handover import loader
 from raypipe.streaming.loader import Loader
-from raypipe.streaming.spec import StreamSpec
+from raypipe.streaming.opening import open_stream
 
 
 class Reports:
@@ -64,7 +64,7 @@ def one_rank() -> Iterator[None]:
 def stream(stores: dict[str, Path]) -> Loader:
     """After three steps."""
     plan, pool = PlanConfig(epochs=2, micro_batch_size=8), PoolConfig(engine="inline")
-    spec = StreamSpec(stores["train"], plan=plan, pool=pool)
+    spec = open_stream(stores["train"], plan=plan, pool=pool)
     return loader(spec, cursor=spec.plan.cursor_at(3))
 
 
@@ -155,7 +155,7 @@ def test_a_rank_that_is_killed_when_report_returns_resumes_from_that_report(
     from ray.train.torch import TorchTrainer
 
     plan = PlanConfig(epochs=1, micro_batch_size=8, global_batch_size=16)
-    spec = StreamSpec(stores["train"], plan=plan, pool=PoolConfig(engine="inline"))
+    spec = open_stream(stores["train"], plan=plan, pool=PoolConfig(engine="inline"))
 
     def train_fn() -> None:
         made = loader(spec)

@@ -16,8 +16,10 @@ from raypipe.pages.report import write_report
 from raypipe.storage.files import read_json
 from raypipe.storage.filesystem import open_filesystem
 from raypipe.streaming import chronicle
+from raypipe.streaming.arrival import Source
 from raypipe.streaming.inline import inline_batches
-from raypipe.streaming.loader import Loader, Source
+from raypipe.streaming.loader import Loader
+from raypipe.streaming.opening import open_stream
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.supervisor import Supervisor
 from raypipe.transform.fields import MicroBatch
@@ -26,7 +28,7 @@ from raypipe.transform.fields import MicroBatch
 @pytest.fixture
 def spec(stores: dict[str, Path]) -> StreamSpec:
     """Two epochs of three steps and a validation, without Ray."""
-    return StreamSpec(
+    return open_stream(
         stores["train"],
         stores["val"],
         plan=PlanConfig(epochs=2, micro_batch_size=8, global_batch_size=32),

@@ -19,8 +19,8 @@ from raypipe.plan.places import MicroBatchId
 from raypipe.stores import open_store
 from raypipe.stores.destination import write_atomically
 from raypipe.streaming.digest import DigestFile, batch_digest, combine, compare, iterate_digests, settings_of
+from raypipe.streaming.opening import open_stream, spec_of
 from raypipe.streaming.pipeline import splits
-from raypipe.streaming.spec import StreamSpec, spec_of
 from raypipe.train.run_folder import store_config
 from raypipe.transform.fields import MicroBatch
 
@@ -135,7 +135,7 @@ def test_a_file_that_holds_no_digests(tmp_path: Path, text: str) -> None:
 
 def test_the_settings_of_a_stream_are_what_fixes_it_and_what_must_not(stores: dict[str, Path]) -> None:
     config = PlanConfig(epochs=2, micro_batch_size=8, seed=3)
-    spec = StreamSpec(stores["train"], stores["val"], plan=config, transform=TransformConfig(size=32))
+    spec = open_stream(stores["train"], stores["val"], plan=config, transform=TransformConfig(size=32))
     found = settings_of(spec, workers=2, actors=3, from_step=4, to_step=9)
     assert json.loads(json.dumps(found)) == found
     assert {name: found[name] for name in ("workers", "actors", "from_step", "to_step")} == {
@@ -156,11 +156,11 @@ def test_the_settings_have_the_steps_of_a_file(stores: dict[str, Path], tmp_path
     (tmp_path / "mine.json").write_text(json.dumps(steps))
     settings: dict[str, Any] = {"plan": PlanConfig(micro_batch_size=8)}
     for transform in (TransformConfig(train=str(tmp_path / "mine.json")), TransformConfig(train=steps)):
-        spec = StreamSpec(stores["train"], transform=transform, **settings)
+        spec = open_stream(stores["train"], transform=transform, **settings)
         assert spec.transforms["train"] == spec.transform.train == steps
         found = settings_of(spec, workers=1, actors=1, from_step=0, to_step=1)
         assert json.loads(json.dumps(found))["transform.train"] == steps
-    spec = StreamSpec(stores["train"], train_transform=str(tmp_path / "mine.json"), **settings)
+    spec = open_stream(stores["train"], train_transform=str(tmp_path / "mine.json"), **settings)
     assert spec.transforms["train"] == steps
 
 
@@ -227,7 +227,7 @@ def test_the_command_makes_the_stream_without_ray_where_it_is_asked_to(
     cli_main("digest", stores["train"], *options, "--pool.engine", "inline")
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     plan = PlanConfig(epochs=2, micro_batch_size=10, global_batch_size=20)
-    spec = StreamSpec(stores["train"], plan=plan, transform=TransformConfig(size=16))
+    spec = open_stream(stores["train"], plan=plan, transform=TransformConfig(size=16))
     assert found["digest"] == combine(without_ray.digests(spec, 3))
 
 
@@ -264,8 +264,8 @@ SMALL = TransformConfig(train="light", val="center", size=16)
 @pytest.mark.usefixtures("ray_cluster")
 class TestRanges:
     def test_a_stream_of_too_few_micro_batches_is_an_error(self, stores: dict[str, Path]) -> None:
-        spec = StreamSpec(str(stores["train"]), plan=PLAN, transform=SMALL)
-        cut = spec.replace(plan=spec.plan.until(1))
+        spec = open_stream(str(stores["train"]), plan=PLAN, transform=SMALL)
+        cut = replace(spec, plan=spec.plan.until(1))
 
         start = spec.plan.start()
         with pytest.raises(RaypipeError, match="rank 0 expected train-e0000-s000001-m000, the stream ended"):

@@ -21,6 +21,7 @@ from raypipe.errors import SampleError
 from raypipe.storage.patience import progress
 from raypipe.stores.base import Columns, MemoryStore
 from raypipe.streaming.handover import loader
+from raypipe.streaming.opening import open_stream
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.supervisor import follow
 from raypipe.transform.fields import MicroBatch
@@ -97,7 +98,7 @@ def hangs(image: np.ndarray) -> np.ndarray:
 
 
 def spec_of(transform: Callable[..., Any], train: type[MemoryStore] = MemoryStore, **config: Any) -> StreamSpec:
-    return StreamSpec(
+    return open_stream(
         store(train),
         plan=PlanConfig(epochs=1, micro_batch_size=8),
         train_transform=transform,
@@ -146,7 +147,7 @@ def test_a_sample_that_crashes_or_hangs_its_process_is_found_and_replaced_as_one
 
 def test_to_fetch_a_shard_may_take_longer_than_a_transform() -> None:
     images = [picture(i) for i in range(16)]
-    spec = StreamSpec(
+    spec = open_stream(
         FetchedFirst(images, [0] * 16, classes=CLASSES),
         plan=PlanConfig(epochs=1, micro_batch_size=8),
         train_transform=crop,

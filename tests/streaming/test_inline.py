@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from raypipe.streaming.digest import batch_digest
 from raypipe.streaming.handover import loader
 from raypipe.streaming.inline import inline_batches
 from raypipe.streaming.maker import MicroBatchMaker, try_samples
+from raypipe.streaming.opening import open_stream
 from raypipe.streaming.pipeline import stream
 from raypipe.streaming.plain import plain_loaders
 from raypipe.streaming.spec import StreamSpec
@@ -35,12 +37,12 @@ INLINE = PoolConfig(engine="inline")
 def spec(stores: dict[str, Path]) -> StreamSpec:
     plan = PlanConfig(epochs=2, micro_batch_size=6, global_batch_size=24)
     transform = TransformConfig(train="light", val="resize", size=12)
-    return StreamSpec(stores["train"], stores["val"], plan=plan, transform=transform, pool=INLINE)
+    return open_stream(stores["train"], stores["val"], plan=plan, transform=transform, pool=INLINE)
 
 
 @pytest.mark.parametrize("threads", [0, 1, 3])
 def test_it_has_the_bits_of_a_cluster_from_any_step(spec: StreamSpec, threads: int) -> None:
-    threaded = spec.replace(pool=PoolConfig(engine="inline", threads=threads))
+    threaded = replace(spec, pool=PoolConfig(engine="inline", threads=threads))
     for step in (0, 3):
         found = [batch_digest(batch) for batch in inline_batches(threaded, spec.plan.cursor_at(step))]
         assert found == without_ray.digests(spec, step)
@@ -63,7 +65,7 @@ def test_a_transform_runs_in_the_thread_that_asks_where_a_debugger_stops(stores:
         seen.append(threading.current_thread())
         return image[:8, :8]
 
-    spec = StreamSpec(
+    spec = open_stream(
         stores["train"], plan=PlanConfig(epochs=1, micro_batch_size=4), train_transform=transform, pool=INLINE
     )
     batch = next(next(loader(spec).epochs()).train)
@@ -95,7 +97,7 @@ DRAWING: dict[str, dict[str, Any]] = {
 def drawing(stores: dict[str, Path], name: str, **pool: Any) -> StreamSpec:
     """A stream that draws from the generators of the process."""
     config = PoolConfig(engine="inline", **pool)
-    return StreamSpec(stores["train"], stores["val"], plan=PLAN, pool=config, **DRAWING[name])
+    return open_stream(stores["train"], stores["val"], plan=PLAN, pool=config, **DRAWING[name])
 
 
 @pytest.mark.parametrize("threads", [0, 1])
@@ -121,14 +123,14 @@ def test_opencv_has_one_thread_where_micro_batches_are_made(stores: dict[str, Pa
         return np.full((4, 4, 3), cv2.getNumThreads(), np.uint8)
 
     with undisturbed():
-        spec = StreamSpec(stores["train"], plan=PLAN, train_transform=counted, pool=INLINE)
+        spec = open_stream(stores["train"], plan=PLAN, train_transform=counted, pool=INLINE)
         assert (next(inline_batches(spec, spec.plan.start()))["image"] == 1).all()
 
 
 def test_a_stream_that_is_left_early_leaves_nothing_of_itself(stores: dict[str, Path]) -> None:
     for threads in (0, 2):
         with undisturbed():
-            spec = StreamSpec(
+            spec = open_stream(
                 stores["train"],
                 transform=TransformConfig(train="heavy", size=8),
                 plan=PLAN,
@@ -171,7 +173,7 @@ def test_pixels_are_the_same_on_a_device_while_the_main_thread_draws(stores: dic
 
 def test_threads_refuse_a_transform_that_draws_from_what_they_share(stores: dict[str, Path]) -> None:
     pool = PoolConfig(engine="inline", threads=2)
-    spec = StreamSpec(stores["train"], train_transform=lambda image: image[:8, :8], pool=pool)
+    spec = open_stream(stores["train"], train_transform=lambda image: image[:8, :8], pool=pool)
     with pytest.raises(ConfigError, match=r"pool\.threads is 2, and the train transform draws .*pool\.threads=0"):
         next(inline_batches(spec, spec.plan.start()))
 
@@ -181,7 +183,7 @@ def test_what_a_transform_raises_names_the_sample(stores: dict[str, Path], threa
     def broken(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         raise ValueError("no")
 
-    spec = StreamSpec(
+    spec = open_stream(
         stores["train"],
         train_transform=broken,
         transform=TransformConfig(on_bad_sample="raise"),
@@ -200,7 +202,7 @@ def test_a_dataset_of_ray_is_not_made_without_ray(stores: dict[str, Path]) -> No
 def test_no_cluster_is_started_and_nothing_of_ray_data_or_train_is_imported(stores: dict[str, Path]) -> None:
     program = f"""
 import sys, raypipe
-spec = raypipe.StreamSpec({str(stores["train"])!r}, pool=raypipe.PoolConfig(engine="inline"))
+spec = raypipe.open_stream({str(stores["train"])!r}, pool=raypipe.PoolConfig(engine="inline"))
 for epoch in raypipe.loader(spec).epochs():
     for batch in epoch.train:
         assert batch.image.shape == (64, 3, 224, 224)

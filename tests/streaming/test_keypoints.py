@@ -21,6 +21,7 @@ from raypipe.stores.base import MemoryStore
 from raypipe.streaming.digest import batch_digest
 from raypipe.streaming.handover import loader
 from raypipe.streaming.maker import MicroBatchMaker
+from raypipe.streaming.opening import open_stream
 from raypipe.streaming.row import batches_of, block_row, read_schema, reads_of, source_row
 from raypipe.streaming.source import MicroBatchSource
 from raypipe.streaming.spec import StreamSpec
@@ -100,7 +101,7 @@ def test_a_crop_that_is_decoded_alone_has_the_same_keypoints() -> None:
 
 
 def spec_of(transform: Any = "light", **config: Any) -> StreamSpec:
-    return StreamSpec(
+    return open_stream(
         store(),
         plan=PlanConfig(epochs=2, micro_batch_size=4),
         transform=TransformConfig(size=32, **{"keypoints_column": "joints", "max_keypoints": 5, **config}),

@@ -30,11 +30,14 @@ from raypipe.errors import ConfigError, CursorError, RaypipeError, SampleError
 from raypipe.plan.cursor import Cursor
 from raypipe.stores.base import MemoryStore
 from raypipe.stores.destination import write_atomically
+from raypipe.streaming.arrival import Source
 from raypipe.streaming.blocks import cut
+from raypipe.streaming.epochs import Epoch
 from raypipe.streaming.handover import loader
 from raypipe.streaming.inline import inline_batches
-from raypipe.streaming.loader import Epoch, Loader, Source
+from raypipe.streaming.loader import Loader
 from raypipe.streaming.maker import MicroBatchMaker
+from raypipe.streaming.opening import open_stream
 from raypipe.streaming.row import block_row, host_batches
 from raypipe.streaming.running import end_oldest
 from raypipe.streaming.spec import StreamSpec
@@ -83,7 +86,7 @@ def loader_of(source: InProcess, **options: Any) -> Loader:
 @pytest.fixture(scope="module")
 def spec(stores: dict[str, Path]) -> StreamSpec:
     plan = PlanConfig(epochs=2, micro_batch_size=6, global_batch_size=24)
-    return StreamSpec(
+    return open_stream(
         stores["train"],
         stores["val"],
         plan=plan,
@@ -168,7 +171,7 @@ def encoded_spec(tmp_path_factory: pytest.TempPathFactory) -> StreamSpec:
     made[11]["image"] = png_of_damaged_pixels()
     made[13]["image"] = cv2.imencode(".png", np.full((40, 48, 3), (50, 100, 200), np.uint8))[1].tobytes()
     write_atomically(str(folder / "train.lmdb"), made, CLASSES)
-    return StreamSpec(
+    return open_stream(
         str(folder / "train.lmdb"),
         str(folder / "train.lmdb"),
         plan=PlanConfig(epochs=1, micro_batch_size=6, global_batch_size=24),
@@ -225,17 +228,17 @@ def test_damage_that_only_the_device_finds_costs_one_image(encoded_spec: StreamS
     damaged = progressive[:at] + b"\xff" * 16 + progressive[at + 16 :]
     store: Any = MemoryStore([jpeg, damaged, *[jpeg] * 4], [0] * 6)
     plan = PlanConfig(micro_batch_size=6, global_batch_size=6, shuffle="off", epochs=1)
-    spec = StreamSpec(store, plan=plan, transform=encoded_spec.transform)
+    spec = open_stream(store, plan=plan, transform=encoded_spec.transform)
     (batch,) = delivered(spec, None).values()
     assert set(batch.failed) == {1} and batch.weight.tolist() == [1, 0, 1, 1, 1, 1]
     assert not batch.image[1].any() and all(batch.image[row].any() for row in (0, 2, 3, 4, 5))
     assert (batch.num_fallback, batch.num_bad) == (1, 1)
     strict = dataclasses.replace(encoded_spec.transform, on_bad_sample="raise")
     with pytest.raises(SampleError, match="sample 1: damaged JPEG"):
-        delivered(StreamSpec(store, plan=plan, transform=strict), None)
+        delivered(open_stream(store, plan=plan, transform=strict), None)
     # An actor that decodes it finds the same, and has a substitute.
     actors = dataclasses.replace(encoded_spec.transform, decode="cpu")
-    (by_actors,) = delivered(StreamSpec(store, plan=plan, transform=actors), None).values()
+    (by_actors,) = delivered(open_stream(store, plan=plan, transform=actors), None).values()
     assert by_actors.weight.all() and by_actors.index[1] != 1
 
 
@@ -244,14 +247,16 @@ def test_what_decodes_is_named_and_its_time_is_counted(encoded_spec: StreamSpec)
     assert loader.jpeg_decoder.startswith(("torchcodec ", "torchvision "))
     assert [*every_batch(loader)]
     assert loader.times("train").decode_s > 0 and loader.times("val").decode_s > 0
-    by_actors = encoded_spec.replace(transform=dataclasses.replace(encoded_spec.transform, decode="cpu"))
+    by_actors = dataclasses.replace(
+        encoded_spec, transform=dataclasses.replace(encoded_spec.transform, decode="cpu")
+    )
     assert loader_of(InProcess(by_actors, 0, 1)).jpeg_decoder == ""
 
 
 def test_a_bad_sample_that_only_the_device_finds_can_end_the_run(encoded_spec: StreamSpec) -> None:
     strict = dataclasses.replace(encoded_spec.transform, on_bad_sample="raise")
     store: Any = MemoryStore([encoded_spec.stores["train"].read(np.array([11]))["image"][0]] * 6, [0] * 6)
-    spec = StreamSpec(store, plan=PlanConfig(micro_batch_size=6), transform=strict)
+    spec = open_stream(store, plan=PlanConfig(micro_batch_size=6), transform=strict)
     with pytest.raises(SampleError, match=r"sample [0-5]: "):
         delivered(spec, None)
 
@@ -268,7 +273,7 @@ def test_what_the_device_cannot_do_is_told_before_the_run(settings: dict[str, An
     store = MemoryStore([b""] * 6, [0] * 6)
     transform = TransformConfig(**{"train": "light", "decode": "gpu", **settings})
     with pytest.raises(ConfigError, match=message):
-        StreamSpec(store, transform=transform)
+        open_stream(store, transform=transform)
 
 
 def test_times_of_each_split_are_measured(spec: StreamSpec) -> None:
@@ -291,7 +296,7 @@ def test_times_of_each_split_are_measured(spec: StreamSpec) -> None:
 
 @pytest.fixture(scope="module")
 def inline(spec: StreamSpec) -> StreamSpec:
-    return spec.replace(pool=PoolConfig(engine="inline"))
+    return dataclasses.replace(spec, pool=PoolConfig(engine="inline"))
 
 
 def test_an_epoch_has_its_training_then_its_validation_and_tells_where_steps_end(inline: StreamSpec) -> None:
@@ -498,17 +503,17 @@ def test_the_oldest_stream_with_actors_makes_room_and_says_so_and_no_other_does(
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        ({"plan": {"epochs": 3}}, "StreamSpec: plan must be a PlanConfig or none, got {'epochs': 3}"),
-        ({"plan": {}}, "StreamSpec: plan must be a PlanConfig or none, got {}"),
-        ({"transform": "light"}, "StreamSpec: transform must be a TransformConfig or none, got 'light'"),
-        ({"pool": PlanConfig()}, r"StreamSpec: pool must be a PoolConfig or none, got PlanConfig\("),
+        ({"plan": {"epochs": 3}}, "open_stream: plan must be a PlanConfig or none, got {'epochs': 3}"),
+        ({"plan": {}}, "open_stream: plan must be a PlanConfig or none, got {}"),
+        ({"transform": "light"}, "open_stream: transform must be a TransformConfig or none, got 'light'"),
+        ({"pool": PlanConfig()}, r"open_stream: pool must be a PoolConfig or none, got PlanConfig\("),
         ({"columns": "caption"}, r"store.columns must be \[string, …\] or .*, got 'caption'"),
         ({"columns": 3}, "store.columns must be .*, got 3"),
     ],
 )
 def test_an_argument_of_a_stream_that_is_of_another_type_is_named(argument: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        StreamSpec(MemoryStore([b""] * 8, [0] * 8), **argument)
+        open_stream(MemoryStore([b""] * 8, [0] * 8), **argument)
 
 
 @pytest.mark.parametrize(
@@ -522,7 +527,7 @@ def test_an_argument_of_a_stream_that_is_of_another_type_is_named(argument: Any,
     ],
 )
 def test_an_argument_of_a_loader_that_is_of_another_type_is_named(argument: Any, message: str) -> None:
-    spec = StreamSpec(MemoryStore([b""] * 8, [0] * 8), plan=PlanConfig(micro_batch_size=4))
+    spec = open_stream(MemoryStore([b""] * 8, [0] * 8), plan=PlanConfig(micro_batch_size=4))
     with pytest.raises(ConfigError, match=message):
         loader(spec, **argument)
     with pytest.raises(ConfigError, match=r"raypipe\.loader: spec must be a StreamSpec, got <"):

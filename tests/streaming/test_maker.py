@@ -9,7 +9,7 @@ from raypipe.config import PlanConfig, TransformConfig
 from raypipe.stores.base import Columns, MemoryStore
 from raypipe.streaming.digest import batch_digest
 from raypipe.streaming.maker import Made, MicroBatchMaker
-from raypipe.streaming.spec import StreamSpec
+from raypipe.streaming.opening import open_stream
 from raypipe.transform.batch import FIRST_ATTEMPT, Attempt
 
 from conftest import CLASSES, picture  # isort: skip
@@ -35,7 +35,7 @@ def noted() -> Noted:
 def batches(store: Noted, micro_batch: int, attempt: Attempt = FIRST_ATTEMPT) -> list[Made]:
     plan = PlanConfig(epochs=1, micro_batch_size=micro_batch)
     config = TransformConfig(train="small", size=16, val="center")
-    maker = MicroBatchMaker(StreamSpec(store, store, plan=plan, transform=config))
+    maker = MicroBatchMaker(open_stream(store, store, plan=plan, transform=config))
     return [maker.make(at, attempt=attempt) for at in maker.plan.micro_batches(maker.plan.start())]
 
 

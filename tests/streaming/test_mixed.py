@@ -12,14 +12,15 @@ from raypipe.commands.settings import parse_run
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.errors import ConfigError
 from raypipe.streaming.handover import loader
-from raypipe.streaming.spec import StreamSpec, spec_of
+from raypipe.streaming.opening import open_stream, spec_of
+from raypipe.streaming.spec import StreamSpec
 
 
 def mixed(stores: dict[str, Path], config: dict[str, Any], **options: Any) -> StreamSpec:
     plan = PlanConfig(**{"epochs": 2, "micro_batch_size": 6, "global_batch_size": 24, **config})
     transform = TransformConfig(train="light", size=12)
     train = {"big": stores["train"], "small": stores["val"]}
-    return StreamSpec(train, plan=plan, transform=transform, pool=PoolConfig(engine="inline"), **options)
+    return open_stream(train, plan=plan, transform=transform, pool=PoolConfig(engine="inline"), **options)
 
 
 def test_batches_of_a_mixture_say_their_sources_and_copies_are_augmented_differently(
@@ -41,7 +42,7 @@ def test_batches_of_a_mixture_say_their_sources_and_copies_are_augmented_differe
 
 def test_a_plain_plan_has_no_sources(stores: dict[str, Path]) -> None:
     plan = PlanConfig(epochs=1, micro_batch_size=6)
-    spec = StreamSpec(
+    spec = open_stream(
         stores["train"], plan=plan, transform=TransformConfig(size=12), pool=PoolConfig(engine="inline")
     )
     assert next(iter(next(loader(spec).epochs()).train)).source is None
@@ -74,9 +75,9 @@ def test_what_is_given_for_sources_that_are_not_there_is_named(
 
 def test_a_filter_by_names_is_for_mixtures(stores: dict[str, Path]) -> None:
     with pytest.raises(ConfigError, match="which only a mixture's stores have"):
-        StreamSpec(stores["train"], filter={"big": "label > 1"})
+        open_stream(stores["train"], filter={"big": "label > 1"})
     with pytest.raises(ConfigError, match=r"store\.train names no store"):
-        StreamSpec({})
+        open_stream({})
 
 
 def test_settings_of_a_mixture_come_from_yaml_and_the_command_line(

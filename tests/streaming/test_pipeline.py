@@ -26,6 +26,7 @@ from raypipe.stores.base import MemoryStore
 from raypipe.stores.writers import ParquetWriter
 from raypipe.streaming.digest import batch_digest, iterate_digests
 from raypipe.streaming.handover import loader
+from raypipe.streaming.opening import open_stream
 from raypipe.streaming.pipeline import dataset, splits, stream
 from raypipe.streaming.row import batches_of, host_batches
 from raypipe.streaming.spec import StreamSpec
@@ -43,7 +44,7 @@ SMALL = TransformConfig(train="light", val="center", size=24)
 
 
 def spec_of(stores: dict[str, Path], train: str = "train", **changes: Any) -> StreamSpec:
-    return StreamSpec(str(stores[train]), str(stores["val"]), **{"plan": PLAN, "transform": SMALL, **changes})
+    return open_stream(str(stores[train]), str(stores["val"]), **{"plan": PLAN, "transform": SMALL, **changes})
 
 
 def corner(image: np.ndarray) -> np.ndarray:
@@ -58,7 +59,7 @@ def digests_of(spec: StreamSpec, cursor: Cursor, **options: int) -> list[bytes]:
 def digests(
     spec: StreamSpec, *, actors: int = 1, workers: int = 1, from_step: int = 0, block: int = 0
 ) -> list[bytes]:
-    spec = spec.replace(pool=PoolConfig(min_actors=actors, cpus_per_actor=0.5, block=block))
+    spec = dataclasses.replace(spec, pool=PoolConfig(min_actors=actors, cpus_per_actor=0.5, block=block))
     return digests_of(spec, spec.plan.cursor_at(from_step), max_actors=actors, world_size=workers)
 
 
@@ -151,7 +152,7 @@ def test_each_rank_gets_the_same_from_any_number_of_executions(
     for executions, from_step in cases:
         pool = PoolConfig(executions=executions, cpus_per_actor=0.25, read="stage")
         # It fails where a rank gets what another should.
-        shared = spec.replace(pool=pool)
+        shared = dataclasses.replace(spec, pool=pool)
         found = digests_of(shared, spec.plan.cursor_at(from_step), max_actors=executions, world_size=4)
         assert found == alone[4 * from_step :]
     with pytest.raises(ConfigError, match=r"one execution: pool\.executions is 2"):
@@ -184,9 +185,9 @@ def test_masks_and_boxes_are_the_same_for_any_pool_and_whoever_reads(tmp_path: P
             writer.append({"image": picture(number), "seg": seg, "objects": objects})
     settings = dataclasses.replace(SMALL, mask_column="seg", boxes_column="objects", max_boxes=3)
     plan = dataclasses.replace(PLAN, epochs=1)
-    spec = StreamSpec(path, path, plan=plan, transform=settings, label_column="")
+    spec = open_stream(path, path, plan=plan, transform=settings, label_column="")
     alone = without_ray.digests(spec)
-    in_actors = spec.replace(pool=PoolConfig(read="actor", cpus_per_actor=0.5))
+    in_actors = dataclasses.replace(spec, pool=PoolConfig(read="actor", cpus_per_actor=0.5))
     assert digests_of(in_actors, spec.plan.start(), max_actors=1, world_size=2) == alone
     # Of Parquet a task of its own reads.
     seen = list(without_ray.every_batch(loader(spec, max_actors=1)))
@@ -241,7 +242,7 @@ def test_while_the_consumer_stands_still_little_is_in_flight_and_nothing_spins(
             file.write("x")
         return np.zeros((4, 4, 3), np.uint8)
 
-    spec = StreamSpec(
+    spec = open_stream(
         stores["train"],
         plan=PlanConfig(epochs=20, micro_batch_size=4),
         train_transform=traced,
@@ -273,7 +274,7 @@ ONE_EPOCH = PlanConfig(epochs=1, micro_batch_size=8)
 
 
 def test_bad_samples_are_substituted_by_the_plan_and_written_to_the_quarantine(tmp_path: Path) -> None:
-    spec = StreamSpec(
+    spec = open_stream(
         with_bad(BAD),
         with_bad(BAD),
         plan=ONE_EPOCH,
@@ -286,7 +287,7 @@ def test_bad_samples_are_substituted_by_the_plan_and_written_to_the_quarantine(t
         return [(b.at, b.index.tolist(), b["label"].tolist(), b.weight.tolist(), b.num_bad) for b in batches]
 
     rows = rows_of(host_batches(splits(spec, spec.plan.start(), max_actors=2)[0]))
-    other = spec.replace(quarantine=(tmp_path / "two").as_uri())
+    other = dataclasses.replace(spec, quarantine=(tmp_path / "two").as_uri())
     assert rows_of(without_ray.host_batches(other)) == rows
     assert sum(row[4] for row in rows) == 6
     for at, index, label, weight, _ in rows:
@@ -307,7 +308,7 @@ def test_an_error_of_the_users_code_names_its_line_and_opencv_has_one_thread_in_
         raise LookupError(f"{cv2.getNumThreads()} thread")
 
     config = dataclasses.replace(SMALL, on_bad_sample="raise")
-    spec = StreamSpec(with_bad({}), plan=ONE_EPOCH, transform=config, train_transform=broken)
+    spec = open_stream(with_bad({}), plan=ONE_EPOCH, transform=config, train_transform=broken)
     place = r"the transform failed at .*test_pipeline\.py:\d+ in broken: LookupError: 1 thread "
     with pytest.raises(TransformError, match=rf"memory:\w+ sample \d+: {place}.*pool\.engine=inline") as caught:
         list(host_batches(splits(spec, spec.plan.start(), max_actors=1)[0]))
@@ -331,7 +332,7 @@ def test_an_error_in_an_actor_reaches_the_consumer_as_one_clear_error(
     transform: TransformConfig, error: type[Exception], message: str
 ) -> None:
     store = with_bad({**BAD, 5: picture(5, 30, 30)})
-    spec = StreamSpec(store, plan=ONE_EPOCH, transform=transform)
+    spec = open_stream(store, plan=ONE_EPOCH, transform=transform)
     with pytest.raises(error, match=message) as caught:
         list(host_batches(splits(spec, spec.plan.start(), max_actors=1)[0]))
     assert type(caught.value) is error
@@ -339,7 +340,7 @@ def test_an_error_in_an_actor_reaches_the_consumer_as_one_clear_error(
 
 def test_a_validation_whose_last_micro_batches_are_all_padding_is_exact(stores: dict[str, Path]) -> None:
     few = [s["image"] for s in samples(3)]
-    spec = StreamSpec(
+    spec = open_stream(
         stores["train"],
         MemoryStore(few, [0, 1, 2], classes=CLASSES),
         plan=PlanConfig(epochs=1, micro_batch_size=10, global_batch_size=50),

@@ -16,16 +16,18 @@ from raypipe.device.mixing import soft_targets
 from raypipe.errors import ConfigError, RaypipeError, SampleError
 from raypipe.plan.cursor import Cursor
 from raypipe.stores.destination import write_atomically
+from raypipe.streaming.arrival import Source
 from raypipe.streaming.handover import loader
 from raypipe.streaming.inline import inline_batches
-from raypipe.streaming.loader import Loader, Source
+from raypipe.streaming.loader import Loader
+from raypipe.streaming.opening import open_stream
 from raypipe.streaming.plain import PlainLoader, plain_loaders
 from raypipe.streaming.spec import StreamSpec
 
 
 @pytest.fixture(scope="module")
 def spec(stores: dict[str, Path]) -> StreamSpec:
-    return StreamSpec(
+    return open_stream(
         stores["train"],
         stores["val"],
         plan=PlanConfig(epochs=3, micro_batch_size=6, global_batch_size=24),
@@ -69,7 +71,7 @@ def test_dicts_have_targets_that_losses_leave_out_where_a_row_does_not_count(spe
 
 def ranks_of(train: Path, val: Path, per_step: int, num_ranks: int) -> list[Loader]:
     """Each rank's loader, with a validation of 22 samples before it: six micro-batches, the last of 2 samples."""
-    spec = StreamSpec(
+    spec = open_stream(
         train,
         val,
         plan=PlanConfig(epochs=1, micro_batch_size=4, global_batch_size=4 * per_step),

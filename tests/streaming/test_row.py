@@ -13,6 +13,7 @@ from raypipe.errors import ConfigError
 from raypipe.plan.cursor import Cursor
 from raypipe.plan.places import PADDING, MicroBatchId
 from raypipe.rayext.iteration import Ended
+from raypipe.streaming.opening import open_stream
 from raypipe.streaming.pipeline import splits
 from raypipe.streaming.row import (
     PLACE_SCHEMA,
@@ -24,7 +25,6 @@ from raypipe.streaming.row import (
     reads_of,
     source_row,
 )
-from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.encoded import CROP, DATA, FLIP
 from raypipe.transform.fields import BlockMemory, Field, MicroBatch, Ragged
 from raypipe.transform.samples import NO_LABEL, EncodedSample
@@ -143,7 +143,7 @@ def test_a_block_is_let_go_before_the_next_one_is_awaited() -> None:
 
 
 def test_of_a_stream_at_its_end_ranks_get_nothing_and_no_execution_is_needed(stores: dict[str, Path]) -> None:
-    spec = StreamSpec(stores["train"], plan=PlanConfig(epochs=1, micro_batch_size=4, global_batch_size=8))
+    spec = open_stream(stores["train"], plan=PlanConfig(epochs=1, micro_batch_size=4, global_batch_size=8))
     end = Cursor(1, 0, spec.plan.fingerprint)
     for apart in (False, True):
         found = splits(spec, end, max_actors=1, world_size=2, apart=apart)

@@ -13,6 +13,7 @@ from raypipe.errors import ConfigError
 from raypipe.streaming.digest import settings_of
 from raypipe.streaming.handover import loader
 from raypipe.streaming.maker import try_samples
+from raypipe.streaming.opening import open_stream
 from raypipe.streaming.pipeline import _micro_batch_bytes
 from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.fields import MicroBatch
@@ -24,7 +25,7 @@ def spec_of(stores: dict[str, Path], plan: dict[str, Any] | None = None, **optio
     given = {"epochs": 3, "micro_batch_size": 6, "global_batch_size": 12, **(plan or {})}
     transform = TransformConfig(**{"train": "light", "val": "center", "size": SIZES, **options})
     pool = PoolConfig(engine="inline")
-    return StreamSpec(stores["train"], stores["val"], plan=PlanConfig(**given), transform=transform, pool=pool)
+    return open_stream(stores["train"], stores["val"], plan=PlanConfig(**given), transform=transform, pool=pool)
 
 
 def sides(batches: list[MicroBatch]) -> set[tuple[str, int, tuple[int, ...]]]:

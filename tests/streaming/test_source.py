@@ -29,10 +29,10 @@ from raypipe.stores import open_store, open_writer
 from raypipe.stores.base import Columns, MemoryStore, Store
 from raypipe.stores.parquet import ParquetStore
 from raypipe.streaming.handover import loader
+from raypipe.streaming.opening import open_stream
 from raypipe.streaming.planning import make_plan
 from raypipe.streaming.row import PLACE_SCHEMA, block_of, read_schema, reader_seconds, reads_of
 from raypipe.streaming.source import MicroBatchSource, read_lmdb
-from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.samples import Wanted
 
 from conftest import CLASSES, samples  # isort: skip
@@ -128,7 +128,7 @@ class KillsItsReader(ParquetStore):
 @pytest.mark.timeout(120)
 def test_a_row_group_that_kills_its_reader_ends_the_run_by_its_name(stores: dict[str, Path]) -> None:
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    spec = StreamSpec(
+    spec = open_stream(
         KillsItsReader(stores["parquet"]),
         plan=PlanConfig(epochs=1, micro_batch_size=5, shuffle="off"),
         transform=TransformConfig(train="small", size=16),
@@ -161,7 +161,7 @@ def test_a_slow_reader_is_told_while_it_is_awaited_and_at_the_end(
     monkeypatch.setattr("raypipe.streaming.chronicle._STATUS_S", 0.1)
     monkeypatch.setattr("raypipe.streaming.chronicle._LOOK_S", 0.1)
     store, run = Path(shutil.copy(stores["parquet"], tmp_path)), tmp_path / "run"
-    spec = StreamSpec(
+    spec = open_stream(
         ReadsSlowly(store),
         plan=PlanConfig(epochs=1, micro_batch_size=5, shuffle="off"),
         transform=TransformConfig(train="small", size=16),

@@ -22,10 +22,11 @@ from raypipe.plan.places import PADDING, MicroBatchId
 from raypipe.stores.base import MemoryStore
 from raypipe.streaming.digest import batch_digest, iterate_digests, settings_of
 from raypipe.streaming.maker import MicroBatchMaker, try_samples
+from raypipe.streaming.opening import open_stream, renamed, spec_of
 from raypipe.streaming.pipeline import splits
 from raypipe.streaming.row import batches_of, block_row, read_schema, reads_of, source_row
 from raypipe.streaming.source import MicroBatchSource
-from raypipe.streaming.spec import StreamSpec, renamed, spec_of
+from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.fields import COLUMN, MicroBatch, Ragged, in_group
 from raypipe.transform.samples import EncodedSample
 
@@ -54,7 +55,7 @@ def store(labels: Any = None, **options: Any) -> MemoryStore:
 
 def spec(train: Any = None, **options: Any) -> StreamSpec:
     given: dict[str, Any] = {"plan": PLAN, "transform": TRANSFORM, "pool": INLINE, "columns": ALL}
-    return StreamSpec(train or store(np.arange(NUM)), **{**given, **options})
+    return open_stream(train or store(np.arange(NUM)), **{**given, **options})
 
 
 def columns_of(batch: MicroBatch) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from raypipe.streaming.digest import batch_digest
 from raypipe.streaming.handover import loader
 from raypipe.streaming.inline import inline_batches
 from raypipe.streaming.maker import MicroBatchMaker, try_samples
+from raypipe.streaming.opening import open_stream
 from raypipe.streaming.plain import plain_loaders
 from raypipe.streaming.row import batches_of, block_row
 from raypipe.streaming.spec import StreamSpec
@@ -32,7 +33,7 @@ CPU = torch.device("cpu")
 
 
 def spec_of(stores: dict[str, Path], transform: Any = VIEWS, pool: Any = None, **config: Any) -> StreamSpec:
-    return StreamSpec(
+    return open_stream(
         stores["train"],
         stores["val"],
         plan=PlanConfig(epochs=2, micro_batch_size=6, global_batch_size=12),
@@ -58,7 +59,7 @@ def test_any_number_of_ranks_threads_and_any_start_have_the_same_bits(
     start = spec.plan.start()
     ranks = [[batch_digest(each) for each in inline_batches(spec, start, rank, 2)] for rank in range(2)]
     assert [digest for pair in zip(*ranks, strict=True) for digest in pair] == expected
-    threads = spec.replace(pool=PoolConfig(engine="inline", threads=2))
+    threads = replace(spec, pool=PoolConfig(engine="inline", threads=2))
     resumed = [batch_digest(each) for each in inline_batches(threads, spec.plan.cursor_at(5))]
     assert resumed == expected[10:]
     assert len(set(expected)) > 32, "but for the validations', they all differ"
@@ -145,7 +146,7 @@ def test_each_crop_is_augmented_under_a_seed_of_its_own_and_normalised(spec: Str
 
 def test_without_operations_views_are_normalised_and_so_are_views_of_a_validation(stores: dict[str, Path]) -> None:
     config, both = AugmentConfig(), spec_of(stores)
-    both = both.replace(transforms={"train": VIEWS, "val": VIEWS})
+    both = replace(both, transforms={"train": VIEWS, "val": VIEWS})
     normalize = Normalize(config, CPU)
     raw, found = next(loader(both).epochs()), next(loader(both, augment=config).epochs())
     for plain, batch in ((next(raw.train), next(found.train)), (next(raw.val), next(found.val))):

@@ -32,8 +32,9 @@ from raypipe.rayext.cluster import Allocation
 from raypipe.stores import open_store
 from raypipe.stores.base import MemoryStore
 from raypipe.stores.record import write_bad_list
+from raypipe.streaming.opening import open_stream, spec_of
 from raypipe.streaming.pipeline import check_memory
-from raypipe.streaming.spec import StreamSpec, spec_of
+from raypipe.streaming.spec import StreamSpec
 from raypipe.train.checkpoints import write_checkpoint
 from raypipe.train.interrupts import Stopped
 from raypipe.train.launch import _changes, _leave_traces, _told, describe, train
@@ -54,7 +55,7 @@ def store(classes: tuple[str, ...] | None, size: int = 4) -> MemoryStore:
 
 
 def spec(train: MemoryStore, val: MemoryStore | None = None) -> StreamSpec:
-    return StreamSpec(train, val, plan=RUN.plan)
+    return open_stream(train, val, plan=RUN.plan)
 
 
 # Credentials
@@ -134,7 +135,7 @@ def test_a_run_without_actors_says_who_makes_the_stream_and_asks_for_no_object_s
     shown = describe(run, spec(store(("a",))), Allocation(2, False, 1.0, 0), "file:///runs/mine")
     assert "transform  in the trainers themselves (pool.engine=inline)" in shown
     # No cluster is asked.
-    check_memory(spec(store(("a",))).replace(pool=run.pool), 0, 2)
+    check_memory(dataclasses.replace(spec(store(("a",))), pool=run.pool), 0, 2)
 
 
 def test_a_run_that_leaves_gpus_idle_says_so_with_the_setting() -> None:

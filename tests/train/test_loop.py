@@ -26,7 +26,8 @@ from raypipe.config import (
 )
 from raypipe.errors import ConfigError, CursorError, ResourceError, RunError
 from raypipe.metrics.records import SAMPLES, read_records
-from raypipe.streaming.spec import StreamSpec, spec_of
+from raypipe.streaming.opening import spec_of
+from raypipe.streaming.spec import StreamSpec
 from raypipe.train.launch import train
 from raypipe.train.loop import Trainer
 from raypipe.train.run_folder import request_stop

@@ -18,7 +18,7 @@ from raypipe.config import AugmentConfig, RunConfig, StoreConfig
 from raypipe.errors import ConfigError
 from raypipe.metrics.records import read_records
 from raypipe.stores import open_writer
-from raypipe.streaming.spec import spec_of
+from raypipe.streaming.opening import spec_of
 from raypipe.train.learning import num_classes_of
 
 

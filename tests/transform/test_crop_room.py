@@ -10,7 +10,7 @@ import pytest
 from raypipe.config import PlanConfig, TransformConfig
 from raypipe.errors import ConfigError
 from raypipe.stores.base import MemoryStore
-from raypipe.streaming.spec import StreamSpec
+from raypipe.streaming.opening import open_stream
 
 from conftest import picture  # isort: skip
 
@@ -36,14 +36,14 @@ def test_a_crop_that_no_image_has_room_for_is_refused_before_the_run(name: str) 
     store = MemoryStore(images, [0] * len(images))
     mend = r"Set transform\.size=40" if name in ("preset", "schedule") else "begin with a resize"
     with pytest.raises(ConfigError, match=rf"transform\.train .*memory:.*40x48 .*{mend}"):
-        StreamSpec(store, plan=PlanConfig(micro_batch_size=2), **TOO_SMALL[name])
+        open_stream(store, plan=PlanConfig(micro_batch_size=2), **TOO_SMALL[name])
 
 
 def test_a_crop_is_not_refused_where_some_images_have_room_for_it_or_a_resize_comes_first() -> None:
     small, large = picture(0, 32, 32), picture(1, 232, 240)
     mixed = MemoryStore([small, large, small], [0] * 3)
-    StreamSpec(mixed, plan=PlanConfig(micro_batch_size=2), transform=TransformConfig(train="flip-crop"))
-    StreamSpec(
+    open_stream(mixed, plan=PlanConfig(micro_batch_size=2), transform=TransformConfig(train="flip-crop"))
+    open_stream(
         MemoryStore([small] * 3, [0] * 3),
         plan=PlanConfig(micro_batch_size=2),
         transform=TransformConfig(train="flip-crop", size=40),  # with the preset's border there is room
@@ -54,4 +54,4 @@ def test_a_crop_is_not_refused_where_some_images_have_room_for_it_or_a_resize_co
         "light",
         [{"Resize": {"height": 9, "width": 9}}, {"CenterCrop": {"height": 9, "width": 9}}],
     ):
-        StreamSpec(store, plan=PlanConfig(micro_batch_size=2), train_transform=transform)
+        open_stream(store, plan=PlanConfig(micro_batch_size=2), train_transform=transform)

@@ -19,7 +19,7 @@ from raypipe.errors import SampleError
 from raypipe.plan.places import MicroBatchId
 from raypipe.stores.base import MemoryStore
 from raypipe.streaming.maker import MicroBatchMaker
-from raypipe.streaming.spec import StreamSpec
+from raypipe.streaming.opening import open_stream
 from raypipe.transform import jpeg as jpeg_module
 from raypipe.transform.decode import decode
 from raypipe.transform.direct import Box, Undecoded, cut
@@ -216,7 +216,7 @@ def test_the_settings_of_a_run_reach_its_actors() -> None:
 
     def maker(**settings: Any) -> MicroBatchMaker:
         transform = TransformConfig(train="light", size=16, **settings)
-        return MicroBatchMaker(StreamSpec(store, plan=PlanConfig(micro_batch_size=2), transform=transform))
+        return MicroBatchMaker(open_stream(store, plan=PlanConfig(micro_batch_size=2), transform=transform))
 
     off, exact, scaled = (
         maker(crop_decode=mode).batch(MicroBatchId("train", 0, 0, 0))["image"]

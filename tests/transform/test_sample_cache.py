@@ -28,6 +28,7 @@ from raypipe.stores.base import MemoryStore
 from raypipe.stores.folder import FolderStore
 from raypipe.streaming.digest import batch_digest, combine, iterate_digests
 from raypipe.streaming.maker import MicroBatchMaker
+from raypipe.streaming.opening import open_stream
 from raypipe.streaming.pipeline import splits
 from raypipe.streaming.spec import StreamSpec
 from raypipe.transform import sample_cache
@@ -313,7 +314,7 @@ def test_it_is_refused_where_what_is_decoded_is_not_the_same_in_each_epoch(
     transform: TransformConfig, message: str, stores: dict[str, Path]
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        StreamSpec(str(stores["train"]), transform=transform, pool=PoolConfig(cache="disk"))
+        open_stream(str(stores["train"]), transform=transform, pool=PoolConfig(cache="disk"))
 
 
 # The stream
@@ -346,7 +347,7 @@ BAD = {37, 38, 39}
 
 
 def spec_of(store: Any, place: Cache, transform: TransformConfig, limit: int = LIMIT, **plan: Any) -> StreamSpec:
-    return StreamSpec(
+    return open_stream(
         store,
         store,
         plan=PlanConfig(**{"epochs": 2, "micro_batch_size": 6, "seed": 3} | plan),
@@ -445,7 +446,7 @@ def test_the_digest_is_the_same_with_any_cache_and_any_actors_and_after_a_resume
 ) -> None:
     monkeypatch.undo()  # actors are processes of the cluster, and know nothing of this test's places
     limit = (8 << 20) + os.getpid()  # another cache than the last session's
-    spec = StreamSpec(
+    spec = open_stream(
         str(stores[name]),
         str(stores["val"]),
         plan=PlanConfig(epochs=2, micro_batch_size=8, global_batch_size=16, seed=5),
@@ -456,7 +457,7 @@ def test_the_digest_is_the_same_with_any_cache_and_any_actors_and_after_a_resume
     def digests(actors: int, from_step: int = 0) -> list[bytes]:
         pool = replace(spec.pool, min_actors=actors)
         cursor = spec.plan.cursor_at(from_step)
-        found = iterate_digests(spec.plan, cursor, splits(spec.replace(pool=pool), cursor, max_actors=actors))
+        found = iterate_digests(spec.plan, cursor, splits(replace(spec, pool=pool), cursor, max_actors=actors))
         return [one.digest for one in found]
 
     # Held open: between two of its streams, any other on this machine (of another test's) would remove it.
@@ -465,7 +466,7 @@ def test_the_digest_is_the_same_with_any_cache_and_any_actors_and_after_a_resume
         {"train": open_store(stores[name]), "val": open_store(stores["val"])},
         TransformConfig(size=24),
     )
-    alone = without_ray.digests(spec.replace(pool=PoolConfig(cache="off")))
+    alone = without_ray.digests(replace(spec, pool=PoolConfig(cache="off")))
     assert combine(digests(2)) == combine(alone)
     with_another = digests(1, from_step=4)
     assert combine(with_another) == combine(alone[-len(with_another) :])

@@ -16,8 +16,8 @@ import albumentations as A  # noqa: N812
 from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError, SampleError
 from raypipe.stores.base import MemoryStore
-from raypipe.streaming.spec import check_transforms
 from raypipe.transform.batch import MicroBatchTransform
+from raypipe.transform.checks import check_transforms
 from raypipe.transform.decode import encode_jpeg
 from raypipe.transform.presets import build_transform
 from raypipe.transform.samples import EncodedSample

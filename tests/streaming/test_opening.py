@@ -14,6 +14,7 @@ from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.errors import ConfigError
 from raypipe.stores.base import MemoryStore
 from raypipe.streaming.maker import differing, try_samples
+from raypipe.streaming.opening import open_stream
 from raypipe.streaming.spec import StreamSpec
 
 from conftest import picture  # isort: skip
@@ -35,7 +36,7 @@ def corners(size: int) -> Any:
 
 def spec(val: Any = STORE, **options: Any) -> StreamSpec:
     plan = PlanConfig(epochs=1, micro_batch_size=4)
-    return StreamSpec(STORE, val, plan=plan, pool=PoolConfig(engine="inline"), **options)
+    return open_stream(STORE, val, plan=plan, pool=PoolConfig(engine="inline"), **options)
 
 
 @pytest.mark.parametrize(

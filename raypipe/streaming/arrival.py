@@ -1,0 +1,129 @@
+"""The way of a rank's micro-batches from host memory to its loop: onto the device, judged, augmented."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from raypipe.device.augment import DeviceAugment
+from raypipe.device.device_decode import DeviceDecoder
+from raypipe.device.prefetcher import Batch, asked_for_here, decoded_on_device, on_device
+from raypipe.errors import SampleError
+from raypipe.metrics.timing import StageClock
+from raypipe.plan.places import MicroBatchId, Split
+from raypipe.stores.base import name_of, title_of
+from raypipe.streaming.bad_samples import BadSampleBudget, record_bad
+from raypipe.streaming.spec import StreamSpec
+from raypipe.transform.fields import IMAGE, VIEW, MicroBatch
+from raypipe.transform.sizes import Size, size_in
+
+
+class Source(NamedTuple):
+    """What a rank's batches are made of.
+
+    Attributes:
+        batches: micro-batches in host memory.
+        supervisor: handle of who supervises the stream, if anybody does.
+        actors: transform actors that the pool has at most, where this rank knows it.
+        draws_globally: who asks for a batch makes it, and draws from the generators of the process: that thread
+            must be the consumer's.
+        end: ends what else was started for it, once the batches are closed.
+    """
+
+    batches: Iterator[MicroBatch]
+    supervisor: Any = None
+    draws_globally: bool = False
+    actors: int = 0
+    end: Callable[[], None] = lambda: None
+
+
+def moved(
+    source: Source,
+    spec: StreamSpec,
+    device: torch.device,
+    clocks: Mapping[Split, StageClock],
+    depth: int,
+    keep: int,
+) -> tuple[Iterator[Batch], str]:
+    """Micro-batches on the device, copied or decoded there, and the library that decodes; empty = none does.
+
+    Args:
+        clocks: of each split; transfers are counted with "train".
+        depth, keep: see `raypipe.loader`.
+    """
+    move: Callable[[Iterable[MicroBatch]], Iterator[Batch]]
+    plan, transform, library = spec.plan, spec.transform, ""
+    if transform.decode == "gpu":
+        decoder = DeviceDecoder(transform.final_size, device, transform.apply_exif)
+        library = decoder.library
+
+        def add_decode(at: MicroBatchId, since: object, until: object) -> None:
+            clocks[at.split].add("decode", since, until)
+
+        def size_of(at: MicroBatchId) -> Size:
+            return size_in(transform, at.split, at.epoch, plan.bucket_of(at))
+
+        move = functools.partial(
+            decoded_on_device,
+            decoder=decoder,
+            seed_of=plan.micro_batch_seed,
+            depth=depth,
+            on_decoded=add_decode,
+            size_of=size_of,
+        )
+    else:
+        move = functools.partial(
+            on_device,
+            device=device,
+            seed_of=plan.micro_batch_seed,
+            depth=depth,
+            keep=keep,
+            on_copied=functools.partial(clocks["train"].add, "transfer"),
+        )
+    in_thread = bool(library) or device.type == "cuda"
+    if source.draws_globally and in_thread:
+        return asked_for_here(source.batches, move, depth), library
+    return move(source.batches), library
+
+
+def judge(batch: Batch, spec: StreamSpec, budget: BadSampleBudget) -> None:
+    """Handle bad samples that only the device's decoder found: too late for substitutes, they get weight 0.
+
+    Raises:
+        SampleError: there is one, and transform.on_bad_sample is "raise".
+        BadSamplesError: there are too many.
+    """
+    store = spec.stores[batch.at.split]
+    bad = []
+    for row, error in batch.failed.items():
+        index = int(batch.index[row])
+        where = {"store": store.address, "index": index, "name": name_of(store, index)}
+        bad.append({**where, "substitute": None, "error": error, "fault": SampleError.fault})
+    if bad:
+        record_bad(spec.quarantine, batch.at, bad, by="device")
+        if spec.transform.on_bad_sample == "raise":
+            title = title_of(store.address, bad[0]["index"], bad[0]["name"])
+            raise SampleError(f"{title}: {bad[0]['error']}")
+    budget.spend(bad, len(batch.index))
+
+
+def augmented(batch: Batch, augment: DeviceAugment, strength: Callable[[int, int], float]) -> Batch:
+    """A training batch augmented, a validation batch normalized.
+
+    Args:
+        strength: of the augmentation at an epoch and a step.
+    """
+    if batch.at.split != "train":
+        named = {f"{VIEW}.{name}": view for name, view in batch.views.items()} or {IMAGE: batch.image}
+        return batch.with_fields({name: augment.normalize(images) for name, images in named.items()})
+    at_strength = strength(batch.at.epoch, batch.at.step)
+    if batch.views:
+        views = augment.of_views(batch.views, seed=batch.seed, strength=at_strength)
+        return batch.with_fields({f"{VIEW}.{name}": view for name, view in views.items()})
+    counts = batch.index >= 0
+    counts[list(batch.failed)] = False
+    image, mixed = augment(batch.image, batch.target, counts, seed=batch.seed, strength=at_strength)
+    return batch.with_fields({IMAGE: image}, mixed=mixed)

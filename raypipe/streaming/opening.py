@@ -1,0 +1,222 @@
+"""Opens streams, from arguments or from the settings of a run: their stores, transforms, plan and columns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from raypipe.config import ColumnOptions, PlanConfig, PoolConfig, RunConfig, TransformConfig, column_options
+from raypipe.errors import ConfigError
+from raypipe.logs import LogFormat
+from raypipe.plan.places import Split
+from raypipe.plan.schedule import Plan
+from raypipe.section import check
+from raypipe.storage.filesystem import join
+from raypipe.stores import open_store, store_options
+from raypipe.stores.base import Store
+from raypipe.stores.joined import JoinedStore
+from raypipe.streaming.planning import PerSource, make_plan, select
+from raypipe.streaming.spec import StreamSpec, Transform
+from raypipe.transform.checks import check_follows, check_images, check_transforms
+from raypipe.transform.column_types import NUM_PROBED, find_columns
+from raypipe.transform.columns import MakeColumns, SampleColumns
+from raypipe.transform.fields import LABEL
+from raypipe.transform.sample_cache import check_cache
+from raypipe.transform.transform_steps import config_without_files, without_files
+
+Train = Store | str | Path | Mapping[str, Store | str | Path]
+"""A training store or its address; or several, by names, which a mixture draws from."""
+
+
+def open_stream(
+    train: Train,
+    val: Store | str | Path | None = None,
+    *,
+    plan: PlanConfig | None = None,
+    transform: TransformConfig | None = None,
+    pool: PoolConfig | None = None,
+    train_transform: Transform = "",
+    val_transform: Transform = "",
+    exclude: PerSource = "",
+    val_exclude: str | Path = "",
+    filter: PerSource = "",
+    val_filter: str = "",
+    quarantine: str = "",
+    run: str = "",
+    log: LogFormat = "text",
+    image_column: str = "image",
+    label_column: str | None = "label",
+    columns: Sequence[str] | Mapping[str, Mapping[str, Any] | None] = (),
+    make_columns: MakeColumns | str | None = None,
+) -> StreamSpec:
+    """Open the stores of a stream, check the settings against them, and lay out the plan.
+
+    Args:
+        train, val: stores or their addresses; `train` may have several, by names, for a mixture.
+        plan, transform, pool: settings; None = the defaults.
+        train_transform, val_transform: used instead of those that `transform` names; None = pixels as they
+            are stored. A train_transform that does not follow transform.size needs a val_transform too.
+        exclude, val_exclude: lists of bad samples of each store, see `StoreConfig`.
+        filter, val_filter: expressions of columns, true for the samples to draw from, see `StoreConfig`.
+        quarantine, run, log: see `StreamSpec`.
+        image_column, label_column: see `StoreConfig`, of stores that are given by their addresses. A
+            label_column of "" or None, for any store, makes batches without a target.
+        columns: names of columns that batches get, or their options by name, see `StoreConfig`. `label`, or
+            the column's own name, stands for the target.
+        make_columns: makes the batch's columns of those, sample by sample, `module:function` or a callable;
+            None = as `transform` says, see docs/columns.md.
+
+    Raises:
+        StoreError, ConfigError: a store or a setting is wrong.
+    """
+    check("raypipe.open_stream: plan", plan, PlanConfig | None)
+    check("raypipe.open_stream: transform", transform, TransformConfig | None)
+    check("raypipe.open_stream: pool", pool, PoolConfig | None)
+    plan, pool = plan or PlanConfig(), pool or PoolConfig()
+    declared = renamed(column_options(columns), label_column)
+    transform = config_without_files(transform or TransformConfig())
+    check_cache(pool, transform)
+    options = store_options(image_column, label_column or "")
+    train_store = open_stores(train, options)
+    val_store = None if val is None else _opened(val, options)
+    stores: dict[Split, Store] = {"train": train_store}
+    if val_store is not None and plan.val_interval:
+        stores["val"] = val_store
+    transforms = _transforms_of(stores, transform, train_transform, val_transform)
+    laid_out = make_plan(
+        plan,
+        train_store,
+        val_store,
+        selections=select(train_store, exclude, filter),
+        val_selection=next(iter(select(val_store, val_exclude, val_filter, "store.val_")), None),
+    )
+    check_images(transform, transforms, stores, plan, laid_out.kept)
+    make = make_columns or transform.make_columns or None
+    found = _columns_of(stores, declared, make, laid_out, pool, bool(label_column))
+    sizes = list(transform.size_by_epoch.items())
+    return StreamSpec(
+        plan=laid_out.bound_to({"sizes": sizes}) if len(sizes) > 1 else laid_out,
+        stores=stores,
+        transforms=transforms,
+        transform=transform,
+        pool=pool,
+        quarantine=quarantine,
+        run=run,
+        log=log,
+        columns=found,
+    )
+
+
+def _transforms_of(
+    stores: Mapping[Split, Store], config: TransformConfig, train: Transform, val: Transform
+) -> dict[Split, Transform]:
+    """The transform of each split: that which is given, or where it is empty that of the settings."""
+    chosen: dict[Split, Transform] = {
+        "train": config.train if train == "" else train,
+        "val": config.val if val == "" else val,
+    }
+    if "val" in stores and val == "" != train:
+        check_follows(chosen["train"], config)
+    transforms = {split: without_files(chosen[split]) for split in stores}
+    check_transforms(config, transforms, stores)
+    return transforms
+
+
+def _columns_of(
+    stores: Mapping[Split, Store],
+    declared: Mapping[str, ColumnOptions],
+    make: MakeColumns | str | None,
+    plan: Plan,
+    pool: PoolConfig,
+    label: bool,
+) -> SampleColumns:
+    """The columns of a stream; raises ConfigError as `find_columns` does, and where a cache would lose them."""
+
+    def first(split: Split) -> np.ndarray:
+        kept = plan.kept[split]
+        return kept.indices(np.arange(min(NUM_PROBED, kept.size)))
+
+    found = find_columns(stores, declared, make, first, label)
+    if found and pool.cache == "disk":
+        raise ConfigError(
+            f"pool.cache={pool.cache!r} keeps images and classes, and no columns or other targets: set "
+            "pool.cache='off', or leave store.columns out"
+        )
+    return found
+
+
+def open_stores(train: Train, options: Mapping[str, str]) -> Store:
+    """The store at an address, or of several, by names, one that joins them; `options` see `store_options`."""
+    if not isinstance(train, Mapping):
+        return _opened(train, options)
+    if not train:
+        raise ConfigError("store.train names no store: give {NAME: ADDRESS, …}")
+    return JoinedStore({name: _opened(each, options) for name, each in train.items()})
+
+
+def _opened(store: Store | str | Path, options: Mapping[str, str]) -> Store:
+    if isinstance(store, str | Path):
+        return open_store(store, **options)
+    if options:
+        (setting, value), *_ = options.items()
+        raise ConfigError(
+            f"{setting}={value!r} is for an address, and {store.address} is an open store: give the option to "
+            "raypipe.open_store"
+        )
+    return store
+
+
+def with_digits(run: RunConfig) -> RunConfig:
+    """The run, on the digits that scikit-learn ships where it names no store; they are written on first use."""
+    if run.store.train:
+        return run
+    from raypipe.stores.destination import digits_stores  # which imports what writes
+
+    train, val = digits_stores()
+    return replace(run, store=replace(run.store, train=train, val=run.store.val or val))
+
+
+def open_train(run: RunConfig) -> Store:
+    """The training store of a run."""
+    store = with_digits(run).store
+    return open_stores(store.train, store_options(store.image_column, store.label_column))
+
+
+def spec_of(run: RunConfig, run_uri: str = "") -> StreamSpec:
+    """The stream of a run, whose folder, if it has one, has the record of its bad samples."""
+    store = with_digits(run).store
+    return open_stream(
+        store.train,
+        store.val or None,
+        plan=run.plan,
+        transform=run.transform,
+        pool=run.pool,
+        exclude=store.exclude,
+        val_exclude=store.val_exclude,
+        filter=store.filter,
+        val_filter=store.val_filter,
+        quarantine=join(run_uri, "quarantine") if run_uri else "",
+        run=run.name,
+        log=run.log,
+        image_column=store.image_column,
+        label_column=store.label_column,
+        columns=store.columns,
+    )
+
+
+def run_columns(run: RunConfig, store: Store) -> SampleColumns:
+    """The columns of a run, by its training store alone."""
+    declared = column_options(renamed(run.store.columns, run.store.label_column))
+    make, indices = run.transform.make_columns or None, np.arange(min(NUM_PROBED, len(store)))
+    has_label = bool(run.store.label_column) and LABEL in store.columns  # any store may be looked at
+    return find_columns({"train": store}, declared, make, lambda _: indices, has_label)
+
+
+def renamed(columns: Any, label_column: str | None) -> dict[str, Any]:
+    """The columns that are named, with their options: the one that is the target is `label` in its store."""
+    given = columns if isinstance(columns, Mapping) else dict.fromkeys(columns)
+    return {LABEL if name == label_column else name: options for name, options in given.items()}

@@ -1,0 +1,92 @@
+"""Checks of a stream's transforms against its stores and settings, before anything is read of a sample's image."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from raypipe.config import PlanConfig, TransformConfig
+from raypipe.errors import ConfigError
+from raypipe.plan.places import Split
+from raypipe.plan.selection import JoinedSelection, Selection
+from raypipe.stores.base import Store
+from raypipe.transform.crop_room import check_crops
+from raypipe.transform.encoded import EncodedTransform
+from raypipe.transform.presets import build_transform, check_transform, num_pixels, takes_size
+from raypipe.transform.sizes import Sides, has_sizes
+from raypipe.transform.targets import check_columns, target_pipeline
+from raypipe.transform.transform_steps import brief
+from raypipe.transform.views import makes_views
+
+
+def check_transforms(
+    config: TransformConfig, transforms: Mapping[Split, Any], stores: Mapping[Split, Store]
+) -> None:
+    """Raise ConfigError where `content_of` would, as far as can be known without the user's code."""
+    for split, store in stores.items():
+        transform = transforms[split]
+        if config.decode == "gpu":
+            EncodedTransform(transform, config)
+        check_transform(transform, config.final_size, config.decode_as == "array")
+        if makes_views(transform):
+            _check_views(config, split)
+        check_columns(store, config.target_columns)
+        if config.target_columns:
+            target_pipeline(build_transform(transform, config.final_size), set(config.target_columns))
+
+
+def check_follows(transform: Any, config: TransformConfig) -> None:
+    """Raise ConfigError where a train_transform has a size of its own, and validations that of the defaults."""
+    defaults = (config.val, config.size) == (TransformConfig.val, TransformConfig.size)
+    if defaults and not takes_size(transform) and num_pixels(transform, config.final_size) is None:
+        raise ConfigError(
+            f"train_transform is {_name_of(transform)}, and there is no val_transform: validations would have the "
+            f"default size, {config.final_size} px, whatever the training has. Write val_transform=PIPELINE, for "
+            "the same size and without random steps; or 'center', with transform=TransformConfig(size=…); or "
+            "None: pixels as they are stored"
+        )
+
+
+def _name_of(transform: Any) -> str:
+    """A transform for a message."""
+    known = isinstance(transform, str | list) or makes_views(transform)
+    return brief(transform) if known else "None" if transform is None else f"a {type(transform).__name__}"
+
+
+def _check_views(config: TransformConfig, split: Split) -> None:
+    """Raise ConfigError where something does not go with a split's views."""
+    reason = ""
+    if config.target_columns:
+        reason = f"{config.target_settings} is of one image: leave it out"
+    elif config.crop_decode == "scaled":
+        reason = (
+            "transform.crop_decode='scaled' decodes each crop by itself, where views share one decoding: leave it "
+            "out, or set transform.decode_min_side"
+        )
+    if reason:
+        raise ConfigError(f"transform.{split} makes views, and {reason}")
+
+
+def check_images(
+    config: TransformConfig,
+    transforms: Mapping[Split, Any],
+    stores: Mapping[Split, Store],
+    plan: PlanConfig,
+    kept: Mapping[Split, Selection | JoinedSelection],
+) -> None:
+    """Raise ConfigError where a split's transform cannot make its images: of their sizes, or of a crop's room."""
+    for split, store in stores.items():
+        sides = plan.sides_in(split)
+        _check_sizes(config, split, transforms[split], sides)
+        if not sides:  # which images belong to a bucket is not known here
+            check_crops(config, split, transforms[split], store, kept[split])
+
+
+def _check_sizes(config: TransformConfig, split: Split, transform: Any, sides: Sequence[Sides]) -> None:
+    """Raise ConfigError where a split's images have several sizes, and its transform can make but one."""
+    if has_sizes(config, split, sides) and not takes_size(transform):
+        several = "plan.buckets" if sides else "transform.size"
+        raise ConfigError(
+            f"transform.{split} is {_name_of(transform)}, which is made once, and {several} has several "
+            "sizes: use a preset, or module:function, which is called with each size and returns a transform"
+        )

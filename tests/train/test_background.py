@@ -20,9 +20,12 @@ from raypipe.config import RunConfig
 from raypipe.errors import ConfigError, RaypipeError
 from raypipe.metrics.records import read_records
 from raypipe.plan.cursor import Cursor
-from raypipe.train import background, checkpoints, loop
+from raypipe.storage.filesystem import open_filesystem
+from raypipe.streaming import checkpoints
+from raypipe.streaming.checkpoints import find_newest, read_state, write_checkpoint
+from raypipe.streaming.stateful import loaded
+from raypipe.train import background, loop
 from raypipe.train.background import CheckpointWriter, HostCopy, StopPoll
-from raypipe.train.checkpoints import find_newest, open_state, write_checkpoint
 from raypipe.train.run_folder import request_stop, stop_requested
 
 
@@ -175,8 +178,7 @@ def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before(
     found, passed_over = find_newest(run, lambda _: None)
     assert found and found.cursor.step == 1
     assert list(passed_over.values()) == ["it was cut off while it was written"]
-    with open_state(run, found.name) as file:
-        assert torch.load(file, weights_only=True) == {"step": torch.tensor(1)}
+    assert loaded(read_state(open_filesystem(found.address))) == {"step": torch.tensor(1)}
 
 
 # The request to stop
@@ -254,7 +256,6 @@ def states(folder: Path) -> dict[str, dict[str, Any]]:
     found = {}
     for path in folder.glob("checkpoint_*"):
         state = torch.load(path / "state.pt", weights_only=True)
-        del state["metrics"]  # with its times
         found[path.name[:23]] = state
     return found
 

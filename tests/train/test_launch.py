@@ -32,9 +32,9 @@ from raypipe.rayext.cluster import Allocation
 from raypipe.stores import open_store
 from raypipe.stores.base import MemoryStore
 from raypipe.stores.record import write_bad_list
+from raypipe.streaming.checkpoints import write_checkpoint
 from raypipe.streaming.pipeline import check_memory
 from raypipe.streaming.spec import StreamSpec, spec_of
-from raypipe.train.checkpoints import write_checkpoint
 from raypipe.train.interrupts import Stopped
 from raypipe.train.launch import _changes, _leave_traces, _told, describe, train
 from raypipe.train.learning import num_classes_of

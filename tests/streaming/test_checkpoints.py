@@ -17,7 +17,7 @@ from s3_server import FaultyProxy, first
 from raypipe.errors import ConfigError, CursorError, OutageError
 from raypipe.plan.cursor import Cursor
 from raypipe.storage.filesystem import open_filesystem
-from raypipe.train.checkpoints import find_newest, has_checkpoints, open_state, write_checkpoint
+from raypipe.streaming.checkpoints import find_newest, has_checkpoints, read_state, write_checkpoint
 
 PLAN = "0123456789abcdef"
 
@@ -56,11 +56,10 @@ def newest(run: Path, before: int = 0) -> Path:
 
 def step_of(run: Path | str) -> int | None:
     run_uri = run if isinstance(run, str) else run.as_uri()
-    found, _ = find_newest(run_uri, check)
+    found, _ = find_newest(run_uri, check, with_state=True)
     if found is None:
         return None
-    with open_state(run_uri, found.name) as file:
-        assert file.read() == content(found.cursor)
+    assert found.state == content(found.cursor) == read_state(open_filesystem(found.address))
     return found.cursor.step
 
 
@@ -133,7 +132,7 @@ def test_a_damaged_one_is_passed_over_with_its_reason_and_nothing_is_removed(run
     broken, (harm, reason) = newest(run), DAMAGE[damage]
     harm(broken)
     before = tree(run)
-    _, passed_over = find_newest(run.as_uri(), check)
+    _, passed_over = find_newest(run.as_uri(), check, with_state=True)
     assert [*passed_over] == [broken.name] and reason in passed_over[broken.name]
     assert step_of(run) == 3 and tree(run) == before
     # The run goes on, past the damaged one, which counts as none of the two that are kept.

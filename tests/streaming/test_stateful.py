@@ -19,10 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 from raypipe.config import PlanConfig, PoolConfig
 from raypipe.errors import ConfigError
 from raypipe.plan.cursor import Cursor
-from raypipe.streaming.checkpoint import Stateful
 from raypipe.streaming.handover import loader
 from raypipe.streaming.loader import Loader
 from raypipe.streaming.spec import StreamSpec
+from raypipe.streaming.stateful import Stateful
 
 
 class Reports:

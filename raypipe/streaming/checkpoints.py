@@ -75,7 +75,7 @@ def read_state(folder: Folder) -> bytes:
         return _content(folder, STATE_FILE, _look(folder).digest)
     except _DamageError as error:
         raise ConfigError(
-            f"{folder[1]} is damaged ({error}), or was not made by loader.report: then restore it as you have made it"
+            f"{folder[1]} is damaged ({error}), or was not made by loader.report: then restore it as you made it"
         ) from None
 
 
@@ -190,9 +190,8 @@ def find_newest(
             folder = open_filesystem(join(run_uri, name))
             found = _look(folder)._replace(address=join(run_uri, name))
             check(found.cursor)
-            return found._replace(
-                state=_content(folder, STATE_FILE, found.digest) if with_state else b""
-            ), passed_over
+            state = _content(folder, STATE_FILE, found.digest) if with_state else b""
+            return found._replace(state=state), passed_over
         except CursorError as error:
             foreign, passed_over[name] = foreign or error, str(error)
         except (_DamageError, ConfigError) as error:
@@ -232,7 +231,7 @@ def _place(name: str) -> tuple[int, ...]:
 
 
 def _look(folder: Folder) -> Checkpoint:
-    """A checkpoint whose manifest and cursor are as they were written, and its state.pt as long; without address."""
+    """A checkpoint, without its address: manifest and cursor are as they were written, and state.pt as long."""
     try:
         manifest = _read(folder, _MANIFEST)
     except _DamageError:
@@ -261,7 +260,7 @@ def _content(folder: Folder, name: str, digest: str) -> bytes:
 
 
 def _read(folder: Folder, name: str, read: Callable[[pa.NativeFile], Any] = pa.NativeFile.read) -> Any:
-    """What `read` makes of a file; raises _DamageError where it is missing, ConfigError where it cannot be read."""
+    """Apply `read` to a file; raises _DamageError where it is missing, ConfigError where it cannot be read."""
     filesystem, path = folder
     with explained(ConfigError, f"{path}/{name} cannot be read"):
         try:

@@ -82,7 +82,7 @@ def loader(
 
     Raises:
         CursorError: the checkpoint belongs to another plan.
-        ConfigError: W does not divide M, an argument is of the wrong type, or there is no checkpoint to start from.
+        ConfigError: W does not divide M, an argument is of the wrong type, or `start_from` has no checkpoint.
         ResourceError: there are no CPUs for the pool.
     """
     check("raypipe.loader: spec", spec, StreamSpec)

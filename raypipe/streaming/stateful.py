@@ -1,4 +1,4 @@
-"""The states of an own loop's model and optimizer, to and from checkpoints; see `raypipe.streaming.checkpoints`."""
+"""The states of an own loop's model and optimizer, to and from `raypipe.streaming.checkpoints`."""
 
 from __future__ import annotations
 

@@ -346,7 +346,7 @@ class Trainer:
         ray.train.report(metrics)
 
     def _find(self, told: Collection[str]) -> Checkpoint | None:
-        """The newest checkpoint with its state; passes over those whose content has changed, as nobody has read it."""
+        """The newest checkpoint, with its state; the driver has not read any, so this tells of damage there."""
         found, passed_over = find_newest(
             self.run_uri, self.plan.check, with_state=True, start_from=self.run.train.start_from
         )

@@ -306,6 +306,30 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_with_its_error_soon_an
     assert sorted(states(tmp_path / "full")) == ["checkpoint_0000_0000001", "checkpoint_0000_0000002"]
 
 
+def test_content_that_has_changed_is_told_by_the_trainer_which_takes_the_one_before(
+    run: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    without_ray.train(dataclasses.replace(run, name="changed"))
+    before, newest = sorted((tmp_path / "changed").glob("checkpoint_*"))
+    changed = dataclasses.replace(run, resume=str(tmp_path / "changed"))
+
+    def change(folder: Path) -> None:
+        content = (folder / "state.pt").read_bytes()
+        (folder / "state.pt").write_bytes(content[:-1] + b"x")
+
+    change(newest)
+    assert without_ray.train(changed)["steps"] == 8
+    said = capsys.readouterr().out
+    assert f"not resumed from {newest.name}: the content of its state.pt has changed" in said
+    assert f"resumed from {before.name}" in said
+    for folder in (tmp_path / "changed").glob("checkpoint_*"):
+        change(folder)
+    left = sorted((tmp_path / "changed").glob("checkpoint_*/*"))
+    with pytest.raises(ConfigError, match=r"no checkpoint of .* can be read \(.*has changed.*; .*has changed"):
+        without_ray.train(changed)
+    assert sorted((tmp_path / "changed").glob("checkpoint_*/*")) == left
+
+
 def test_the_last_checkpoint_that_cannot_be_written_fails_the_run(
     run: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -390,6 +390,10 @@ def test_a_run_that_has_ended_says_so_and_has_its_result_again_without_ray(
         }
         assert "this run has ended already, with checkpoint_0001_0000000_" in capsys.readouterr().out
     assert (tmp_path / "mine" / "report.html").exists()
+    last = max((tmp_path / "mine").glob("checkpoint_*")) / "state.pt"
+    last.write_bytes(last.read_bytes()[:-1] + b"x")  # no trainer would read it
+    with pytest.raises(ConfigError, match=r"no checkpoint of .* can be read \(.*state\.pt has changed"):
+        train(dataclasses.replace(run, resume="auto"))
 
 
 def test_ctrl_c_before_the_trainers_is_a_stop_with_a_checkpoint_only_where_there_is_one(

@@ -2,9 +2,9 @@
 
 Neither thread calls Ray, so each may outlast a Ray that is shut down, and none waits for the device in a step.
 
-Ray Train's own thread (`ray.train.report(checkpoint_upload_mode=ASYNC)`, alpha) does not write a run's checkpoints.
-It uploads a folder that the steps would have to wait for, and syncs nothing to the disk; and Ray Train resumes from
-it only once its controller has noted it in a file of its own, some time after the upload. A job that is killed in
+Ray Train's own thread (`ray.train.report(checkpoint_upload_mode=ASYNC)`, alpha) does not write checkpoints here:
+the steps would wait until a local folder is written, nothing is synced to the disk, and Ray Train resumes from it
+only once its controller has noted it in a file of its own, some time after the upload. A job that is killed in
 between would lose a checkpoint that is whole.
 """
 

@@ -195,13 +195,14 @@ def test_an_own_loop_goes_on_from_a_checkpoint_of_a_run(trained: tuple[RunConfig
 
 def test_the_lines_of_the_page_go_on_from_a_run(stores: dict[str, Path], tmp_path: Path) -> None:
     run = small_run(tmp_path, stores["train"], stores["val"], 1, 4)
-    run = dataclasses.replace(run, name="sgd", train=dataclasses.replace(run.train, optimizer="sgd"))
+    train, pool = dataclasses.replace(run.train, optimizer="sgd"), PoolConfig(engine="inline")
+    run = dataclasses.replace(run, name="sgd", train=train, pool=pool)
     folder = without_ray.train(run)["run_dir"]
     (code,) = (code for code in blocks("python", ROOT / "docs" / "own-loop.md") if "def go_on" in code)
     names: dict[str, Any] = {"raypipe": raypipe, "torch": torch}
     exec(compile(code, "own-loop.md", "exec"), names)
     model = build_model("small", 5)
-    spec = dataclasses.replace(spec_of(run, folder), pool=PoolConfig(engine="inline"))
+    spec = spec_of(run, folder)
     own, optimizer = names["go_on"](spec, folder, model)
     assert own.cursor == Cursor(1, 0, spec.plan.fingerprint)
     state = torch.load(next(Path(folder).glob("checkpoint_0001_*")) / "state.pt", weights_only=True)

@@ -24,13 +24,11 @@ from raypipe.logs import LogFormat
 from raypipe.plan.schedule import shares
 from raypipe.rayext.console import quiet_console
 from raypipe.rayext.limits import autoscaler_limits
+from raypipe.rayext.local import LOCAL_CLUSTER, note_start
 from raypipe.rayext.shortage import LEAST_SHARE, floor, needs, too_few_cpus
 from raypipe.rayext.waiting import Wait, wait_for_head
 
 logger = logging.getLogger(__name__)
-
-LOCAL_CLUSTER = "RAYPIPE_LOCAL_CLUSTER"
-"""Set in the environment of all processes of a cluster that `connect` has started."""
 
 _WORKER_ENV = {
     # A thread that reads the metadata of blocks takes a third more of the one core that runs an execution, and a
@@ -53,9 +51,6 @@ _LOCAL_ENV = {
     "RAY_task_events_report_interval_ms": "0",
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # an actor that looks for nodes which a cloud takes away
 }
-
-# Of the node that `connect` has started last.
-_own_node = ""
 
 # CPUs of a run that has just ended come back within seconds; anything longer is another job's.
 _SETTLE_S = 10.0
@@ -117,8 +112,7 @@ def connect(
             **options,
         )
     quiet_console()
-    global _own_node
-    _own_node = ray.get_runtime_context().get_node_id()
+    note_start()
 
 
 class _SearchPath(list[str]):
@@ -191,16 +185,6 @@ def _spared_signals() -> Iterator[None]:
         yield
     finally:
         services.ConsolePopen = popen  # type: ignore[misc]
-
-
-def started_here() -> bool:
-    """Whether the connected cluster is one that `connect` has started in this process, and that ends with it."""
-    return ray.is_initialized() and ray.get_runtime_context().get_node_id() == _own_node
-
-
-def is_local() -> bool:
-    """Whether the connected cluster is one that `connect` has started, in this process or in its driver."""
-    return started_here() or LOCAL_CLUSTER in os.environ
 
 
 class HeldError(ResourceError):

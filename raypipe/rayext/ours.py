@@ -8,8 +8,6 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from ray.data import DataContext
-
 KEY = "raypipe"
 """Of our settings in the context of an execution."""
 
@@ -41,6 +39,8 @@ def is_ours() -> bool:
     """Whether Ray Data works for an execution of ours where this is called."""
     if _process_is_ours or getattr(_thread, "is_ours", False):
         return True
+    from ray.data import DataContext  # there by now; a stream without Ray must not bring it
+
     # The thread of an execution has its context; one that makes a dataset has set it.
     running = getattr(threading.current_thread(), "_data_context", None)
     return has_settings(running or DataContext.get_current())

@@ -31,8 +31,8 @@ from ray.data._internal.execution import streaming_executor
 from ray.data._internal.execution.operators import actor_pool_map_operator
 from ray.data._internal.stats import _StatsManager
 
-from raypipe.rayext.cluster import is_local
 from raypipe.rayext.console import quiet_first_actor
+from raypipe.rayext.local import is_local
 from raypipe.rayext.ours import KEY, has_settings, is_ours, ours
 
 Replacement = Callable[..., Any]

@@ -142,4 +142,4 @@ def test_the_samples_that_tell_the_size_of_a_validation_are_none_that_is_left_ou
         val_exclude=tmp_path / "val.json",
     )
     batch = MicroBatchMaker(spec).batch(MicroBatchId("val", 0, 0, 1))  # nothing but padding
-    assert batch.image.shape == (2, 40, 48, 3) and batch.index.tolist() == [-1, -1]
+    assert batch["image"].shape == (2, 40, 48, 3) and batch.index.tolist() == [-1, -1]

@@ -37,8 +37,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raypipe.plan.cursor import Cursor
 from raypipe.streaming.blocks import MAX_BYTES
+from raypipe.streaming.checkpoints import write_checkpoint
 from raypipe.train.background import CheckpointWriter
-from raypipe.train.checkpoints import write_checkpoint
 
 _STORE_BYTES = 2 << 30
 _OBJECTS = 12  # of a block each, on their way at one time

@@ -501,6 +501,8 @@ class TrainConfig(Section, prefix="train."):
         max_preemption_failures: restarts after a notice that a trainer's node will go, Ray 2.60; -1 = no limit.
         start_timeout_s: a start waits so long for the cluster to answer, for room that other jobs hold, and for
             another run that starts on the cluster.
+        start_from: folder or URI of a run, of jobs/train.py or of an own loop, or of one of their checkpoints; a
+            run of the same plan, without checkpoints yet, starts from there with its model and optimizer.
         checkpoint_interval: steps between checkpoints within an epoch, or the time, as "90s", "10min" or "2h"; 0 =
             at epoch ends only.
         log_interval: steps between records of progress, in metrics.jsonl; the first step has one as well.
@@ -529,6 +531,7 @@ class TrainConfig(Section, prefix="train."):
     max_failures: AtLeastMinus1 = 2
     max_preemption_failures: AtLeastMinus1 = -1
     start_timeout_s: Seconds = 900.0
+    start_from: str = ""
     checkpoint_interval: int | str = "10min"
     log_interval: AtLeast1 = 20
     log_samples: bool = False

@@ -11,7 +11,7 @@ from raypipe.metrics.records import STATUS, read_records
 from raypipe.storage.files import read_json
 from raypipe.storage.filesystem import as_uri, exists, join
 from raypipe.storage.lease import holder
-from raypipe.train.checkpoints import newest_name
+from raypipe.streaming.checkpoints import newest_name
 from raypipe.train.run_folder import check_run_folder, stop_requested
 
 # Rank 0 has fallen silent once it has left out so many of its writings.

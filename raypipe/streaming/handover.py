@@ -18,18 +18,20 @@ import torch
 from raypipe.config import AtLeast1, AugmentConfig
 from raypipe.errors import ConfigError
 from raypipe.metrics.run_log import Folder
-from raypipe.plan.cursor import CURSOR_FILE, Cursor
+from raypipe.plan.cursor import Cursor
 from raypipe.plan.schedule import shares
 from raypipe.rayext.splits import begun
 from raypipe.rayext.watch import in_worker, this_process
 from raypipe.section import MAX_INT, Limits, check
 from raypipe.storage.filesystem import as_uri, open_filesystem
 from raypipe.streaming.arrival import Source
+from raypipe.streaming.checkpoints import cursor_of, find_start
 from raypipe.streaming.inline import first_maker, inline_batches
 from raypipe.streaming.loader import Loader
 from raypipe.streaming.row import host_batches
 from raypipe.streaming.running import end_oldest
 from raypipe.streaming.spec import StreamSpec
+from raypipe.streaming.stateful import latest_of_train
 from raypipe.streaming.supervisor import end_actors, start_supervisor
 
 if TYPE_CHECKING:
@@ -53,6 +55,7 @@ def loader(
     depth: int = 2,
     keep: int = 0,
     run_dir: str = "",
+    start_from: str = "",
 ) -> Loader:
     """This rank's loader. Call it once, on every rank, at the beginning of the train function: the pool then
     starts while the model is built.
@@ -75,16 +78,19 @@ def loader(
             hold it.
         run_dir: where rank 0 records the run, for `raypipe report`: a path or a URI; empty = in the folder of Ray
             Train's run, or nowhere outside of Ray Train.
+        start_from: folder or URI of a run, of jobs/train.py or of an own loop, or of one of their checkpoints.
+            While Ray Train has no checkpoint, the stream continues from there, and `Loader.restore` loads it.
 
     Raises:
         CursorError: the checkpoint belongs to another plan.
-        ConfigError: W does not divide M, or an argument is of the wrong type.
+        ConfigError: W does not divide M, an argument is of the wrong type, or `start_from` has no checkpoint.
         ResourceError: there are no CPUs for the pool.
     """
     check("raypipe.loader: spec", spec, StreamSpec)
     check("raypipe.loader: max_actors", max_actors, AtLeast1 | None)
     check("raypipe.loader: cursor", cursor, Cursor | None)
     check("raypipe.loader: augment", augment, AugmentConfig | None)
+    check("raypipe.loader: start_from", start_from, str)
     for name, least, number in (("depth", 1, depth), ("keep", 0, keep)):
         check(f"raypipe.loader: {name}", number, Annotated[int, Limits(least, MAX_INT)])
     rank, world_size, in_train = 0, 1, _in_train_worker()
@@ -112,18 +118,22 @@ def loader(
         end = functools.partial(end_actors, supervisor, iterators, rank)
         return Source(host_batches(begun(iterators[rank])), supervisor, actors=actors, end=end)
 
+    first = latest_of_train()
+    if start_from and not first:
+        first = open_filesystem(find_start(start_from, spec.plan.check).address)
     return Loader(
         spec,
         open_at,
         rank,
         world_size,
         device,
-        cursor=cursor or _start(spec, in_train),
+        cursor=cursor or (cursor_of(first) if first else spec.plan.start()),
         augment=augment,
         dtype=dtype,
         depth=depth,
         keep=keep,
         folder=open_filesystem(as_uri(run_dir)) if run_dir else _folder_of_train() if in_train else None,
+        start_from=first,
     )
 
 
@@ -236,16 +246,3 @@ def _in_train_worker() -> bool:
         return ray.train.get_context().get_world_size() is not None
     except RuntimeError:
         return False
-
-
-def _start(spec: StreamSpec, in_train: bool) -> Cursor | None:
-    """The place of the latest checkpoint, or the beginning; None = there is a checkpoint without a cursor."""
-    checkpoint = ray.train.get_checkpoint() if in_train else None
-    if checkpoint is None:
-        return spec.plan.start()
-    # The file alone: of a checkpoint in a bucket, all would be copied here.
-    try:
-        with checkpoint.filesystem.open_input_stream(f"{checkpoint.path}/{CURSOR_FILE}") as file:
-            return Cursor.from_json(file.read().decode())
-    except FileNotFoundError:
-        return None

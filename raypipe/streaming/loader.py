@@ -37,12 +37,12 @@ from raypipe.storage.files import write_text
 from raypipe.storage.filesystem import join
 from raypipe.streaming.arrival import Source, augmented, judge, moved
 from raypipe.streaming.bad_samples import BadSampleBudget
-from raypipe.streaming.checkpoint import Stateful, report, restore
 from raypipe.streaming.chronicle import Chronicle
 from raypipe.streaming.digest import settings_of
 from raypipe.streaming.epochs import Epoch, Pass, Rest
 from raypipe.streaming.running import EXHAUSTED, Running
 from raypipe.streaming.spec import StreamSpec
+from raypipe.streaming.stateful import Stateful, latest_of_train, numbers_in, report, restore
 from raypipe.transform.columns import SampleColumns
 from raypipe.transform.views import makes_views
 
@@ -105,12 +105,14 @@ class Loader:
         depth: int = 2,
         keep: int = 0,
         folder: Folder | None = None,
+        start_from: Folder | None = None,
     ) -> None:
         """
         Args:
             open_at: starts the stream at a place.
             cursor: that place; None = `load_state_dict` will set it.
             folder: where rank 0 records the run; None = nowhere.
+            start_from: folder of a checkpoint that `restore` loads while Ray Train has none.
             device, augment, dtype, depth, keep: see `raypipe.loader`.
         """
         configure_logs(spec.log, run=spec.run, rank=rank)
@@ -126,6 +128,7 @@ class Loader:
         self.num_bad = self.num_fallback = 0
         self.jpeg_decoder = ""
         self._spec, self._open_at, self._depth, self.keep = spec, open_at, depth, keep
+        self._start_from = start_from
         self._meter = Meter(self.device)
         self._budget = BadSampleBudget(spec.transform.max_bad_fraction, spec.transform.bad_grace)
         self.chronicle = Chronicle(world_size, rank, folder)
@@ -235,9 +238,9 @@ class Loader:
             ConfigError: a part is sharded.
         """
         with self.saving(lambda: "Ray Train writes it, or other ranks have not reported yet"):
-            report(metrics, parts, self.rank, self.save)
-        numbers = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
-        self.chronicle.record("report", values=numbers)
+            report(metrics, parts, self.rank, self.cursor)
+        self.exported.checkpointed()
+        self.chronicle.record("report", values=numbers_in(metrics))
         if self.chronicle.log:
             self.chronicle.log.sync()
 
@@ -260,12 +263,15 @@ class Loader:
         return self.notice.agreed(self.rank)
 
     def restore(self, **parts: Stateful) -> None:
-        """Load the states of the latest checkpoint that `report` made into the parts; nothing where there is none.
+        """Load the states of the latest checkpoint into the parts; nothing where there is none.
+
+        It is the latest that `report` made or, before there is one, that of `raypipe.loader(…, start_from=…)`.
 
         Raises:
-            ConfigError: the checkpoint lacks a part.
+            ConfigError: the checkpoint is damaged, lacks a part, or has one of another make.
         """
-        restore(parts)
+        if folder := latest_of_train() or self._start_from:
+            restore(parts, folder)
 
     def save(self, folder: str | Path) -> None:
         """Write where the run stands into a checkpoint's folder, for checkpoints that `report` does not make.

@@ -1,12 +1,16 @@
 """What rank 0 does beside the steps, each in a thread: it writes checkpoints, and looks for a request to stop.
 
 Neither thread calls Ray, so each may outlast a Ray that is shut down, and none waits for the device in a step.
+
+Ray Train's own thread (`ray.train.report(checkpoint_upload_mode=ASYNC)`, alpha) does not write checkpoints here:
+the steps would wait until a local folder is written, nothing is synced to the disk, and Ray Train resumes from it
+only once its controller has noted it in a file of its own, some time after the upload. A job that is killed in
+between would lose a checkpoint that is whole.
 """
 
 from __future__ import annotations
 
 import copy
-import io
 import logging
 import threading
 from collections.abc import Callable
@@ -17,6 +21,7 @@ import torch
 from raypipe.device.ring import new_event
 from raypipe.storage.filesystem import is_remote
 from raypipe.storage.patience import impatient
+from raypipe.streaming.stateful import saved
 from raypipe.train.run_folder import stop_requested
 
 logger = logging.getLogger(__name__)
@@ -144,9 +149,7 @@ class CheckpointWriter:
     def _write(self, state: Any, write: Callable[[memoryview], None]) -> None:
         try:
             self._copy.wait()
-            file = io.BytesIO()
-            torch.save(state, file)
-            write(file.getbuffer())
+            write(saved(state))
         except BaseException as error:
             self._error = error
 

@@ -26,11 +26,11 @@ from raypipe.rayext.local import started_here
 from raypipe.rayext.waiting import Wait, is_head_lost, only_start
 from raypipe.storage.files import read_json, read_whole, write_text
 from raypipe.storage.filesystem import exists, is_remote, join, open_filesystem
+from raypipe.streaming.checkpoints import Checkpoint, find_newest, newest_name
 from raypipe.streaming.maker import differing, try_samples
 from raypipe.streaming.opening import spec_of
 from raypipe.streaming.pipeline import check_memory
 from raypipe.streaming.spec import StreamSpec
-from raypipe.train.checkpoints import find_newest, newest_name
 from raypipe.train.console import RunConsole
 from raypipe.train.interrupts import Interrupts, Stopped
 from raypipe.train.learning import num_classes_of
@@ -98,7 +98,10 @@ def _train(run: RunConfig, run_uri: str, lease: str) -> dict[str, Any]:
     stop_was_asked = stop_requested(run_uri)  # of the run before it was stopped, and now goes on
     changed = _changes(run, run_uri) if run.resume else ""
     try:
-        newest, passed_over = find_newest(run_uri, spec.plan.check)
+        find = functools.partial(find_newest, run_uri, spec.plan.check, start_from=run.train.start_from)
+        newest, passed_over = find()
+        if _has_ended(spec, newest):  # no trainer will read the state
+            newest, passed_over = find(with_state=True)
     except CursorError as error:
         raise CursorError(f"{error}{changed and f'. Changed: {changed}'}") from error
     for name, reason in passed_over.items():
@@ -107,7 +110,9 @@ def _train(run: RunConfig, run_uri: str, lease: str) -> dict[str, Any]:
         progress(
             logger, f"resumed from {newest.name if newest else 'the beginning'}{changed and f', with {changed}'}"
         )
-    if newest and next(spec.plan.segments(newest.cursor), None) is None:
+    elif newest:
+        progress(logger, f"starts from {newest.address}")
+    if newest and _has_ended(spec, newest):
         progress(logger, f"this run has ended already, with {newest.name}: nothing is left to do")
         _leave_traces(run_uri)  # its process may have been killed before it did
         return _result(newest.metrics | {"stopped": False}, run_uri)
@@ -124,7 +129,8 @@ def _train(run: RunConfig, run_uri: str, lease: str) -> dict[str, Any]:
             check_elastic()
         check_memory(spec, allocation.max_actors, allocation.workers)
         interrupts.check()
-        # Nothing of an earlier start is changed before this line: all that can refuse this one has passed.
+        # Nothing of an earlier start is changed before this line: all that can refuse this one has passed, but for
+        # the content of state.pt, which is read once, by the trainers.
         if stop_was_asked:
             remove_stop(run_uri)
         store_config(run, run_uri)
@@ -132,6 +138,7 @@ def _train(run: RunConfig, run_uri: str, lease: str) -> dict[str, Any]:
         phase(logger, f"starting {allocation.workers} trainer{'s' if allocation.workers > 1 else ''}")
         loop = {"run": run, "spec": spec, "num_classes": num_classes, "max_actors": allocation.max_actors}
         loop |= {"run_uri": run_uri, "lease": lease, "start": start, "begun": begin_phases()}
+        loop |= {"told": [*passed_over]}
         console = RunConsole(
             run.plan.epochs, spec.plan.steps_per_epoch, spec.plan.has_val, relays=run.log == "text"
         )
@@ -146,6 +153,11 @@ def _train(run: RunConfig, run_uri: str, lease: str) -> dict[str, Any]:
         finally:
             _leave_traces(run_uri)
     return _result(result, run_uri)
+
+
+def _has_ended(spec: StreamSpec, newest: Checkpoint | None) -> bool:
+    """Whether a run's newest checkpoint is its last; one that it starts from is another run's, without figures."""
+    return newest is not None and newest.metrics != {} and next(spec.plan.segments(newest.cursor), None) is None
 
 
 def _result(figures: dict[str, Any], run_uri: str) -> dict[str, Any]:

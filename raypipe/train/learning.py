@@ -333,8 +333,13 @@ class Learner:
         """Take over the `state` of another run, of any kind of device; the settings stay those of this run.
 
         Raises:
-            ConfigError: it is of another model or another optimizer.
+            ConfigError: it is of another model or another optimizer, or lacks one.
         """
+        if missing := {"model", "optimizer"} - state.keys():
+            raise ConfigError(
+                f"the checkpoint has {', '.join(state)}, and no {' and '.join(sorted(missing))}: give these names "
+                "to the parts in loader.report"
+            )
         try:
             self._model.load_state_dict(state["model"])
         except RuntimeError as error:
@@ -348,13 +353,21 @@ class Learner:
                 f"({'adamw' if 'exp_avg' in names else 'sgd'})"
             )
         groups = self._optimizer.state_dict()["param_groups"]
+        then, now = (
+            [len(group["params"]) for group in each] for each in (state["optimizer"]["param_groups"], groups)
+        )
+        if then != now:
+            raise ConfigError(
+                f"the checkpoint's optimizer has groups of {then} parameters, and this run's of {now}: make them "
+                "as docs/own-loop.md does, or set train.optimizer"
+            )
         self._optimizer.load_state_dict({"state": saved, "param_groups": groups})
         if own:
             _fit_state(self._optimizer)
-        if state["scaler"]:  # empty where it was not enabled
+        if state.get("scaler"):  # empty where it was not enabled
             self._scaler.load_state_dict(state["scaler"])
         if self._ema:
-            self._ema.model.load_state_dict(state["ema"] or state["model"])
+            self._ema.model.load_state_dict(state.get("ema") or state["model"])
 
 
 def amp_dtype(name: str, device: torch.device) -> torch.dtype | None:

@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import ray
@@ -24,14 +24,15 @@ from raypipe.metrics.timing import StageTimes
 from raypipe.plan.places import MicroBatchId
 from raypipe.rayext.console import quiet_trainer
 from raypipe.storage.files import write_json
-from raypipe.storage.filesystem import join
+from raypipe.storage.filesystem import join, open_filesystem
 from raypipe.storage.lease import is_held
+from raypipe.streaming.checkpoints import Checkpoint, find_newest, read_state, write_checkpoint
 from raypipe.streaming.epochs import Pass
 from raypipe.streaming.handover import loader
 from raypipe.streaming.loader import Loader
 from raypipe.streaming.spec import StreamSpec
+from raypipe.streaming.stateful import loaded
 from raypipe.train.background import CheckpointWriter, StopPoll
-from raypipe.train.checkpoints import find_newest, open_state, write_checkpoint
 from raypipe.train.learning import Learner, amp_dtype, build_schedule
 from raypipe.train.run_folder import FIGURES_FILE, answer_stop
 
@@ -81,6 +82,7 @@ class Trainer:
         run_uri: the run's folder.
         lease: by which the run has its folder; empty = it needs none.
         start: an actor to be killed once every rank has what it needs; None = there is none.
+        told: names of the checkpoints that the driver has passed over.
         device: where it trains; empty = the device that Ray Train gave this worker.
     """
 
@@ -93,15 +95,16 @@ class Trainer:
         run_uri: str,
         lease: str = "",
         start: Any = None,
+        told: Collection[str] = (),
         device: str = "",
     ) -> None:
         self.run, self.plan, self._start = run, spec.plan, start
         self.run_uri, self.stopping, self._lease = run_uri, False, lease
         self._check_lease()
         # All ranks start from what rank 0 finds, so that no two of them find different ones.
-        ranks, found = ray.train.get_context(), None
-        if ranks.get_world_rank() == 0:
-            found, _ = find_newest(run_uri, self.plan.check)
+        ranks, found, content = ray.train.get_context(), None, b""
+        if ranks.get_world_rank() == 0 and (found := self._find(told)):
+            found, content = found._replace(state=b""), found.state
         if ranks.get_world_size() > 1:
             found = broadcast_from_rank_zero(found)
         self._checkpoint = found.name if found else ""
@@ -124,10 +127,9 @@ class Trainer:
         self._schedule = build_schedule(run.train)
         self.metrics: dict[str, Any] = {"val_accuracy": None, "train_s": 0.0, "wait_s": 0.0, "images": 0}
         if found:
-            with open_state(run_uri, found.name) as file:
-                state = torch.load(file, map_location="cpu", weights_only=True)
-            self.learner.load(state)
-            self.metrics = state["metrics"]
+            self.learner.load(loaded(content or read_state(open_filesystem(found.address))))
+            self.metrics |= found.metrics
+            del content
         self._agreed_at, self._steps_since, self._steps_between = time.perf_counter(), 0, 1
         self._saved_at = time.perf_counter()
         self._writer = CheckpointWriter()
@@ -338,8 +340,19 @@ class Trainer:
                 self._checkpoint = write_checkpoint(self.run_uri, at, state, metrics, before=self._checkpoint)
                 self.loader.exported.checkpointed()
 
-            self._writer.save({**self.learner.state(), "metrics": self.metrics}, write)
+            self._writer.save(self.learner.state(), write)
         ray.train.report(metrics)
+
+    def _find(self, told: Collection[str]) -> Checkpoint | None:
+        """The newest checkpoint, with its state; the driver has not read any, so this tells of damage there."""
+        found, passed_over = find_newest(
+            self.run_uri, self.plan.check, with_state=True, start_from=self.run.train.start_from
+        )
+        if new := {name: reason for name, reason in passed_over.items() if name not in told}:
+            for name, reason in new.items():
+                progress(logger, f"not resumed from {name}: {reason}")
+            progress(logger, f"resumed from {found.name if found else 'the beginning'}")
+        return found
 
     def _check_lease(self) -> None:
         if self._lease and not is_held(self.run_uri, self._lease):

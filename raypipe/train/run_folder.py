@@ -12,7 +12,7 @@ RUN/figures.json       sums over the training, the newest validation, and where 
 RUN/error.txt          the traceback of what has ended the run, where that was other code's
 RUN/quarantine/        one JSON-lines object per micro-batch that had bad samples
 RUN/report.html        all of it as one page, see `raypipe.pages.report`
-RUN/checkpoint_*/      see `raypipe.train.checkpoints`
+RUN/checkpoint_*/      see `raypipe.streaming.checkpoints`
 RUN/lease/             who has the folder, see `raypipe.storage.lease`
 RUN/ray/               Ray Train's own
 """
@@ -44,8 +44,8 @@ from raypipe.storage.filesystem import (
     split,
 )
 from raypipe.storage.lease import RunExistsError, check_owner, taken
+from raypipe.streaming.checkpoints import has_checkpoints
 from raypipe.streaming.opening import with_digits
-from raypipe.train.checkpoints import has_checkpoints
 from raypipe.transform.transform_steps import config_without_files
 
 FIGURES_FILE = "figures.json"
@@ -113,6 +113,8 @@ def located(run: RunConfig, prefix: str = "") -> Iterator[tuple[RunConfig, str, 
     run_uri = join(as_uri(run.storage_path), run.name)
     check_lasting(run_uri, "storage_path")
     check_run_folder(run_uri, bool(run.resume))
+    if start_from := run.train.start_from:
+        run = dataclasses.replace(run, train=dataclasses.replace(run.train, start_from=as_uri(start_from)))
     run = with_digits(run)
     run = dataclasses.replace(run, transform=config_without_files(run.transform))
     with taken(run_uri) as lease:

@@ -20,9 +20,12 @@ from raypipe.config import RunConfig
 from raypipe.errors import ConfigError, RaypipeError
 from raypipe.metrics.records import read_records
 from raypipe.plan.cursor import Cursor
-from raypipe.train import background, checkpoints, loop
+from raypipe.storage.filesystem import open_filesystem
+from raypipe.streaming import checkpoints
+from raypipe.streaming.checkpoints import find_newest, read_state, write_checkpoint
+from raypipe.streaming.stateful import loaded
+from raypipe.train import background, loop
 from raypipe.train.background import CheckpointWriter, HostCopy, StopPoll
-from raypipe.train.checkpoints import find_newest, open_state, write_checkpoint
 from raypipe.train.run_folder import request_stop, stop_requested
 
 
@@ -175,8 +178,7 @@ def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before(
     found, passed_over = find_newest(run, lambda _: None)
     assert found and found.cursor.step == 1
     assert list(passed_over.values()) == ["it was cut off while it was written"]
-    with open_state(run, found.name) as file:
-        assert torch.load(file, weights_only=True) == {"step": torch.tensor(1)}
+    assert loaded(read_state(open_filesystem(found.address))) == {"step": torch.tensor(1)}
 
 
 # The request to stop
@@ -254,7 +256,6 @@ def states(folder: Path) -> dict[str, dict[str, Any]]:
     found = {}
     for path in folder.glob("checkpoint_*"):
         state = torch.load(path / "state.pt", weights_only=True)
-        del state["metrics"]  # with its times
         found[path.name[:23]] = state
     return found
 
@@ -303,6 +304,30 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_with_its_error_soon_an
     with pytest.raises(ConfigError, match="checkpoint 3 cannot be written"):
         without_ray.train(dataclasses.replace(run, name="full"))
     assert sorted(states(tmp_path / "full")) == ["checkpoint_0000_0000001", "checkpoint_0000_0000002"]
+
+
+def test_content_that_has_changed_is_told_by_the_trainer_which_takes_the_one_before(
+    run: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    without_ray.train(dataclasses.replace(run, name="changed"))
+    before, newest = sorted((tmp_path / "changed").glob("checkpoint_*"))
+    changed = dataclasses.replace(run, resume=str(tmp_path / "changed"))
+
+    def change(folder: Path) -> None:
+        content = (folder / "state.pt").read_bytes()
+        (folder / "state.pt").write_bytes(content[:-1] + b"x")
+
+    change(newest)
+    assert without_ray.train(changed)["steps"] == 8
+    said = capsys.readouterr().out
+    assert f"not resumed from {newest.name}: the content of its state.pt has changed" in said
+    assert f"resumed from {before.name}" in said
+    for folder in (tmp_path / "changed").glob("checkpoint_*"):
+        change(folder)
+    left = sorted((tmp_path / "changed").glob("checkpoint_*/*"))
+    with pytest.raises(ConfigError, match=r"no checkpoint of .* can be read \(.*has changed.*; .*has changed"):
+        without_ray.train(changed)
+    assert sorted((tmp_path / "changed").glob("checkpoint_*/*")) == left
 
 
 def test_the_last_checkpoint_that_cannot_be_written_fails_the_run(

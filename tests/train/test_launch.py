@@ -32,10 +32,10 @@ from raypipe.rayext.cluster import Allocation
 from raypipe.stores import open_store
 from raypipe.stores.base import MemoryStore
 from raypipe.stores.record import write_bad_list
+from raypipe.streaming.checkpoints import write_checkpoint
 from raypipe.streaming.opening import open_stream, spec_of
 from raypipe.streaming.pipeline import check_memory
 from raypipe.streaming.spec import StreamSpec
-from raypipe.train.checkpoints import write_checkpoint
 from raypipe.train.interrupts import Stopped
 from raypipe.train.launch import _changes, _leave_traces, _told, describe, train
 from raypipe.train.learning import num_classes_of
@@ -391,6 +391,31 @@ def test_a_run_that_has_ended_says_so_and_has_its_result_again_without_ray(
         }
         assert "this run has ended already, with checkpoint_0001_0000000_" in capsys.readouterr().out
     assert (tmp_path / "mine" / "report.html").exists()
+    last = max((tmp_path / "mine").glob("checkpoint_*")) / "state.pt"
+    last.write_bytes(last.read_bytes()[:-1] + b"x")  # no trainer would read it
+    with pytest.raises(ConfigError, match=r"no checkpoint of .* can be read \(.*state\.pt has changed"):
+        train(dataclasses.replace(run, resume="auto"))
+
+
+def test_a_new_run_says_from_which_checkpoint_it_starts_or_why_it_does_not(
+    stores: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(**_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("raypipe.train.launch.connect", interrupted)
+    (tmp_path / "old").mkdir()
+    run = small_run(tmp_path, stores["train"], stores["val"], 1, 4, start_from=str(tmp_path / "old"))
+    run = dataclasses.replace(run, name="new")
+    with pytest.raises(ConfigError, match="start_from: there is no checkpoint"):
+        train(run)
+    spec, old = spec_of(run, (tmp_path / "new").as_uri()), (tmp_path / "old").as_uri()
+    name = write_checkpoint(old, spec.plan.cursor_at(4), b"x", {})  # its last
+    with pytest.raises(KeyboardInterrupt):
+        train(run)
+    assert f"starts from {old}/{name}" in capsys.readouterr().out
+    with pytest.raises(CursorError, match="made under plan"):
+        train(dataclasses.replace(run, plan=dataclasses.replace(run.plan, seed=7)))
 
 
 def test_ctrl_c_before_the_trainers_is_a_stop_with_a_checkpoint_only_where_there_is_one(

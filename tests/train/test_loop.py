@@ -168,11 +168,11 @@ def test_a_run_that_is_killed_and_damaged_goes_on_with_other_workers_to_the_same
         with pytest.raises(RunError, match=r"its traceback is in .*error\.txt"):
             attempt(again, kill_at=10, resume=str(folder))
     newest = max(folder.glob("checkpoint_*/checkpoint.json")).parent
-    (newest / "state.pt").write_bytes((newest / "state.pt").read_bytes()[:-1])
+    (newest / "state.pt").write_bytes((newest / "state.pt").read_bytes()[:-1] + b"x")  # which the first rank finds
     with (folder / "metrics.jsonl").open("ab") as file:
         file.write(b'not of this run\n{"kind": "train", "st')
     result = attempt(workers[-1], kill_at=0, resume=str(folder))
-    assert f"not resumed from {newest.name}: its state.pt has" in capsys.readouterr().out
+    assert f"not resumed from {newest.name}: the content of its state.pt has" in capsys.readouterr().out
     told = read_records(folder.as_uri())
     assert told is not None and told.unreadable == 2
 

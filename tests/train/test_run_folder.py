@@ -10,7 +10,7 @@ from raypipe.commands.settings import parse_run
 from raypipe.config import RunConfig
 from raypipe.errors import ConfigError
 from raypipe.plan.cursor import Cursor
-from raypipe.train.checkpoints import write_checkpoint
+from raypipe.streaming.checkpoints import write_checkpoint
 from raypipe.train.run_folder import (
     check_run_folder,
     folder_to_resume,

@@ -8,7 +8,9 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
 import pyarrow.fs
 import pytest
 from full_disk import fill, make_room
@@ -16,8 +18,9 @@ from s3_server import FaultyProxy, first
 
 from raypipe.errors import ConfigError, CursorError, OutageError
 from raypipe.plan.cursor import Cursor
+from raypipe.storage.files import read_by
 from raypipe.storage.filesystem import open_filesystem
-from raypipe.train.checkpoints import find_newest, has_checkpoints, open_state, write_checkpoint
+from raypipe.streaming.checkpoints import find_newest, find_start, has_checkpoints, read_state, write_checkpoint
 
 PLAN = "0123456789abcdef"
 
@@ -33,7 +36,7 @@ def content(cursor: Cursor, size: int = 5000) -> bytes:
 
 def write(run_uri: str, epoch: int, step: int, plan: str = PLAN, size: int = 5000) -> str:
     """As a run does that has gone on from the newest."""
-    newest, _ = find_newest(run_uri, check)
+    newest, _ = find_newest(run_uri, check, with_state=True)
     cursor, before = Cursor(epoch, step, plan), newest.name if newest else ""
     return write_checkpoint(run_uri, cursor, content(cursor, size), {"steps": step}, before)
 
@@ -56,11 +59,10 @@ def newest(run: Path, before: int = 0) -> Path:
 
 def step_of(run: Path | str) -> int | None:
     run_uri = run if isinstance(run, str) else run.as_uri()
-    found, _ = find_newest(run_uri, check)
+    found, _ = find_newest(run_uri, check, with_state=True)
     if found is None:
         return None
-    with open_state(run_uri, found.name) as file:
-        assert file.read() == content(found.cursor)
+    assert found.state == content(found.cursor) == read_state(open_filesystem(found.address))
     return found.cursor.step
 
 
@@ -133,7 +135,7 @@ def test_a_damaged_one_is_passed_over_with_its_reason_and_nothing_is_removed(run
     broken, (harm, reason) = newest(run), DAMAGE[damage]
     harm(broken)
     before = tree(run)
-    _, passed_over = find_newest(run.as_uri(), check)
+    _, passed_over = find_newest(run.as_uri(), check, with_state=True)
     assert [*passed_over] == [broken.name] and reason in passed_over[broken.name]
     assert step_of(run) == 3 and tree(run) == before
     # The run goes on, past the damaged one, which counts as none of the two that are kept.
@@ -168,6 +170,45 @@ def test_if_none_can_be_read_one_error_has_all_the_reasons(run: Path) -> None:
         (path / "state.pt").unlink()
     with pytest.raises(ConfigError, match=r"no checkpoint of .* can be read \(.*0006.*missing; .*0003.*missing\)"):
         find_newest(run.as_uri(), check)
+
+
+def test_without_the_state_only_manifest_cursor_and_size_are_looked_at(run: Path) -> None:
+    path = newest(run) / "state.pt"
+    flip(path)
+    found, passed_over = find_newest(run.as_uri(), check)
+    assert found and found.cursor.step == 6 and not found.state and not passed_over
+    with pytest.raises(ConfigError, match=r"0006.*is damaged \(the content of its state\.pt has changed"):
+        read_state(open_filesystem(found.address))
+
+
+def test_the_state_is_read_once(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = list[str]()
+
+    def counted(filesystem: Any, path: str, read: Callable[[Any], Any]) -> Any:
+        if read is pa.NativeFile.read:
+            reads.append(Path(path).name)
+        return read_by(filesystem, path, read)
+
+    monkeypatch.setattr("raypipe.streaming.checkpoints.read_by", counted)
+    find_newest(run.as_uri(), check, with_state=True)
+    assert sorted(reads) == ["checkpoint.json", "cursor.json", "state.pt"]
+
+
+def test_a_run_without_checkpoints_starts_from_another_run_or_one_of_its_checkpoints(
+    run: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    own, first = (tmp_path_factory.mktemp("new") / "own").as_uri(), newest(run, before=1)
+    for start_from, step in ((str(run), 6), (run.as_uri(), 6), (str(first), 3)):
+        found, _ = find_newest(own, check, with_state=True, start_from=start_from)
+        assert found and found.cursor.step == step and found.state == content(found.cursor) and not found.metrics
+    write(own, 1, 1)
+    found, _ = find_newest(own, check, start_from=str(run))
+    assert found and found.cursor.step == 1 and found.metrics
+    for path in list(run.iterdir()):  # as Ray Train names them, one after the other
+        path.rename(run / f"checkpoint_2026-11-25_04-29-30.00000{9 - int(path.name.split('_')[2])}")
+    assert find_start(str(run), check).cursor.step == 3 and not has_checkpoints(run.as_uri())
+    with pytest.raises(ConfigError, match=r"start_from: there is no checkpoint of raypipe's at .*/none"):
+        find_newest(f"{own}s", check, start_from=str(tmp_path_factory.mktemp("none")))
 
 
 def test_if_all_were_cut_off_the_run_starts_from_its_beginning(run: Path) -> None:

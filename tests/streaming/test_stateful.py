@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 import signal
@@ -12,17 +13,22 @@ from typing import Any
 import pytest
 import ray.train
 import torch
+import without_ray
+from documented import ROOT, blocks
+from small_runs import small_run
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from raypipe.config import PlanConfig, PoolConfig
-from raypipe.errors import ConfigError
+import raypipe
+from raypipe.config import PlanConfig, PoolConfig, RunConfig
+from raypipe.errors import ConfigError, CursorError
 from raypipe.plan.cursor import Cursor
-from raypipe.streaming.checkpoint import Stateful
 from raypipe.streaming.handover import loader
 from raypipe.streaming.loader import Loader
-from raypipe.streaming.opening import open_stream
+from raypipe.streaming.opening import open_stream, spec_of
+from raypipe.streaming.stateful import Stateful
+from raypipe.train.learning import build_model, build_optimizer
 
 
 class Reports:
@@ -140,9 +146,108 @@ def test_a_checkpoint_without_a_part_or_of_another_make_is_named(stream: Loader,
     stream.report({}, **parts())
     with pytest.raises(ConfigError, match="checkpoint has model, optimizer, and no schedule"):
         stream.restore(**parts(), schedule=parts()["optimizer"])
-    (reports.folder / "state.pt").unlink()
+    other: Any = torch.nn.Linear(4, 2)
+    with pytest.raises(ConfigError, match=r"(?s)model in .* is of another make: .*size mismatch"):
+        stream.restore(model=other)
+    state = reports.folder / "state.pt"
+    state.write_bytes(state.read_bytes()[:-1] + b"x")
+    with pytest.raises(ConfigError, match=r"is damaged \(the content of its state\.pt has changed"):
+        stream.restore(**parts())
+    (reports.folder / "checkpoint.json").unlink()
     with pytest.raises(ConfigError, match=r"was not made by loader\.report"):
         stream.restore(**parts())
+
+
+# From one loop to the other
+
+
+@pytest.fixture
+def trained(stores: dict[str, Path], tmp_path: Path) -> tuple[RunConfig, Path]:
+    """A run of jobs/train.py, and its folder."""
+    run = small_run(tmp_path, stores["train"], stores["val"], 2, 4, checkpoint_interval=1)
+    run = dataclasses.replace(run, name="trained", pool=PoolConfig(engine="inline"))
+    without_ray.train(run)
+    return run, tmp_path / "trained"
+
+
+def model_and_optimizer(run: RunConfig) -> tuple[Any, Any]:
+    model = build_model("small", 5)
+    return model, build_optimizer(model, run.train)
+
+
+def test_an_own_loop_goes_on_from_a_checkpoint_of_a_run(trained: tuple[RunConfig, Path]) -> None:
+    run, folder = trained
+    spec = spec_of(run, folder.as_uri())
+    first = min(folder.glob("checkpoint_*"))
+    for start_from, epoch, step in ((str(folder), 2, 0), (first.as_uri(), 1, 3)):
+        own = loader(spec, start_from=start_from)
+        assert (own.cursor.epoch, own.cursor.step) == (epoch, step)
+        model, optimizer = model_and_optimizer(run)
+        own.restore(model=model, optimizer=optimizer)
+    state = torch.load(first / "state.pt", weights_only=True)
+    for name, part in {"model": model, "optimizer": optimizer}.items():
+        torch.testing.assert_close(part.state_dict(), state[name], rtol=0, atol=0)
+    batch = next(iter(next(own.epochs()).train))
+    assert (batch.at.epoch, batch.at.step) == (1, 3)
+    with pytest.raises(ConfigError, match="has model, optimizer, scaler, ema, and no ema"):
+        own.restore(ema=model)
+
+
+def test_the_lines_of_the_page_go_on_from_a_run(stores: dict[str, Path], tmp_path: Path) -> None:
+    run = small_run(tmp_path, stores["train"], stores["val"], 1, 4)
+    train, pool = dataclasses.replace(run.train, optimizer="sgd"), PoolConfig(engine="inline")
+    run = dataclasses.replace(run, name="sgd", train=train, pool=pool)
+    folder = without_ray.train(run)["run_dir"]
+    (code,) = (code for code in blocks("python", ROOT / "docs" / "own-loop.md") if "def go_on" in code)
+    names: dict[str, Any] = {"raypipe": raypipe, "torch": torch}
+    exec(compile(code, "own-loop.md", "exec"), names)
+    model = build_model("small", 5)
+    spec = spec_of(run, folder)
+    own, optimizer = names["go_on"](spec, folder, model)
+    assert own.cursor == Cursor(1, 0, spec.plan.fingerprint)
+    state = torch.load(next(Path(folder).glob("checkpoint_0001_*")) / "state.pt", weights_only=True)
+    for part in (model, optimizer):
+        expected = state["model" if part is model else "optimizer"]
+        torch.testing.assert_close(part.state_dict(), expected, rtol=0, atol=0)
+
+
+def test_a_run_of_another_plan_is_refused_as_a_start(trained: tuple[RunConfig, Path]) -> None:
+    run, folder = trained
+    spec = spec_of(dataclasses.replace(run, plan=dataclasses.replace(run.plan, seed=7)), folder.as_uri())
+    with pytest.raises(CursorError, match="made under plan"):
+        loader(spec, start_from=str(folder))
+
+
+def test_a_run_goes_on_from_the_checkpoint_of_an_own_loop_with_the_bits_of_an_unbroken_one(
+    trained: tuple[RunConfig, Path], reports: Reports, tmp_path: Path
+) -> None:
+    run, folder = trained
+    own = loader(spec_of(run, folder.as_uri()), start_from=str(min(folder.glob("checkpoint_*"))))
+    model, optimizer = model_and_optimizer(run)
+    own.restore(model=model, optimizer=optimizer)
+    own.report({"accuracy": 0.5}, model=model, optimizer=optimizer)
+    start = dataclasses.replace(run.train, start_from=str(reports.folder))
+    figures = without_ray.train(dataclasses.replace(run, name="moved", train=start))
+    assert figures["steps"] == 8 and figures["images"] == 24  # of its one step
+    ends = [max(each.glob("checkpoint_*")) / "state.pt" for each in (folder, tmp_path / "moved")]
+    one, other = (torch.load(end, weights_only=True) for end in ends)
+    torch.testing.assert_close(other, one, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [(("net", "optimizer"), "has net, optimizer, and no model"), (("model", "optimizer"), "groups of")],
+)
+def test_a_run_refuses_an_own_loops_parts_of_other_names_or_groups(
+    trained: tuple[RunConfig, Path], reports: Reports, names: tuple[str, str], said: str
+) -> None:
+    run, folder = trained
+    own = loader(spec_of(run, folder.as_uri()))
+    model, _ = model_and_optimizer(run)
+    own.report({}, **dict(zip(names, (model, torch.optim.AdamW(model.parameters())), strict=True)))
+    start = dataclasses.replace(run.train, start_from=str(reports.folder))
+    with pytest.raises(ConfigError, match=said):
+        without_ray.train(dataclasses.replace(run, name="moved", train=start))
 
 
 @pytest.mark.cluster

@@ -1,0 +1,269 @@
+"""Checkpoints, of a run and of own loops: written whole and synced, and not trusted before they were read.
+
+    RUN/checkpoint_EEEE_SSSSSSS_TOKEN/    epoch and step of the cursor; Ray Train names its folders by the time
+        state.pt           state_dict of each part, by its name: model, optimizer, …
+        cursor.json        where the run stands
+        checkpoint.json    sizes and hashes of these files, and the run's figures; written last of all
+
+A folder without checkpoint.json was cut off while it was written. No other file lists a run's checkpoints, so none
+can contradict them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import re
+import secrets
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pyarrow as pa
+import pyarrow.fs
+
+from raypipe.errors import ConfigError, CursorError
+from raypipe.plan.cursor import CURSOR_FILE, Cursor
+from raypipe.storage.files import read_by, sync_folder, write_synced
+from raypipe.storage.filesystem import as_uri, exists, explained, join, open_filesystem, split
+from raypipe.storage.patience import impatient
+
+if TYPE_CHECKING:
+    from raypipe.metrics.run_log import Folder
+
+STATE_FILE = "state.pt"
+_MANIFEST = "checkpoint.json"
+_FOLDER = re.compile(r"checkpoint_(\d{4,})_(\d{7,})_[0-9a-f]{8}")
+_ANY = re.compile(rf"{_FOLDER.pattern}|checkpoint_[\d-]{{10}}_[\d-]{{8}}\.\d+")  # of a run, or of Ray Train
+_CUT_OFF = "it was cut off while it was written"
+
+
+class _DamageError(Exception):
+    """Why a checkpoint is not what its manifest says."""
+
+
+class Checkpoint(NamedTuple):
+    """A checkpoint that was written to its end.
+
+    Attributes:
+        address: of its folder.
+        cursor: where the run stood.
+        metrics: the run's figures that far; empty where another run made it.
+        digest: the hash of state.pt.
+        state: state.pt, found as it was written; empty where it was not asked for.
+    """
+
+    address: str
+    cursor: Cursor
+    metrics: dict[str, Any]
+    digest: str
+    state: bytes = b""
+
+    @property
+    def name(self) -> str:
+        """The folder's name."""
+        return split(self.address)[1]
+
+
+def read_state(folder: Folder) -> bytes:
+    """state.pt of a checkpoint, by the folder's file system and path, as it was written.
+
+    Raises:
+        ConfigError: the checkpoint is damaged, of another make, or cannot be read.
+    """
+    try:
+        return _content(folder, STATE_FILE, _look(folder).digest)
+    except _DamageError as error:
+        raise ConfigError(
+            f"{folder[1]} is damaged ({error}), or was not made by loader.report: then restore it as you made it"
+        ) from None
+
+
+def cursor_of(folder: Folder) -> Cursor | None:
+    """The place in a checkpoint, which `Loader.report` or `Loader.save` has made; None = there is none.
+
+    Raises:
+        CursorError: the file is not a cursor's.
+    """
+    try:
+        return Cursor.from_json(_read(folder, CURSOR_FILE).decode(errors="replace"))
+    except _DamageError:
+        return None
+
+
+def write_checkpoint(
+    run_uri: str, cursor: Cursor, state: bytes | memoryview, metrics: dict[str, Any], before: str = ""
+) -> str:
+    """Write a checkpoint and, once it is on the disk, remove the older ones.
+
+    Args:
+        run_uri: the run's folder.
+        cursor: where the run stands.
+        state: what the trainer keeps.
+        metrics: the figures of the run that far.
+        before: name of the checkpoint that the run has written or read last, which stays.
+
+    Returns:
+        The name of its folder.
+
+    Raises:
+        ConfigError: it cannot be written; nothing is left of it then, and the others are as they were.
+        OutageError: object storage has been waited for in vain; something of it may be left, without a manifest.
+    """
+    name = f"checkpoint_{cursor.epoch:04d}_{cursor.step:07d}_{secrets.token_hex(4)}"
+    filesystem, path = open_filesystem(run_uri)
+    folder = f"{path}/{name}"
+    with explained(ConfigError, f"checkpoint {name} of {run_uri} cannot be written (mend that, and --resume)"):
+        try:
+            filesystem.create_dir(folder, recursive=True)
+            write_files((filesystem, folder), cursor, state, metrics)
+            sync_folder(filesystem, path)
+        except BaseException:
+            with contextlib.suppress(pa.ArrowException, OSError), impatient():
+                filesystem.delete_dir(folder)
+            raise
+    with contextlib.suppress(pa.ArrowException, OSError), impatient():  # tried again at the next one
+        for other in _names(run_uri):  # one of a later place, passed over by a resume, stays
+            if _place(other) <= _place(name) and other not in (name, before):
+                filesystem.delete_dir(f"{path}/{other}")
+    return name
+
+
+def write_files(folder: Folder, cursor: Cursor, state: bytes | memoryview, metrics: Mapping[str, Any]) -> None:
+    """Write a checkpoint's files into its folder, by its file system and path; see `write_checkpoint`."""
+    filesystem, path = folder
+    contents = {STATE_FILE: state, CURSOR_FILE: cursor.to_json().encode()}
+    files = {file: {"bytes": len(content), "blake2b": _hash(content)} for file, content in contents.items()}
+    contents[_MANIFEST] = json.dumps({"files": files, "metrics": metrics}).encode()
+    for file, content in contents.items():
+        write_synced(filesystem, f"{path}/{file}", content)
+        sync_folder(filesystem, path)
+
+
+def _hash(content: bytes | memoryview) -> str:
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
+
+
+def find_start(address: str, check: Callable[[Cursor], None], with_state: bool = False) -> Checkpoint:
+    """The checkpoint at an address or, at a run's, its newest, for another run to start from; see `find_newest`.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    found, _ = find_newest(as_uri(address), check, with_state)
+    if found is None:
+        raise ConfigError(f"start_from: there is no checkpoint of raypipe's at {address}, or in that folder")
+    return found._replace(metrics={})
+
+
+def find_newest(
+    run_uri: str, check: Callable[[Cursor], None], with_state: bool = False, start_from: str = ""
+) -> tuple[Checkpoint | None, dict[str, str]]:
+    """Look for the newest checkpoint of a run that is whole. Changes nothing.
+
+    Without the state only manifests, cursors and sizes are looked at: a trainer, which needs the state, reads and
+    hashes it in one go.
+
+    Args:
+        run_uri: the run's folder, or a checkpoint's.
+        check: raises CursorError for a cursor that is not of this run's plan.
+        with_state: read state.pt as well, and pass one over whose content has changed.
+        start_from: address of a run or a checkpoint, from which a run without checkpoints starts; empty = none.
+
+    Returns:
+        The newest that is whole and of this plan, None = the run starts from its beginning; and of those that
+        would be newer, by name, what is wrong with them.
+
+    Raises:
+        ConfigError: there are checkpoints, and all of them are damaged; or there is none at `start_from`.
+        CursorError: all that are whole are of another plan.
+    """
+    with explained(ConfigError, f"the checkpoints of {run_uri} cannot be read"):
+        names = _names(run_uri, _ANY)
+        if not names and exists(join(run_uri, _MANIFEST)):
+            run_uri, name = split(run_uri)
+            names = [name]
+    passed_over: dict[str, str] = {}
+    foreign = None
+    for name in names:
+        try:
+            folder = open_filesystem(join(run_uri, name))
+            found = _look(folder)._replace(address=join(run_uri, name))
+            check(found.cursor)
+            state = _content(folder, STATE_FILE, found.digest) if with_state else b""
+            return found._replace(state=state), passed_over
+        except CursorError as error:
+            foreign, passed_over[name] = foreign or error, str(error)
+        except (_DamageError, ConfigError) as error:
+            passed_over[name] = str(error)
+    if foreign:
+        raise foreign
+    if set(passed_over.values()) - {_CUT_OFF}:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in passed_over.items())
+        raise ConfigError(
+            f"no checkpoint of {run_uri} can be read ({reasons}): put one back from a copy, or start a new run"
+        )
+    return find_start(start_from, check, with_state) if start_from else None, passed_over
+
+
+def has_checkpoints(run_uri: str) -> bool:
+    """Whether a folder has checkpoints, be they whole or not."""
+    return bool(_names(run_uri))
+
+
+def newest_name(run_uri: str) -> str:
+    """The newest checkpoint that was written to its end, whose files are not looked at; empty = there is none."""
+    return next((name for name in _names(run_uri) if exists(join(run_uri, name, _MANIFEST))), "")
+
+
+def _names(run_uri: str, kind: re.Pattern[str] = _FOLDER) -> list[str]:
+    """Names of the checkpoints' folders, the newest first."""
+    filesystem, path = open_filesystem(run_uri)
+    infos = filesystem.get_file_info(pyarrow.fs.FileSelector(path, allow_not_found=True))
+    names = [info.base_name for info in infos if info.type == pyarrow.fs.FileType.Directory]
+    return sorted(filter(kind.fullmatch, names), key=_place, reverse=True)
+
+
+def _place(name: str) -> tuple[int, ...]:
+    """Epoch and step, or the time in a name of Ray Train's."""
+    match = _FOLDER.fullmatch(name)
+    return tuple(map(int, match.groups() if match else re.findall(r"\d+", name)))
+
+
+def _look(folder: Folder) -> Checkpoint:
+    """A checkpoint, without its address: manifest and cursor are as they were written, and state.pt as long."""
+    try:
+        manifest = _read(folder, _MANIFEST)
+    except _DamageError:
+        raise _DamageError(_CUT_OFF) from None
+    try:
+        found = json.loads(manifest)
+        files, metrics = found["files"], dict(found["metrics"])
+        expected = {file: (files[file]["bytes"], files[file]["blake2b"]) for file in (STATE_FILE, CURSOR_FILE)}
+    except (KeyError, TypeError, ValueError):
+        raise _DamageError(f"its {_MANIFEST} is {'damaged' if manifest else 'empty'}") from None
+    for file, (num_bytes, _) in expected.items():
+        if (size := _read(folder, file, pa.NativeFile.size)) != num_bytes:
+            raise _DamageError(f"its {file} has {size} bytes instead of {num_bytes}")
+    try:
+        cursor = Cursor.from_json(_content(folder, CURSOR_FILE, expected[CURSOR_FILE][1]).decode(errors="replace"))
+    except CursorError as error:
+        raise _DamageError(str(error)) from error
+    return Checkpoint("", cursor, metrics, expected[STATE_FILE][1])
+
+
+def _content(folder: Folder, name: str, digest: str) -> bytes:
+    content = _read(folder, name)
+    if _hash(content) != digest:
+        raise _DamageError(f"the content of its {name} has changed since it was written")
+    return content
+
+
+def _read(folder: Folder, name: str, read: Callable[[pa.NativeFile], Any] = pa.NativeFile.read) -> Any:
+    """Apply `read` to a file; raises _DamageError where it is missing, ConfigError where it cannot be read."""
+    filesystem, path = folder
+    with explained(ConfigError, f"{path}/{name} cannot be read"):
+        try:
+            return read_by(filesystem, f"{path}/{name}", read)
+        except FileNotFoundError:
+            raise _DamageError(f"its {name} is missing") from None

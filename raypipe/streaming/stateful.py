@@ -1,0 +1,109 @@
+"""The states of an own loop's model and optimizer, to and from `raypipe.streaming.checkpoints`."""
+
+from __future__ import annotations
+
+import io
+import sys
+import tempfile
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from raypipe.errors import ConfigError
+from raypipe.metrics.run_log import Folder
+from raypipe.plan.cursor import Cursor
+from raypipe.storage.filesystem import as_uri, open_filesystem
+from raypipe.streaming.checkpoints import read_state, write_files
+
+
+class Stateful(Protocol):
+    """What a checkpoint can hold: a model, an optimizer, a schedule of learning rates, a scaler, …"""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
+
+
+def saved(state: Any) -> memoryview:
+    """state.pt of a state."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    return file.getbuffer()
+
+
+def loaded(content: bytes) -> dict[str, Any]:
+    """The state in a state.pt, on the CPU."""
+    return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+
+
+def report(metrics: Mapping[str, Any], parts: Mapping[str, Stateful], rank: int, cursor: Cursor) -> None:
+    """Report metrics and a checkpoint to Ray Train; all ranks call it.
+
+    On its return Ray Train has noted the checkpoint: whatever dies from then on, the run resumes from this one.
+    With `checkpoint_upload_mode=ASYNC` it would return before that, so it waits for the upload.
+
+    Args:
+        metrics: those that are numbers are also in the checkpoint.
+        parts: by their names.
+        cursor: where the run stands.
+    """
+    import ray.train  # 2 s, which those who have no train function need not wait
+    from torch.distributed.tensor import DTensor
+
+    state = {name: _unwrapped(part).state_dict() for name, part in parts.items()}
+    for name, values in state.items():
+        if any(isinstance(value, DTensor) for value in values.values()):
+            raise ConfigError(
+                f"{name} is sharded, and each rank has one shard of it: save it with "
+                'torch.distributed.checkpoint, as docs/own-loop.md shows under "FSDP2"'
+            )
+    if rank > 0:
+        ray.train.report(dict(metrics))
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            write_files(open_filesystem(as_uri(folder)), cursor, saved(state), numbers_in(metrics))
+            ray.train.report(dict(metrics), checkpoint=ray.train.Checkpoint.from_directory(folder))
+    # Ray Train's `report` leaves it in a queue of this process, which the controller empties every 0.5 s: until
+    # then the death of any rank would lose it.
+    ray.train.get_all_reported_checkpoints(consistency_mode=ray.train.CheckpointConsistencyMode.COMMITTED)
+
+
+def numbers_in(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Those metrics that are numbers."""
+    return {name: value for name, value in metrics.items() if isinstance(value, int | float)}
+
+
+def latest_of_train() -> Folder | None:
+    """Ray Train's latest checkpoint; None = it has none, or this process is not a worker of its."""
+    if "ray.train" not in sys.modules:  # a train function's process has it; others need not wait 2 s for it
+        return None
+    import ray.train
+
+    try:
+        checkpoint = ray.train.get_checkpoint()
+    except RuntimeError:
+        return None
+    return (checkpoint.filesystem, checkpoint.path) if checkpoint else None
+
+
+def restore(parts: Mapping[str, Stateful], folder: Folder) -> None:
+    """Load the states of a checkpoint, which is read once, by its folder's file system and path.
+
+    Raises:
+        ConfigError: it is damaged, or does not hold all the parts, or one of another make.
+    """
+    state, path = loaded(read_state(folder)), folder[1]
+    if missing := {name for name in parts if state.get(name) is None}:  # a run without an average of its weights
+        raise ConfigError(f"{path} has {', '.join(state)}, and no {', '.join(sorted(missing))}")
+    for name, part in parts.items():
+        try:
+            _unwrapped(part).load_state_dict(state[name])
+        except (KeyError, RuntimeError, ValueError) as error:
+            raise ConfigError(f"{name} in {path} is of another make: {error}") from error
+
+
+def _unwrapped(part: Any) -> Any:
+    """The model in a DDP: a checkpoint is the same for any number of workers."""
+    return part.module if isinstance(part, DistributedDataParallel) else part

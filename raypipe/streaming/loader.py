@@ -134,7 +134,8 @@ class Loader:
         self.chronicle = Chronicle(world_size, rank, folder)
         self._running = Running(self.chronicle.close)
         self._running.close_with(self)
-        self.interval_s, self._source = _INTERVAL_S, Source(iter(()))
+        self.interval_s, self._actors = _INTERVAL_S, 0
+        self._supervisor: Any = None
         self.notice = Notice(functools.partial(_tell_notice, self.chronicle, self.exported))
         self._go_to(cursor or self.plan.start())
         if cursor:
@@ -163,7 +164,9 @@ class Loader:
             )
         self._meter.begin()
         self.exported.begin()
-        self._source = source = self._open_at(self._start)
+        # Of the source no more is held than these: its execution is to be collected once it has ended.
+        source = self._open_at(self._start)
+        self._supervisor, self._actors = source.supervisor, source.actors
         clocks = self._meter.clocks
         self._batches, self.jpeg_decoder = moved(source, self._spec, self.device, clocks, self._depth, self.keep)
         closes = (functools.partial(_close, generator) for generator in (source.batches, self._batches))
@@ -184,12 +187,12 @@ class Loader:
     def _each_epoch(self) -> Iterator[tuple[int, Rest, Rest]]:
         """Number, training and validation of each epoch."""
         at, total = self.cursor, self.plan.config.epochs * self.plan.steps_per_epoch
-        begins = {"workers": self.world_size, "actors": self._source.actors, "from_step": self.global_step}
+        begins = {"workers": self.world_size, "actors": self._actors, "from_step": self.global_step}
         validates = at.step == self.plan.steps_per_epoch and self.plan.has_val(at.epoch)
         self.chronicle.begin(
             validates,
             functools.partial(settings_of, self._spec, **begins, to_step=total),
-            self._source.supervisor,
+            self._supervisor,
         )
         for number, segments in groupby(self.plan.segments(self._start), lambda segment: segment.epoch):
             of_split: dict[Split, Segment] = {segment.split: segment for segment in segments}
@@ -368,10 +371,10 @@ class Loader:
         Args:
             times: sums over all ranks; None = this rank's.
         """
-        last, spec, source = epoch + 1 == self.num_epochs, self._spec, self._source
-        readers = spec.pool.executions if source.supervisor is not None and "train" in spec.readers() else 0
+        last, spec = epoch + 1 == self.num_epochs, self._spec
+        readers = spec.pool.executions if self._supervisor is not None and "train" in spec.readers() else 0
         times, device = times or self.times(), self.device.type
-        self.chronicle.diagnose(times, last, actors=source.actors, device=device, readers=readers)
+        self.chronicle.diagnose(times, last, actors=self._actors, device=device, readers=readers)
 
     def strength(self, epoch: int, step: int) -> float:
         """The strength of the augmentation at a training step."""
@@ -410,7 +413,7 @@ class Loader:
                 "the same, raypipe.loader(spec, cursor=spec.plan.start())"
             )
         asked = self._meter.asked()
-        awaited = functools.partial(self.chronicle.awaited, self._source.supervisor)
+        awaited = functools.partial(self.chronicle.awaited, self._supervisor)
         with self.chronicle.waiting(str(expected) if self.first_batch_s else "the first batch", awaited):
             batch = next(self._batches, None)
         if batch is None:

@@ -225,8 +225,8 @@ def test_what_goes_wrong_before_the_first_micro_batch_is_recorded_when_nothing_e
         list(Trainer(run, spec, 5, 1, tmp_path.as_uri(), device="cpu").epochs())
 
     spec = spec_of(run, tmp_path.as_uri())
-    spec = spec.replace(
-        transforms={**spec.transforms, "train": dies}, pool=dataclasses.replace(spec.pool, max_attempts=1)
+    spec = dataclasses.replace(
+        spec, transforms={**spec.transforms, "train": dies}, pool=dataclasses.replace(spec.pool, max_attempts=1)
     )
     # In a process of its own: with it goes the actor that Ray is about to start again.
     too_many = r"1 transform actors have died in train-e0000-s.*pool\.max_attempts"

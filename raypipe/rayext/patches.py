@@ -9,7 +9,7 @@
                                           that is not there, 6 % of a core
     get_or_create_actor_location_tracker, on a local cluster: an actor that knows which   the same
     get_actor_locations                   node each actor is on; 1.1 s of a core at the
-                                          start
+                                          start. Elsewhere: executions outlive its node
     ActorPoolMapOperator._start_actor     holds back a line that Ray's C++ writes of the  the line has a level
                                           first actor
     filters of three loggers              errors are told once, and not with two          Ray Data logs them once
@@ -21,12 +21,14 @@ of ours in a process, made here or received from another, puts them in place.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import uuid
 from collections.abc import Callable
 from typing import Any
 
+import ray
 from ray.data._internal.execution import streaming_executor
 from ray.data._internal.execution.operators import actor_pool_map_operator
 from ray.data._internal.stats import _StatsManager
@@ -81,7 +83,8 @@ def install(make_turns: Callable[[Any, Any], Any]) -> None:
     for name in ("register_dataset_to_stats_actor", "update_execution_metrics", "update_iteration_metrics"):
         _replace(manager, name, lambda *_, **__: None, staticmethod)
     _replace(operators, "get_or_create_actor_location_tracker", lambda: NoTracker)
-    _replace(operators, "get_actor_locations", lambda _: {})
+    if hasattr(operators, "get_actor_locations"):
+        operators.get_actor_locations = _located(operators.get_actor_locations)
     pool_class = operators.ActorPoolMapOperator
     if start := getattr(pool_class, "_start_actor", None):
         pool_class._start_actor = _quiet_start(start)
@@ -126,6 +129,19 @@ def _replace(
         return made(*args, **options) if is_ours() and is_local() else rays(*args, **options)
 
     setattr(owner, name, kind(chosen))
+
+
+def _located(rays: Replacement) -> Replacement:
+    @functools.wraps(rays)
+    def locations(actors: Any) -> Any:
+        if not is_ours():
+            return rays(actors)
+        # Ray pins the actor that knows to a node, and has no other once that is gone.
+        with contextlib.suppress(ray.exceptions.RayError):
+            return {} if is_local() else rays(actors)
+        return {}
+
+    return locations
 
 
 def _quiet_start(rays: Replacement) -> Replacement:

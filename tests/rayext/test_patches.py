@@ -112,6 +112,24 @@ def test_in_a_local_cluster_our_executions_ask_for_none_of_the_actors(asked: lis
     assert asked == []
 
 
+def test_an_execution_of_ours_outlives_the_node_that_knows_where_actors_are(
+    asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(LOCAL_CLUSTER, raising=False)
+    monkeypatch.setattr("raypipe.rayext.local.started_here", lambda: False)
+
+    def gone() -> Any:
+        raise ray.exceptions.ActorUnschedulableError("its node does not exist any more")
+
+    monkeypatch.setattr("ray.data._internal.utils.cached_ray_internals.get_or_create_actor_location_tracker", gone)
+    locate: Any = actor_pool_map_operator.get_actor_locations
+    locate.__wrapped__.cache_clear() if hasattr(locate.__wrapped__, "cache_clear") else None
+    with ours():
+        assert locate(("actor",)) == {}
+    with pytest.raises(ray.exceptions.RayError):
+        locate(("another actor",))
+
+
 def test_in_any_other_cluster_ray_keeps_its_statistics(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(LOCAL_CLUSTER, raising=False)
     monkeypatch.setattr("raypipe.rayext.local.started_here", lambda: False)

@@ -258,6 +258,7 @@ class Trainer:
         if self.world_size > 1:
             if self.loader.rank == 0:
                 steps = max(1, int(_AGREE_S / ((time.perf_counter() - self._agreed_at) / self._steps_since)))
+                steps = 1 if self.loader.notice.is_near() else steps
             found = torch.tensor([asked, steps, due], dtype=torch.float64, device=self.device)
             asked, steps, due = self._summed(found).tolist()
             self._agreed_at, self._steps_since, self._steps_between = time.perf_counter(), 0, int(steps)

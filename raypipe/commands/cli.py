@@ -115,7 +115,7 @@ def draw_preview(
         plan=run.plan,
         transform=run.transform,
         augment=run.augment,
-        epochs=min(show_epochs, run.plan.epochs),
+        epochs=show_epochs,
         samples=samples,
         indices=indices,
         columns=renamed(run.store.columns, run.store.label_column),

@@ -88,6 +88,11 @@ class Meter:
         """An interval of the training begins."""
         self._before, self._since = self.times("train"), time.perf_counter()
 
+    @property
+    def interval_age_s(self) -> float:
+        """Seconds since an interval of the training began."""
+        return time.perf_counter() - self._since
+
     def interval(self) -> tuple[StageTimes, float]:
         """Times, and seconds, since an interval of the training began."""
-        return self.times("train") - self._before, time.perf_counter() - self._since
+        return self.times("train") - self._before, self.interval_age_s

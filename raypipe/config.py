@@ -68,20 +68,19 @@ Columns = list[str] | dict[str, dict[str, Any] | None]
 def column_options(columns: Any) -> dict[str, ColumnOptions]:
     """The options of each column; raises ConfigError where one is wrong."""
     columns = check("store.columns", columns, Columns)
-    given = columns if isinstance(columns, dict) else dict.fromkeys(columns)
-    found = {}
-    for name, options in given.items():
-        known = list(kinds_of(ColumnOptions))
+    by_name = columns if isinstance(columns, dict) else dict.fromkeys(columns)
+    columns, known = {}, list(kinds_of(ColumnOptions))
+    for name, options in by_name.items():
         if set(options or {}) - set(known):
             raise ConfigError(
                 f"store.columns has {name!r}: {shown(options)}; expected are names, or {{NAME: {{option: value}}}}"
                 f" with {', '.join(known)}"
             )
         try:
-            found[name] = ColumnOptions(**(options or {}))
+            columns[name] = ColumnOptions(**(options or {}))
         except ConfigError as error:
             raise ConfigError(str(error).replace("NAME", name)) from None
-    return found
+    return columns
 
 
 @dataclass(frozen=True)
@@ -290,8 +289,8 @@ class TransformConfig(Section, prefix="transform."):
 
     def _only(self, values: dict[str, Any], with_what: str) -> None:
         for name, value in values.items():
-            found = getattr(self, name)
-            self._require(found == value, name, found, f"{value!r} with {with_what}")
+            own = getattr(self, name)
+            self._require(own == value, name, own, f"{value!r} with {with_what}")
 
     @property
     def size_by_epoch(self) -> dict[int, int]:
@@ -557,8 +556,8 @@ class TrainConfig(Section, prefix="train."):
     @property
     def checkpoint_s(self) -> float:
         """Seconds between checkpoints within an epoch."""
-        found = _TIME.fullmatch(str(self.checkpoint_interval))
-        return float(found[1]) * {"s": 1, "min": 60, "h": 3600}[found[2]] if found else math.inf
+        time = _TIME.fullmatch(str(self.checkpoint_interval))
+        return float(time[1]) * {"s": 1, "min": 60, "h": 3600}[time[2]] if time else math.inf
 
 
 @dataclass(frozen=True)

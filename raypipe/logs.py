@@ -143,7 +143,7 @@ _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-
 
 def printable(text: str) -> str:
     """Text for people, in which names may come from anywhere: what is no character is written as an escape."""
-    return _UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)
+    return _UNPRINTABLE.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 def number(value: float) -> str:
@@ -168,7 +168,7 @@ def shown(value: Any) -> str:
     return f"{value:,}" if type(value) is int else "none" if value is None else str(value)
 
 
-def table(heading: str, found: Mapping[str, Any]) -> None:
+def table(heading: str, rows: Mapping[str, Any]) -> None:
     """Print names and values as a table, on standard output; a dict of dicts or lists takes several rows."""
     from rich.console import Console
     from rich.markup import escape
@@ -177,11 +177,13 @@ def table(heading: str, found: Mapping[str, Any]) -> None:
     drawn = Table(show_header=False)
     drawn.add_column()
     drawn.add_column(justify="right")
-    for name, value in found.items():
+    for name, value in rows.items():
         values = value if isinstance(value, Mapping) else {}
         several = any(isinstance(each, Mapping | list | tuple) for each in values.values())
         title = name.replace("_", " ")
-        for row, cell in [(f"{title} {each}", values[each]) for each in values] if several else [(title, value)]:
+        for row, cell in (
+            {f"{title} {key}": values[key] for key in values}.items() if several else [(title, value)]
+        ):
             drawn.add_row(escape(printable(row)), escape(printable(shown(cell))))
     print(printable(heading))  # not the table's own, which would be broken to the table's width
     Console().print(drawn)

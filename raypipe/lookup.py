@@ -62,9 +62,9 @@ def import_name(address: str, setting: str) -> Any:
     module_name, _, name = address.partition(":")
     is_open = search_here()
     try:
-        found: Any = importlib.import_module(module_name)
+        value: Any = importlib.import_module(module_name)
         for part in name.split("."):
-            found = getattr(found, part)
+            value = getattr(value, part)
     except (ImportError, AttributeError, ValueError) as error:
         why = f"{type(error).__name__}: {error}"
         if not is_open and isinstance(error, ModuleNotFoundError):
@@ -73,7 +73,7 @@ def import_name(address: str, setting: str) -> Any:
                 "Set PYTHONPATH to the folder of your code"
             )
         raise ConfigError(f"{setting} {address!r} cannot be imported: {why}") from error
-    return found
+    return value
 
 
 def choices(name: str, known: Collection[str], those: str = "known are") -> str:
@@ -109,5 +109,5 @@ def num_cpus() -> int:
 def versions() -> dict[str, str | None]:
     """The versions of all that pixels may depend on; None = it is not installed."""
     # raypipe's is that of the sources that run: Ray may have put a folder of them before an installed one.
-    found: dict[str, str | None] = {"raypipe": raypipe.__version__}
-    return found | {name: version_of(name) for name in _PACKAGES} | {"python": platform.python_version()}
+    own: dict[str, str | None] = {"raypipe": raypipe.__version__}
+    return own | {name: version_of(name) for name in _PACKAGES} | {"python": platform.python_version()}

@@ -54,9 +54,9 @@ class Limits(NamedTuple):
 
     def words(self, kind: type, value: object) -> str:
         """What they allow, for the message about a value."""
-        given = value if type(value) in (int, float) else math.nan
-        low = self.least > -_MEANT or given < self.least  # type: ignore[operator]
-        high = self.most < _MEANT or math.inf > given > self.most  # type: ignore[operator]
+        number = value if type(value) in (int, float) else math.nan
+        low = self.least > -_MEANT or number < self.least  # type: ignore[operator]
+        high = self.most < _MEANT or math.inf > number > self.most  # type: ignore[operator]
         if low and high and not (self.above or self.below):
             within = f" from {self.least} to {self.most}"
         else:
@@ -236,28 +236,28 @@ class Setting(NamedTuple):
 
 def settings_of(section: type[Section]) -> dict[str, Setting]:
     """All settings of a section and of those within it, by their whole names, such as `augment.strength.peak`."""
-    found: dict[str, Setting] = {}
+    settings: dict[str, Setting] = {}
     default, about = section(), described(section)
     for name, kind in kinds_of(section).items():  # type: ignore[arg-type] # a class is hashable
         if is_section(kind):
-            found |= settings_of(kind)
+            settings |= settings_of(kind)
         else:
-            found[section._prefix + name] = Setting(kind, getattr(default, name), about.get(name, ""))
-    return found
+            settings[section._prefix + name] = Setting(kind, getattr(default, name), about.get(name, ""))
+    return settings
 
 
 def build(section: type[Section], values: Mapping[str, Any]) -> Any:
     """A section with settings by their whole names, and defaults for others; ConfigError where one is wrong."""
-    given: dict[str, Any] = {}
+    own: dict[str, Any] = {}
     for name, kind in kinds_of(section).items():  # type: ignore[arg-type]
         if is_section(kind):
-            given[name] = build(kind, values)
+            own[name] = build(kind, values)
         elif section._prefix + name in values:
-            given[name] = values[section._prefix + name]
-    return section(**given)
+            own[name] = values[section._prefix + name]
+    return section(**own)
 
 
 def described(documented: Any) -> dict[str, str]:
     """What the docstring of a section or a function says of each attribute or argument."""
-    found = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", inspect.getdoc(documented) or "", re.MULTILINE)
-    return {name: " ".join(text.split()) for name, text in found}
+    entries = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", inspect.getdoc(documented) or "", re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in entries}

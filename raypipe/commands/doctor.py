@@ -46,12 +46,12 @@ def examined(name: str) -> dict[str, str]:
     check = CHECKS[name]
     mend = check.__doc__ or ""
     try:
-        is_well, found = check()
+        is_well, finding = check()
         status, mend = ("ok", "") if is_well else ("warn", mend)
     except Exception as error:  # a broken installation may raise anything
-        status, found = "fail", f"{type(error).__name__}: {error}"
-    print(f"{status:4} {name:10} {printable(found)}" + (f"\n{'':16}→ {mend}" if mend else ""), flush=True)
-    return {"name": name, "status": status, "found": found, "mend": mend}
+        status, finding = "fail", f"{type(error).__name__}: {error}"
+    print(f"{status:4} {name:10} {printable(finding)}" + (f"\n{'':16}→ {mend}" if mend else ""), flush=True)
+    return {"name": name, "status": status, "found": finding, "mend": mend}
 
 
 def _packages() -> tuple[bool, str]:
@@ -107,11 +107,10 @@ def _nvjpeg() -> tuple[bool, str]:
 
     from raypipe.device.jpeg_decoders import find_decoder
 
-    if not torch.cuda.is_available():
-        by = find_decoder(torch.device("cpu")).name
-        return True, f"no GPU; with transform.decode=gpu the CPU decodes by {by}"
-    decoder = find_decoder(torch.device("cuda", torch.cuda.current_device()))
-    return True, f"transform.decode=gpu decodes by {decoder.name}"
+    device = (
+        torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    )
+    return True, f"transform.decode=gpu decodes on the {device.type} by {find_decoder(device).name}"
 
 
 def _limits() -> tuple[bool, str]:
@@ -121,9 +120,9 @@ def _limits() -> tuple[bool, str]:
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     folder = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
     free = shutil.disk_usage(folder).free
-    found = f"/dev/shm has {shared / _GIB:.1f} GiB (Ray wants {0.3 * memory / _GIB:.1f}, 30 % of memory)"
-    found += f"; at most {most} open files; {folder} has {free / _GIB:.1f} GiB free"
-    return shared >= 0.3 * memory and most >= 4096 and free >= 5 * _GIB, found
+    limits = f"/dev/shm has {shared / _GIB:.1f} GiB (Ray wants {0.3 * memory / _GIB:.1f}, 30 % of memory)"
+    limits += f"; at most {most} open files; {folder} has {free / _GIB:.1f} GiB free"
+    return shared >= 0.3 * memory and most >= 4096 and free >= 5 * _GIB, limits
 
 
 def _ray() -> tuple[bool, str]:

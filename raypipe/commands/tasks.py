@@ -129,10 +129,10 @@ def count_cpus(what: str, here: bool) -> int:
     Raises:
         ResourceError: none.
     """
-    found = sum(int(node["Resources"].get("CPU", 0)) for node in _nodes(here))
-    if not found:
+    num_cpus = sum(int(node["Resources"].get("CPU", 0)) for node in _nodes(here))
+    if not num_cpus:
         raise ResourceError(f"{_where(here)} offers Ray no CPUs (num-cpus: 0): run {what} where there are some")
-    return found
+    return num_cpus
 
 
 def check_wanted(wanted: Path) -> None:

@@ -153,34 +153,34 @@ def diagnose(
     shares = {stage: getattr(times, f"{stage}_s") / times.step_s for stage in stages}
     parts = ", ".join(f"{share:.0%} {stage}" for stage, share in shares.items())
     checkpoints = shares.get("checkpoint", 0.0)
-    found = [f"{times.images / times.step_s * world_size:,.0f} images/s; the time of a {name} is {parts}."]
+    sentences = [f"{times.images / times.step_s * world_size:,.0f} images/s; the time of a {name} is {parts}."]
     if checkpoints > _CHECKPOINTS_ARE_NOTHING:
-        found.append(
+        sentences.append(
             f"Checkpoints hold up the run for {checkpoints:.0%} of its time: choose a faster storage_path, or "
             "make them less often (train.checkpoint_interval)."
         )
     if times.wait_fraction > _WAIT_IS_NOTHING:
         reading = times.read_s * world_size / times.step_s / readers if readers else 0.0
-        found.append(_about_input(times, needed * world_size, actors, name, reading))
+        sentences.append(_about_input(times, needed * world_size, actors, name, reading))
     elif times.drained_fraction > _DRAINED_IS_BEHIND:
-        found.append(_about_launches(times, name))
+        sentences.append(_about_launches(times, name))
     elif checkpoints > max(shares["augment"], shares["compute"]):
         pass  # which has been said
     elif shares["augment"] > shares["compute"]:
-        found.append(
+        sentences.append(
             "The device augmentation limits the run: choose a lighter augment.preset, or move operations to the "
             "CPU transform."
         )
     else:
-        found.append("The model limits the run: the stream keeps up.")
+        sentences.append("The model limits the run: the stream keeps up.")
     if math.isfinite(needed):
-        each = f"{needed:.1f} per {name}" if world_size > 1 else f"for this {name}"
+        share = f"{needed:.1f} per {name}" if world_size > 1 else f"for this {name}"
         enough = max(1, math.ceil(needed * world_size))
         spare = " (the pool may shrink)" if enough < actors and times.wait_fraction <= _WAIT_IS_NOTHING else ""
         what = "CPU actor" if enough == 1 else "CPU actors"
         pool = f"the pool has up to {actors}{spare}" if actors else "there are none (pool.engine=inline)"
-        found.append(f"{enough} {what} would be enough, {each}; {pool}.")
-    return found
+        sentences.append(f"{enough} {what} would be enough, {share}; {pool}.")
+    return sentences
 
 
 def _about_launches(times: StageTimes, name: str) -> str:

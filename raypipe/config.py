@@ -17,7 +17,7 @@ Shuffle = Literal["auto", "global", "window", "off"]
 Cache = Literal["off", "disk"]
 CropDecode = Literal["off", "exact", "scaled"]
 
-_MAX_PIXELS = (1 << 30) // 6  # of an image, as of one that is decoded
+_MAX_PIXELS = (1 << 30) // 6  # the most that an image may have, before and after its decoding
 
 AtLeast1 = Annotated[int, Limits(1, MAX_INT)]
 AtLeastMinus1 = Annotated[int, Limits(-1, MAX_INT)]
@@ -31,7 +31,7 @@ Crops = Annotated[int, Limits(1, 1 << 12)]
 Room = Annotated[int, Limits(1, 1 << 16)]
 Seconds = Annotated[float, Limits(0, 1e9, above=True)]
 Alpha = Annotated[float, Limits(0, 1e6)]
-Pixel = Annotated[float, Limits(-1e30, 1e30)]  # of float32
+Pixel = Annotated[float, Limits(-1e30, 1e30)]  # within float32
 
 # A number and its unit.
 _TIME = re.compile(r"(\d{1,9}(?:\.\d{1,9})?) ?(s|min|h)", re.ASCII)
@@ -73,7 +73,7 @@ def column_options(columns: Any) -> dict[str, ColumnOptions]:
     for name, options in by_name.items():
         if set(options or {}) - set(known):
             raise ConfigError(
-                f"store.columns has {name!r}: {shown(options)}; expected are names, or {{NAME: {{option: value}}}}"
+                f"store.columns has {name!r}: {shown(options)}; it must be names, or {{NAME: {{option: value}}}}"
                 f" with {', '.join(known)}"
             )
         try:
@@ -247,7 +247,7 @@ class TransformConfig(Section, prefix="transform."):
         max_keypoints: room for keypoints in a row; a sample with more ends the run.
         make_columns: `module:function` that makes a sample's columns of those of store.columns, such as tokens of
             a caption; empty = they are taken as they are.
-        on_bad_sample: "substitute" another sample, chosen by the plan (in validation: weight 0), or "raise".
+        on_bad_sample: "substitute" another sample, chosen by the plan (during validation: weight 0), or "raise".
         max_bad_fraction: the run ends if an actor sees a larger share of bad samples than this.
         bad_grace: bad samples per actor that are always tolerated.
         time_limit_s: seconds for a micro-batch, or for one sample, which then counts as bad; 0 = no limit.
@@ -279,11 +279,11 @@ class TransformConfig(Section, prefix="transform."):
         self._require(0 in self.size_by_epoch, "size", self.size, "one, or {EPOCH: SIZE, …} from epoch 0 on")
         if self.crop_decode == "scaled":  # it chooses the scale by the crop
             self._only({"decode_min_side": 0, "decode": "cpu"}, "transform.crop_decode='scaled'")
-        if self.decode_as == "array":  # of which nothing is a JPEG that could be decoded in part
+        if self.decode_as == "array":  # and no JPEG, so it is decoded whole
             self._only({"decode": "cpu", "decode_min_side": 0, "apply_exif": False}, "transform.decode_as='array'")
             ok = self.crop_decode != "scaled"
             self._require(ok, "crop_decode", "scaled", "'exact' or 'off' with transform.decode_as='array'")
-        if self.target_columns:  # which are in pixels of the image as it is stored
+        if self.target_columns:  # in pixels of the stored image
             only = {"decode": "cpu", "decode_min_side": 0, "apply_exif": False}
             self._only(only, self.target_settings)
 
@@ -299,7 +299,7 @@ class TransformConfig(Section, prefix="transform."):
 
     @property
     def final_size(self) -> int:
-        """The side of the images in the last epochs, and in validations."""
+        """The side of the images in the last epochs, and during validation."""
         return list(self.size_by_epoch.values())[-1]
 
     @property

@@ -3,8 +3,8 @@
     {"time": "2026-11-21T10:46:00.123Z", "level": "WARNING", "logger": "raypipe.train.loop", "message": "…",
      "run": "resnet", "rank": 0, "split": "train", "epoch": 3, "step": 1250}
 
-`step` is counted through the run, as in metrics.jsonl; in a validation through the validation. What is not known
-in a process is left out. Lines of progress go to standard output, all others to standard error.
+`step` is counted through the run, as in metrics.jsonl; during validation through the validation. A process
+leaves out what it does not know. Lines of progress go to standard output, all others to standard error.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def begin_phases(begun: float = 0.0) -> float:
 
 
 def end_phases() -> None:
-    """The next one is of another run."""
+    """End the phases of a run: the next one belongs to another run."""
     global _begun
     _begun = 0.0
 

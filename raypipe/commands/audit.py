@@ -128,7 +128,7 @@ def digest(
     to_step = to_step or total
     if not 0 <= from_step < to_step <= total:
         raise ConfigError(
-            f"--from-step {from_step} and --to-step {to_step} are no range within the run's {total} steps"
+            f"--from-step {from_step} and --to-step {to_step} are not a range within the run's {total} steps"
         )
     expected = DigestFile.read(compare) if compare else None
     if output:
@@ -203,7 +203,7 @@ def report(run: RunConfig, folder: str = "", *, against: str = "", output: str =
     from raypipe.pages.report import write_report
 
     if not (folder or run.name):
-        raise ConfigError("there is no run to report: name its folder, or set name to that of the run")
+        raise ConfigError("the report needs a run: give its folder, or set name")
     result = write_report(folder or join(as_uri(run.storage_path), run.name), against, output)
     for summary in filter(None, (result, result["against"])):
         table(summary["run"], {name: value for name, value in summary.items() if name != "against"})

@@ -130,7 +130,7 @@ def _cpus_here() -> int:
 
 
 def _on_cluster() -> bool:
-    """Whether this process belongs to a cluster, as a submitted job does."""
+    """Return whether this process belongs to a cluster, as a submitted job does."""
     return bool(os.environ.get("RAY_ADDRESS"))
 
 
@@ -162,8 +162,8 @@ def ceiling(store: Store, transform: TransformConfig, processes: int, seconds: f
 
 
 def _alone(store: Store, transform: TransformConfig, seconds: float) -> Figures:
-    """What `ceiling` returns, of one process, with its images in memory and warmed up."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # for torch, as Ray has it in an actor of one CPU
+    """Measure the figures of `ceiling` in one process, with its images in memory and warmed up."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # Ray sets it for torch in an actor of one CPU
     import cv2
 
     from raypipe.transform.contents import Images

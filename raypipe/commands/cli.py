@@ -33,7 +33,7 @@ def train(run: RunConfig) -> dict[str, Any]:
     Example: raypipe train --config run.yaml --plan.epochs 90
     """
     configure_logs(run.log)
-    phase(logger, "loading Ray and torch")  # which takes seconds
+    phase(logger, "loading Ray and torch")
     return import_module("raypipe.train.launch").train(run)  # the whole program, which no other command needs
 
 

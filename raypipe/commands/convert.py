@@ -136,16 +136,14 @@ def convert(
             (store, file, *ends, columns, short_side, quality, on_bad_sample, sized, exif)
             for file, ends in zip(files, itertools.pairwise(bounds), strict=True)
         ]
-        num_samples = num_unsized = num_bytes = 0
-        skipped: list[tuple[int, str]] = []
+        counts, skipped = np.zeros(3, np.int64), list[tuple[int, str]]()
         parts = run_tasks(
             "the copy", True, write_shard, calls, len(store), lambda part: part[0] + len(part[3]), progress
         )
-        for part_samples, part_unsized, part_bytes, part_skipped in parts:
-            num_samples += part_samples
-            num_unsized += part_unsized
-            num_bytes += part_bytes
+        for *part_counts, part_skipped in parts:
+            counts += part_counts
             skipped += part_skipped
+        num_samples, num_unsized, num_bytes = counts.tolist()
         if not num_samples:
             raise StoreError(f"{store.address} has no readable sample; the first: {min(skipped)[1]}")
         return {
@@ -173,7 +171,7 @@ def _rows_of(src: ray.data.Dataset | Iterable[Sample]) -> Iterator[Sample]:
 
 @contextlib.contextmanager
 def _kept_samples(samples: Iterator[Sample], classes: Sequence[str] | None, short_side: int) -> Iterator[Path]:
-    """Within, the file of a store in the cache folder that has the samples, in their order.
+    """Keep the samples in a store in the cache folder, in their order: its file.
 
     Args:
         samples: see `raypipe.convert`; each is taken once. One whose image is None may lack the other columns.

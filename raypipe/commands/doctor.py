@@ -1,7 +1,7 @@
 """Is this machine fit for raypipe?
 
-A check returns whether all is well, and what it found: what is not well works, but worse than it could. What does
-not work raises an error. Its docstring says what mends it.
+A check returns whether all is well, and its findings: False means that raypipe works, but worse than it could. A
+check raises an error where something does not work. Its docstring names the remedy.
 """
 
 from __future__ import annotations
@@ -14,11 +14,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import tomllib
 from pathlib import Path
 from typing import Any
 
-import raypipe
 from raypipe.logs import printable
 from raypipe.lookup import DISTRIBUTION
 
@@ -55,10 +53,10 @@ def examined(name: str) -> dict[str, str]:
 
 
 def _packages() -> tuple[bool, str]:
-    """Install raypipe anew, in an environment of its own."""
+    """Install raypipe again, in a new environment."""
     from packaging.requirements import Requirement
 
-    for requirement in map(Requirement, _requirements()):
+    for requirement in map(Requirement, importlib.metadata.requires(DISTRIBUTION) or []):
         if not requirement.marker or requirement.marker.evaluate({"extra": ""}):
             version = importlib.metadata.version(requirement.name)  # an error if it is not there
             if not requirement.specifier.contains(version, prereleases=True):
@@ -67,19 +65,8 @@ def _packages() -> tuple[bool, str]:
     return True, f"Python {platform.python_version()}, {', '.join(versions)}"
 
 
-def _requirements() -> list[str]:
-    """The requirements of the installed raypipe; of sources that are not installed, those of their project."""
-    try:
-        return importlib.metadata.requires(DISTRIBUTION) or []
-    except importlib.metadata.PackageNotFoundError:
-        project = Path(raypipe.__file__).parents[1] / "pyproject.toml"
-        if not project.exists():
-            raise
-        return tomllib.loads(project.read_text())["project"]["dependencies"]
-
-
 def _decoding() -> tuple[bool, str]:
-    """Install gcc and libjpeg-turbo's headers (apt-get install gcc libjpeg-dev), then raypipe anew."""
+    """Install gcc and libjpeg-turbo's headers (apt-get install gcc libjpeg-dev), then raypipe again."""
     from raypipe.transform.jpeg import why_no_extension
 
     why = why_no_extension()
@@ -110,7 +97,7 @@ def _nvjpeg() -> tuple[bool, str]:
     device = (
         torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     )
-    return True, f"transform.decode=gpu decodes on the {device.type} by {find_decoder(device).name}"
+    return True, f"transform.decode=gpu decodes by {find_decoder(device).name} on the {device.type}"
 
 
 def _limits() -> tuple[bool, str]:

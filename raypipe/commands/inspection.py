@@ -1,4 +1,4 @@
-"""What a store is, and which of its samples are bad.
+"""Descriptions of stores, and the search for their bad samples.
 
 describe   what the store says of itself, and what a few samples spread over it are; in this process
 verify     every sample, on Ray; the bad ones as a list for runs to leave out, see `raypipe.stores.record`
@@ -37,7 +37,7 @@ from raypipe.transform.targets import decode_targets
 # Samples that a description looks at: decoded within a second or two.
 _NUM_SAMPLED = 64
 NO_TARGETS: Mapping[str, str] = {}
-# Samples whose values tell what a column holds.
+# Samples that the type of a column is found by.
 _NUM_TYPED = 8
 
 # Encoded samples that a task holds at a time: a few MB of JPEGs, and bounded where single files are large.
@@ -48,7 +48,7 @@ _NUM_PLACES = 8
 
 @dataclass(frozen=True)
 class CheckedSample:
-    """What reading and decoding one sample gave.
+    """The result of reading and decoding one sample.
 
     Attributes:
         image: encoded; None where there is none.
@@ -115,7 +115,7 @@ def read_each(store: Store, indices: np.ndarray, column: str) -> tuple[list[Any]
         return [None], {0: reason}
     groups = () if store.groups is None else np.unique(np.searchsorted(store.groups, indices, side="right"))
     if column == "image" and len(groups) == 1:
-        # The images of a group are read together, so one tells of all; each try reads the group anew.
+        # The images of a group are read together, so one stands for all; each try reads the group again.
         _, errors = read_each(store, indices[:1], column)
         if errors:
             return [None] * len(indices), dict.fromkeys(range(len(indices)), errors[0])
@@ -161,7 +161,7 @@ def check_range(
 
 
 def describe(store: Store, targets: Mapping[str, str] = NO_TARGETS) -> dict[str, Any]:
-    """What a store is.
+    """Describe a store.
 
     Args:
         store: to look at.
@@ -205,7 +205,7 @@ def _format(image: bytes | None) -> str:
 
 
 def types_of(store: Store) -> dict[str, str]:
-    """What each column of a store holds, in words, by a few samples."""
+    """The contents of each column of a store in words, by a few samples."""
     kinds = {name: "images" if name == "image" else "unknown" for name in store.columns}
     indices = spread(store, _NUM_TYPED)[:_NUM_TYPED]
     for name in store.columns if len(indices) else ():
@@ -272,7 +272,7 @@ def verify(
 
 
 def _reasons(bad: list[dict[str, Any]]) -> list[tuple[int, str, int, str]]:
-    """One damaged row group is a thousand bad samples and one reason."""
+    """Group bad samples by their error: one damaged row group is a thousand samples and one reason."""
     counts = Counter(entry["error"] for entry in bad)
     first = {entry["error"]: entry for entry in reversed(bad)}
     return [(first[error]["index"], first[error]["name"], number, error) for error, number in counts.items()]

@@ -23,7 +23,7 @@ _COLOURS = (_COLOURS * 255).astype(np.uint8)
 
 @dataclass(frozen=True)
 class Tile:
-    """One image of the picture.
+    """An image of the picture.
 
     Attributes:
         image: uint8 (H, W, 3); None = grey.

@@ -1,4 +1,4 @@
-"""What the epochs of a run will contain, before it starts, as plain values. Numpy only."""
+"""The contents of a run's epochs, before it starts, as plain values. Numpy only."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_COUNTED = 1 << 22
 
 
 def summary(spec: StreamSpec) -> dict[str, Any]:
-    """What the run's epochs contain.
+    """Count what the run's epochs contain.
 
     Returns:
         Plain values: `plan` (the fingerprint), `epochs`, `steps` and `samples` of an epoch, `micro_batch` and
@@ -64,7 +64,7 @@ def summary(spec: StreamSpec) -> dict[str, Any]:
 
 
 def draw_counts(plan: Plan) -> np.ndarray | None:
-    """How often epoch 0 draws each sample that is kept, int64 (n,).
+    """Count how often epoch 0 draws each sample that is kept, int64 (n,).
 
     A weighted plan of too many draws has the counts of a pass over the store; None = not counted.
     """
@@ -79,7 +79,7 @@ def draw_counts(plan: Plan) -> np.ndarray | None:
 
 
 def class_shares(plan: Plan, times: np.ndarray, labels: np.ndarray) -> dict[str, list[float]]:
-    """By label: its share of the samples that are kept, and of the draws; `labels` are those of all samples."""
+    """Shares of each label in the samples that are kept, and in the draws; `labels` has all samples'."""
     names, inverse = np.unique(labels[plan.kept["train"].indices(np.arange(plan.num_train))], return_inverse=True)
     shares = np.stack([np.bincount(inverse) / len(inverse), np.bincount(inverse, times) / times.sum()], 1)
     return dict(zip(map(str, names.tolist()), shares.tolist(), strict=True))

@@ -240,7 +240,7 @@ def find(plan: Plan, epoch: int, indices: Sequence[int]) -> list[tuple[MicroBatc
 
 
 def _first_of(plan: Plan, num: int) -> list[int]:
-    """The first samples of a run, each once; fewer where an epoch's first draws are of fewer."""
+    """The first samples of a run, each once; fewer where an epoch's first draws repeat some."""
     num_draws = min(8 * num, plan.steps_per_epoch * plan.global_batch_size)
     return list(dict.fromkeys(plan.draw_epoch(0, np.arange(num_draws)).indices.tolist()))[:num]
 

@@ -18,7 +18,7 @@ from raypipe.stores.base import Store
 
 # CPUs of a run that has just ended come back within seconds; anything longer is another job's.
 _SETTLE_S = 10.0
-# A task that is told to stop does so within a chunk.
+# A task stops within a chunk once its file is gone.
 _STOP_S = 30.0
 # Ranges of unlike cost even out over the CPUs; each opens the store anew, which of a folder is a scan.
 _PER_CPU = 2

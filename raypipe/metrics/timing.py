@@ -35,9 +35,9 @@ def mark(device: torch.device) -> Any:
 def has_drained(asked: Any) -> bool:
     """Whether the device has passed a mark already, without waiting for it. Of a CPU that cannot be told: False.
 
-    Called when the next micro-batch is there, on a mark that was made when it was asked for. Between the two lie
-    some 50 µs of the host, in which an idle device passes the mark; one with work to do, of which a micro-batch is
-    milliseconds, does not.
+    Called when the next micro-batch is there, on a mark that was made when it was asked for. The host takes
+    about 50 µs in between, in which an idle device passes the mark. A device at work does not: a micro-batch takes
+    milliseconds.
     """
     return not isinstance(asked, float) and bool(asked.query())
 

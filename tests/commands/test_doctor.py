@@ -39,16 +39,6 @@ def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     assert "No package metadata was found for" in doctor.examined("packages")["found"]
 
 
-def test_sources_that_are_not_installed_are_checked_by_their_own_project(monkeypatch: pytest.MonkeyPatch) -> None:
-    def requires(name: str) -> list[str]:
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr("importlib.metadata.requires", requires)
-    assert doctor.examined("packages")["status"] == "ok"
-    monkeypatch.setattr("importlib.metadata.version", lambda _: "0.1")
-    assert "ImportError: ray is 0.1, not" in doctor.examined("packages")["found"]
-
-
 def test_without_the_extension_it_warns_and_says_how_to_build_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jpeg, "why_no_extension", lambda: "not built")
     check = doctor.examined("decoding")

@@ -39,7 +39,8 @@ import io, json, os, resource, signal, sys
 import h5py, numpy as np
 import raypipe.commands.convert, raypipe.commands.inspection
 from raypipe.commands.cli import main
-from raypipe.commands.settings import parse_run
+from raypipe.commands.settings import parse_command
+from raypipe.config import RunConfig
 from raypipe.stores.record import read_bad_list
 from raypipe.streaming.digest import DigestFile
 from raypipe.stores import open_source, open_store
@@ -62,6 +63,8 @@ def command(*args):
 class Told(Exception):
     pass
 
+def job(run: RunConfig): ...
+
 empty = base.MemoryStore([b"x"], [0])
 READERS = {
     "store": store,
@@ -70,7 +73,7 @@ READERS = {
     "transform": read_steps,
     "inspect": lambda path: command("inspect", path),
     "convert": lambda path: command("convert", path, path + ".lmdb"),
-    "settings": lambda path: parse_run(["--config", path], "doc"),
+    "settings": lambda path: parse_command("", job, ["--config", path], "doc"),
 }
 for line in sys.stdin:
     reader, path = json.loads(line)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, cast
 
 from raypipe.errors import ConfigError
@@ -193,7 +193,7 @@ class PlanConfig(Section, prefix="plan."):
     @property
     def bucket_sides(self) -> list[tuple[int, int]]:
         """Height and width of each bucket."""
-        pairs = (each.split("x") for each in self.buckets)
+        pairs = (bucket.split("x") for bucket in self.buckets)
         return [(int(height), int(width)) for height, width in pairs]
 
     def sides_in(self, split: Literal["train", "val"]) -> list[tuple[int, int]]:
@@ -209,7 +209,7 @@ class PlanConfig(Section, prefix="plan."):
     @property
     def mixture_by_epoch(self) -> dict[int, dict[str, float]]:
         """From epoch → weight by store, ascending; empty where no weights are given."""
-        if not all(isinstance(each, dict) for each in self.mixture.values()):
+        if not all(isinstance(weights, dict) for weights in self.mixture.values()):
             return {0: cast(dict[str, float], self.mixture)}
         return dict(sorted(cast(dict[int, dict[str, float]], self.mixture).items()))
 
@@ -314,8 +314,8 @@ class TransformConfig(Section, prefix="transform."):
     @property
     def target_columns(self) -> dict[str, str]:
         """Store columns of the image's targets, by "mask", "boxes" and "keypoints"; mostly empty."""
-        named = [each.name for each in fields(self) if each.name.endswith("_column")]
-        return {name.removesuffix("_column"): column for name in named if (column := getattr(self, name))}
+        named = {name: getattr(self, f"{name}_column") for name in ("mask", "boxes", "keypoints")}
+        return {name: column for name, column in named.items() if column}
 
     @property
     def target_settings(self) -> str:

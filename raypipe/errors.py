@@ -50,18 +50,18 @@ class SampleError(RaypipeError):
 
     Attributes:
         fault: whose fault it is, for records of bad samples.
-        advice: how to mend it.
+        advice: the remedy.
     """
 
     fault = "store"
-    advice = "mend the store"
+    advice = "repair the store"
 
 
 class TransformError(SampleError):
     """The user's transform, or function of columns, failed on a sample."""
 
     fault = "transform"
-    advice = "mend the transform: with pool.engine=inline a debugger stops in it"
+    advice = "fix the transform: with pool.engine=inline a debugger stops in it"
 
 
 class BadSamplesError(RaypipeError):

@@ -156,7 +156,7 @@ def number(value: float) -> str:
 def shown(value: Any) -> str:
     """A value of a command's result: a list of numbers is a range, a tuple two values, a dict counts or words."""
     if isinstance(value, dict):
-        named = ((name.replace("_", " "), each) for name, each in value.items())
+        named = ((name.replace("_", " "), part) for name, part in value.items())
         return ", ".join(f"{n:,} {name}" if type(n) is int else f"{name} ({shown(n)})" for name, n in named)
     if isinstance(value, tuple):
         return " / ".join(map(shown, value))
@@ -179,7 +179,7 @@ def table(heading: str, rows: Mapping[str, Any]) -> None:
     drawn.add_column(justify="right")
     for name, value in rows.items():
         values = value if isinstance(value, Mapping) else {}
-        several = any(isinstance(each, Mapping | list | tuple) for each in values.values())
+        several = any(isinstance(part, Mapping | list | tuple) for part in values.values())
         title = name.replace("_", " ")
         for row, cell in (
             {f"{title} {key}": values[key] for key in values}.items() if several else [(title, value)]

@@ -84,7 +84,7 @@ def choices(name: str, known: Collection[str], those: str = "known are") -> str:
     """
     close = get_close_matches(name, known, cutoff=0.65)  # so that label is near fine_label
     meant = f"did you mean {' or '.join(close)}? " if close else ""
-    shown = [f"{each} ({kind})" for each, kind in known.items()] if isinstance(known, Mapping) else known
+    shown = [f"{one} ({kind})" for one, kind in known.items()] if isinstance(known, Mapping) else known
     return f"; {meant}{those} {', '.join(shown)}"
 
 

@@ -74,7 +74,7 @@ ANY_NUMBER = Limits(-math.inf, math.inf)
 class _UnfitError(Exception):
     """A value within another, at a path such as `[0]['size']`, is not of its kind."""
 
-    def __init__(self, kind: Any, value: object, path: tuple[object, ...] = ()) -> None:
+    def __init__(self, kind: Any, value: object, path: tuple[object, ...]) -> None:
         self.kind, self.value, self.path = kind, value, path
 
 
@@ -83,12 +83,12 @@ def check(name: str, value: object, kind: Any) -> Any:
     try:
         return _as_kind(value, kind)
     except _UnfitError as error:
-        place = "".join(f"[{shown(each)}]" for each in error.path)
+        place = "".join(f"[{shown(key)}]" for key in error.path)
         words = expected(error.kind, error.value)
         raise ConfigError(f"{name}{place} must be {words}, got {shown(error.value)}") from None
 
 
-def _as_kind(value: Any, kind: Any) -> Any:
+def _as_kind(value: Any, kind: Any, path: tuple[object, ...] = ()) -> Any:
     if kind is Any:
         return value
     if hasattr(value, "tolist") and not isinstance(value, type):  # numpy's and torch's numbers and arrays
@@ -107,29 +107,22 @@ def _as_kind(value: Any, kind: Any) -> Any:
         if isinstance(value, str) and value in parts:
             return str(value)
     elif origin in (Union, UnionType):
-        return _as_one_of(value, kind, parts)
+        return _as_one_of(value, kind, parts, path)
     elif origin in (list, tuple):
         if isinstance(value, list | tuple):
-            return origin([_within(each, parts[0], number) for number, each in enumerate(value)])
+            return origin([_as_kind(item, parts[0], (*path, number)) for number, item in enumerate(value)])
     elif origin is dict:
         if isinstance(value, Mapping) and all(fits(key, parts[0]) for key in value):
-            return {_as_kind(key, parts[0]): _within(each, parts[1], key) for key, each in value.items()}
+            return {_as_kind(key, parts[0]): _as_kind(item, parts[1], (*path, key)) for key, item in value.items()}
     elif isinstance(value, plain):
         return value
-    raise _UnfitError(kind, value)
+    raise _UnfitError(kind, value, path)
 
 
 def _parts(kind: Any) -> tuple[Any, Limits | None]:
     """A kind without its limits, and these; None = it is no number."""
     plain, *own = get_args(kind) if get_origin(kind) is Annotated else [kind]
     return plain, own[0] if own else _DEFAULT.get(plain)
-
-
-def _within(value: Any, kind: Any, place: object) -> Any:
-    try:
-        return _as_kind(value, kind)
-    except _UnfitError as error:
-        raise _UnfitError(error.kind, error.value, (place, *error.path)) from None
 
 
 def fits(value: Any, kind: Any) -> bool:
@@ -141,14 +134,14 @@ def fits(value: Any, kind: Any) -> bool:
     return True
 
 
-def _as_one_of(value: Any, kind: Any, parts: tuple[Any, ...]) -> Any:
+def _as_one_of(value: Any, kind: Any, parts: tuple[Any, ...], path: tuple[object, ...]) -> Any:
     """As the first alternative that fits; else the error is that of one which fits but for something within."""
-    nearest = _UnfitError(kind, value)
+    nearest = _UnfitError(kind, value, path)
     for part in parts:
         try:
-            return _as_kind(value, part)
+            return _as_kind(value, part, path)
         except _UnfitError as error:
-            nearest = error if error.path else nearest
+            nearest = error if len(error.path) > len(path) else nearest
     raise nearest
 
 
@@ -162,9 +155,9 @@ def _alternatives(kind: Any, value: object, inside: bool = False) -> list[str]:
     plain, limits = _parts(kind)
     origin, parts = get_origin(plain), get_args(plain)
     if origin in (Union, UnionType):
-        return [each for part in parts for each in _alternatives(part, value, inside)]
+        return [words for part in parts for words in _alternatives(part, value, inside)]
     if origin is Literal:
-        return [repr(each) for each in parts]
+        return [*map(repr, parts)]
     if plain is bool:
         return ["true", "false"]
     if limits is not None and not inside:
@@ -199,7 +192,7 @@ shown = _Shown().repr
 def kinds_of(section: type) -> dict[str, Any]:
     """The type of each field of a section."""
     hints = get_type_hints(section, include_extras=True)
-    return {each.name: hints[each.name] for each in fields(section)}
+    return {setting.name: hints[setting.name] for setting in fields(section)}
 
 
 @dataclass(frozen=True)

@@ -226,9 +226,9 @@ def stream_once(
         num_images = sum(int((batch.weight > 0).sum()) for batch in batches)
         blocks.append((arrived, num_images))
         images = {
-            name: each for name, each in batches[0].arrays().items() if name.partition(".")[0] in (IMAGE, VIEW)
+            name: array for name, array in batches[0].arrays().items() if name.partition(".")[0] in (IMAGE, VIEW)
         }
-        num_bytes = sum(each.nbytes for each in images.values())
+        num_bytes = sum(image.nbytes for image in images.values())
         if arrived - blocks[0][0] > seconds:
             break
         del block, batches

@@ -40,16 +40,16 @@ def doctor(*, no_ray: bool = False) -> dict[str, Any]:
 
 
 def examined(name: str) -> dict[str, str]:
-    """Make and print a check: `name`, `status` (ok, warn, fail), `found`, and `mend`, "" if all is well."""
+    """Make and print a check: `name`, `status` (ok, warn, fail), `found`, and `fix`, "" if all is well."""
     check = CHECKS[name]
-    mend = check.__doc__ or ""
+    fix = check.__doc__ or ""
     try:
         is_well, finding = check()
-        status, mend = ("ok", "") if is_well else ("warn", mend)
+        status, fix = ("ok", "") if is_well else ("warn", fix)
     except Exception as error:  # a broken installation may raise anything
         status, finding = "fail", f"{type(error).__name__}: {error}"
-    print(f"{status:4} {name:10} {printable(finding)}" + (f"\n{'':16}→ {mend}" if mend else ""), flush=True)
-    return {"name": name, "status": status, "found": finding, "mend": mend}
+    print(f"{status:4} {name:10} {printable(finding)}" + (f"\n{'':16}→ {fix}" if fix else ""), flush=True)
+    return {"name": name, "status": status, "found": finding, "fix": fix}
 
 
 def _packages() -> tuple[bool, str]:

@@ -9,6 +9,7 @@ import numpy as np
 from raypipe.plan.compose import bucket_unit
 from raypipe.plan.samplers import Weighted
 from raypipe.plan.schedule import Plan
+from raypipe.plan.selection import JoinedSelection
 from raypipe.stores.scan import numbers_of
 from raypipe.streaming.spec import StreamSpec
 
@@ -89,6 +90,7 @@ def _of_sources(plan: Plan, store: Any) -> dict[str, Any]:
     """See `summary`."""
     assert plan.training and plan.training.mixture
     steps, kept = plan.steps_per_epoch, plan.kept["train"]
+    assert isinstance(kept, JoinedSelection)
     epochs = (0, plan.config.epochs - 1)
     counts = [plan.training.mixture.source_counts(epoch * steps, (epoch + 1) * steps) for epoch in epochs]
     return {

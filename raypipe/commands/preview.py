@@ -88,11 +88,10 @@ class Preview:
         strength = self.augment.strength.at(self.plan.progress(at.epoch, at.step))
         drawn: Any = {"seed": self.plan.micro_batch_seed(at), "strength": strength}
         if views := batch.arrays(VIEW):
-            fed = self._device.of_views(
-                {k: torch.from_numpy(v).movedim(-1, -3) for k, v in views.items()}, **drawn
-            )
-            images = {name: self._shown(view) for name, view in fed.items() if view.ndim == 4}
-            several = {name: view.unbind(1) for name, view in fed.items() if view.ndim == 5}
+            channels_first = {name: torch.from_numpy(view).movedim(-1, -3) for name, view in views.items()}
+            augmented = self._device.of_views(channels_first, **drawn)
+            images = {name: self._shown(view) for name, view in augmented.items() if view.ndim == 4}
+            several = {name: view.unbind(1) for name, view in augmented.items() if view.ndim == 5}
             crops = ((f"{name} {i}", crop) for name, view in several.items() for i, crop in enumerate(view))
             return images | {name: self._shown(crop) for name, crop in crops}, None
         image = torch.from_numpy(batch[IMAGE]).permute(0, 3, 1, 2)
@@ -141,7 +140,7 @@ class Preview:
         if batch.index[row] != self.plan.indices(at)[row]:
             lines.append(f"bad: sample {batch.index[row]} stands in")
         columns = in_group(batch.fields, COLUMN)
-        values = {name: each.unpacked() if isinstance(each, Ragged) else each for name, each in columns.items()}
+        values = {name: rows.unpacked() if isinstance(rows, Ragged) else rows for name, rows in columns.items()}
         texts = [f"{name} {_short(of_rows[row])}" for name, of_rows in values.items()]
         return [*lines, ", ".join(texts)] if texts else lines
 

@@ -32,7 +32,7 @@ class Records:
     unreadable: int = 0
 
 
-def told(unreadable: int) -> str:
+def unreadable_note(unreadable: int) -> str:
     """A sentence about lines that cannot be read; empty where there are none."""
     lines = "1 line that is" if unreadable == 1 else f"{unreadable} lines that are"
     return f"left out {lines} no record, cut off or damaged" if unreadable else ""

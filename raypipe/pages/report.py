@@ -15,7 +15,7 @@ import yaml
 from raypipe import pages
 from raypipe.errors import ConfigError
 from raypipe.logs import STAGES
-from raypipe.metrics.records import METRICS, START, parse, read_records, told
+from raypipe.metrics.records import METRICS, START, parse, read_records, unreadable_note
 from raypipe.pages import Series
 from raypipe.storage.files import read_whole, write_text
 from raypipe.storage.filesystem import as_uri, explained, join, open_filesystem
@@ -148,7 +148,7 @@ def render(runs: list[Recorded]) -> str:
         differences=_differences(runs),
         configuration=yaml.safe_dump(runs[0].config, sort_keys=False),
         max_rows=_MAX_ROWS,
-        told=told,
+        unreadable_note=unreadable_note,
     )
 
 

@@ -43,7 +43,7 @@ _DTYPES += ["float16", "float32", "float64"]
 
 @dataclass(frozen=True)
 class ColumnOptions(Section, prefix="store.columns.NAME."):
-    """How the lists and the numbers of a column reach the batch; see docs/columns.md.
+    """Options of a column's lists and numbers in the batch; see docs/columns.md.
 
     Attributes:
         length: numbers in each list; without `fill` each must have so many; 0 = any number, as a list on the host.
@@ -132,7 +132,7 @@ class PlanConfig(Section, prefix="plan."):
         window_groups: groups in a shuffle window; 0 = at least 10 groups and at least 4096 rows.
         val_interval: epochs between validations, the last epoch always has one; 0 = never.
         epoch_samples: samples that an epoch draws; 0 = the store once, or a mixture until its first store ends
-            ("shortest"), which may also be its last ("longest"). See docs/plans.md for this and what follows.
+            ("shortest"), which may also be its last ("longest"). docs/plans.md describes this and the next ones.
         mixture: weights of the stores that store.train names, or from epoch → such; empty = by their sizes.
         weights: how often each sample is drawn: a column of numbers, or a file *.npy; empty = all alike.
         class_balance: exponent, in [0, 8]: a class of n samples is drawn in proportion to n^(1 - exponent);
@@ -197,12 +197,12 @@ class PlanConfig(Section, prefix="plan."):
         return [(int(height), int(width)) for height, width in pairs]
 
     def sides_in(self, split: Literal["train", "val"]) -> list[tuple[int, int]]:
-        """The same of the buckets that a split has."""
+        """Height and width of each bucket that a split has."""
         return self.bucket_sides if split == "train" or self.val_buckets else []
 
     @property
     def is_plain(self) -> bool:
-        """Whether an epoch is each sample of one store once."""
+        """Return whether an epoch is each sample of one store once."""
         plain = not (self.weights or self.class_balance or self.mixture or self.buckets)
         return plain and self.repeats == 1 and not (isinstance(self.epoch_samples, int) and self.epoch_samples)
 
@@ -226,7 +226,7 @@ class PlanConfig(Section, prefix="plan."):
 
 @dataclass(frozen=True)
 class TransformConfig(Section, prefix="transform."):
-    """What the CPU actors do with each sample; docs/transforms.md has the presets, docs/targets.md the targets.
+    """The work of the CPU actors on each sample; docs/transforms.md has the presets, docs/targets.md the targets.
 
     Attributes:
         train: preset; `module:function`; a list of Albumentations transforms; a file of one (*.yaml, *.json); or
@@ -238,12 +238,12 @@ class TransformConfig(Section, prefix="transform."):
         decode_as: "rgb": images become uint8 RGB; "array": PNG, TIFF and .npy keep their dtype and their channels
             (docs/arrays.md).
         decode_min_side: decode JPEGs at the least of 1/8, 2/8, … that keeps this short side, pixels; 0 = whole.
-        crop_decode: "exact": decode a JPEG's crop alone, same pixels as "off"; "scaled": reduced (docs/decode.md).
+        crop_decode: "exact": decode only a JPEG's crop, same pixels as "off"; "scaled": reduced (docs/decode.md).
         apply_exif: turn images by their EXIF orientation; if off, use pixels as stored, as torchvision does.
         mask_column: column of a mask per sample, a PNG of one channel, transformed with the image; empty = none.
-        boxes_column: column of boxes per sample, `[x0, y0, x1, y1, label]` in pixels, likewise; empty = none.
+        boxes_column: column of boxes per sample, `[x0, y0, x1, y1, label]` in pixels, the same; empty = none.
         max_boxes: room for boxes in a row; a sample with more ends the run.
-        keypoints_column: column of keypoints per sample, `[x, y, label]` in pixels, likewise; empty = none.
+        keypoints_column: column of keypoints per sample, `[x, y, label]` in pixels, the same; empty = none.
         max_keypoints: room for keypoints in a row; a sample with more ends the run.
         make_columns: `module:function` that makes a sample's columns of those of store.columns, such as tokens of
             a caption; empty = they are taken as they are.
@@ -397,7 +397,7 @@ class PoolConfig(Section, prefix="pool."):
 
 @dataclass(frozen=True)
 class StrengthConfig(Section, prefix="augment.strength."):
-    """How the strength of the augmentation changes over the run: linearly up from 0, constant, linearly down to 0.
+    """The augmentation's strength over the run: linearly up from 0, constant, linearly down to 0.
 
     Attributes:
         ramp_up: share of the run in which it rises from 0 to `peak`.
@@ -425,7 +425,7 @@ class StrengthConfig(Section, prefix="augment.strength."):
 
 @dataclass(frozen=True)
 class AugmentConfig(Section, prefix="augment."):
-    """What happens to whole micro-batches on the training device. Validation batches are only normalised.
+    """The augmentation of whole micro-batches on the training device. Validation batches are only normalised.
 
     Attributes:
         mean: normalisation, per channel, of pixels scaled to [0, 1], or floats as they are; ImageNet's by default.
@@ -462,7 +462,7 @@ class AugmentConfig(Section, prefix="augment."):
             self._require(
                 isinstance(entry.get("op"), str), "ops", entry, "a list of {op: NAME, parameter: value, …}"
             )
-        if self.compile:  # Kornia reads what it has drawn, and what a user's module does is not known
+        if self.compile:  # Kornia reads its own draws, and a user's module is unknown
             whole = ("none", "light", "standard", "strong")
             self._require(self.preset in whole, "preset", self.preset, f"one of {whole} with augment.compile")
             for name in ("ops", "module"):
@@ -476,8 +476,8 @@ class TrainConfig(Section, prefix="train."):
     Attributes:
         model: "small" (a convolutional net for tiny images), any torchvision classification model, or a
             `module:function` that makes one for `num_classes`.
-        loss: "cross_entropy", or `module:function` of logits and targets, with a loss for each sample; what
-            targets that are no classes need.
+        loss: "cross_entropy", or `module:function` of logits and targets, with a loss for each sample; needed by
+            targets other than classes.
         optimizer: "sgd" (Nesterov momentum), "adamw", or `module:function` of parameter groups and `lr`.
         schedule: "cosine", or `module:function` of the step, all steps, those of warm-up and `lr`.
         num_classes: number of classes, or of the model's outputs; 0 = as many as the store names, or as a target
@@ -562,7 +562,7 @@ class TrainConfig(Section, prefix="train."):
 
 @dataclass(frozen=True)
 class RunConfig(Section, prefix=""):
-    """One run: its sections `store`, `plan`, `transform`, `pool`, `augment` and `train`, its name and its folder.
+    """A run: its sections `store`, `plan`, `transform`, `pool`, `augment` and `train`, its name and its folder.
 
     Attributes:
         storage_path: folder or URI (s3://, gs://, az://, abfs://) under which runs are kept.

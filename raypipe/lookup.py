@@ -1,4 +1,4 @@
-"""What there is: user code and installed packages, by name, and CPUs."""
+"""Look-ups of user code and installed packages, by name, and of CPUs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from raypipe.errors import ConfigError
 DISTRIBUTION = "raypipe-data"
 """What pip calls raypipe. The package `raypipe` of PyPI is another one."""
 
-# Whatever reads, decodes, transforms or draws at random on the CPU, beside raypipe.
+# Whatever reads, decodes, transforms or draws at random on the CPU, besides raypipe.
 _PACKAGES = (
     "ray",
     "numpy",
@@ -47,7 +47,7 @@ def search_here() -> bool:
 
 
 def import_name(address: str, setting: str) -> Any:
-    """What `module:name` names; the name may have dots.
+    """Import the value of `module:name`; the name may have dots.
 
     The module is looked for where Python looks, and then in the current folder, unless that is closed: a script's
     own folder, or that of a command, is where Python begins, and not where the user is.
@@ -57,7 +57,7 @@ def import_name(address: str, setting: str) -> Any:
         setting: whose value it is, for the error.
 
     Raises:
-        ConfigError: there is no such thing.
+        ConfigError: it does not exist.
     """
     module_name, _, name = address.partition(":")
     is_open = search_here()
@@ -80,7 +80,7 @@ def choices(name: str, known: Collection[str], those: str = "known are") -> str:
     """The names that could have been meant by a name, and all that there are, to end a message with.
 
     Args:
-        known: names, or name → what stands behind it in parentheses.
+        known: names, or name → the words behind it in parentheses.
     """
     close = get_close_matches(name, known, cutoff=0.65)  # so that label is near fine_label
     meant = f"did you mean {' or '.join(close)}? " if close else ""
@@ -89,7 +89,7 @@ def choices(name: str, known: Collection[str], those: str = "known are") -> str:
 
 
 def to_install(extra: str) -> str:
-    """How to install what an extra of raypipe names, for errors."""
+    """Return the command that installs an extra of raypipe, for errors."""
     return f"pip install '{DISTRIBUTION}[{extra}]'"
 
 

@@ -9,7 +9,7 @@
     dict            mappings                                    dict
     a class         its instances                               the value
 
-`Annotated[int, Limits(…)]` has limits of its own, unions are tried in order, and Any takes what there is.
+`Annotated[int, Limits(…)]` has its own limits, unions are tried in order, and Any takes what there is.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ class Limits(NamedTuple):
     below: bool = False
 
     def hold(self, value: float) -> bool:
-        """Whether a number is within them."""
+        """Return whether a number is within the limits."""
         least = self.least < value if self.above else self.least <= value
         return least and (value < self.most if self.below else value <= self.most)
 
     def words(self, kind: type, value: object) -> str:
-        """What they allow, for the message about a value."""
+        """Describe the limits, for the message about a value."""
         number = value if type(value) in (int, float) else math.nan
         low = self.least > -_MEANT or number < self.least  # type: ignore[operator]
         high = self.most < _MEANT or math.inf > number > self.most  # type: ignore[operator]
@@ -120,13 +120,13 @@ def _as_kind(value: Any, kind: Any, path: tuple[object, ...] = ()) -> Any:
 
 
 def _parts(kind: Any) -> tuple[Any, Limits | None]:
-    """A kind without its limits, and these; None = it is no number."""
+    """A kind without its limits, and these; None = not a number."""
     plain, *own = get_args(kind) if get_origin(kind) is Annotated else [kind]
     return plain, own[0] if own else _DEFAULT.get(plain)
 
 
 def fits(value: Any, kind: Any) -> bool:
-    """Whether `check` takes a value."""
+    """Return whether `check` takes a value."""
     try:
         _as_kind(value, kind)
     except _UnfitError:
@@ -135,7 +135,7 @@ def fits(value: Any, kind: Any) -> bool:
 
 
 def _as_one_of(value: Any, kind: Any, parts: tuple[Any, ...], path: tuple[object, ...]) -> Any:
-    """As the first alternative that fits; else the error is that of one which fits but for something within."""
+    """Convert to the first alternative that fits; else raise the error of one that fits but for a part."""
     nearest = _UnfitError(kind, value, path)
     for part in parts:
         try:
@@ -146,7 +146,7 @@ def _as_one_of(value: Any, kind: Any, parts: tuple[Any, ...], path: tuple[object
 
 
 def expected(kind: Any, value: object = None) -> str:
-    """What a value must be, in words; those of a number's limits that it does not pass are left out if large."""
+    """Describe what a value must be; those of a number's limits that it does not pass are left out if large."""
     *others, last = dict.fromkeys(_alternatives(kind, value))
     return f"{', '.join(others)} or {last}" if others else last
 
@@ -215,12 +215,12 @@ class Section:
 
 
 def is_section(kind: Any) -> bool:
-    """Whether a type is a section of settings."""
+    """Return whether a type is a section of settings."""
     return isinstance(kind, type) and issubclass(kind, Section)
 
 
 class Setting(NamedTuple):
-    """A setting: its type, its default, and what the documentation of its section says of it."""
+    """A setting: its type, its default, and its text in the docstring of its section."""
 
     kind: Any
     default: Any
@@ -228,7 +228,7 @@ class Setting(NamedTuple):
 
 
 def settings_of(section: type[Section]) -> dict[str, Setting]:
-    """All settings of a section and of those within it, by their whole names, such as `augment.strength.peak`."""
+    """Collect the settings of a section and its sections by whole names, such as `augment.strength.peak`."""
     settings: dict[str, Setting] = {}
     default, about = section(), described(section)
     for name, kind in kinds_of(section).items():  # type: ignore[arg-type] # a class is hashable
@@ -251,6 +251,6 @@ def build(section: type[Section], values: Mapping[str, Any]) -> Any:
 
 
 def described(documented: Any) -> dict[str, str]:
-    """What the docstring of a section or a function says of each attribute or argument."""
+    """Parse the docstring of a section or a function: the text of each attribute or argument."""
     entries = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", inspect.getdoc(documented) or "", re.MULTILINE)
     return {name: " ".join(text.split()) for name, text in entries}

@@ -1,5 +1,4 @@
-"""The commands that audit: what a store is, which of its samples are bad, whether two streams are the same, and
-what has become of a run."""
+"""The commands that audit stores, their bad samples, streams, and runs."""
 
 from __future__ import annotations
 
@@ -111,7 +110,7 @@ def digest(
             be more than CPUs.
         target: see `settings.command_parser`.
         from_step: resume at this training step, counted through all epochs.
-        to_step: end before this training step, a validation that lies before it included; 0 = at the end.
+        to_step: end before this training step, including a validation before it; 0 = at the end.
         output: write the settings and the digest of every micro-batch to this file, a local path or a URI.
         compare: compare with such a file; exit code 1 where they differ.
     """

@@ -170,7 +170,7 @@ def _alone(store: Store, transform: TransformConfig, seconds: float) -> Figures:
     from raypipe.transform.presets import build_transform
     from raypipe.transform.samples import EncodedSample
 
-    cv2.setNumThreads(1)  # as in an actor
+    cv2.setNumThreads(1)  # an actor does so too
     store.read(np.arange(1), ("image",))  # opens it
     began_cpu = time.process_time()
     encoded = store.read(np.arange(min(len(store), _CEILING_IMAGES)), ("image",))["image"]

@@ -4,7 +4,7 @@ All commands on a store or a stream take the settings of a run, as jobs/train.py
 setting by its name, such as `--plan.seed 1`.
 
 Exit codes: 0 done; 1 an error that the message explains, a comparison that found a difference, or a machine that
-is not fit; 2 wrong usage; 75 a run was stopped, and has a checkpoint to go on from; 130 interrupted.
+is not fit; 2 wrong usage; 75 a run was stopped, and has a checkpoint to continue from; 130 interrupted.
 """
 
 from __future__ import annotations

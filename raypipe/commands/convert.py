@@ -4,7 +4,7 @@
     → one rename, or, at a URI, one manifest: the new store exists whole or not at all
 
 A local destination of one shard is a file, of several a folder of shards; a remote one is a folder. Order and
-indices are the source's, unless samples are skipped. What can be read in one order alone, samples, a Dataset or a
+indices are the source's, unless samples are skipped. Sources with a fixed order, samples, a Dataset or a
 file that is no store, goes through this process once, into a store in the cache folder, and is then copied as any
 other.
 """
@@ -249,7 +249,7 @@ def write_shard(
 
     Raises:
         SampleError: a sample is bad, and on_bad_sample is "raise".
-        StoreError: what is read back is not what was written.
+        StoreError: the shard differs from its samples when it is read back.
         InterruptedError: see `check_wanted`.
     """
     check_wanted(wanted)

@@ -1,6 +1,6 @@
 """Descriptions of stores, and the search for their bad samples.
 
-describe   what the store says of itself, and what a few samples spread over it are; in this process
+describe   the store's own figures, and those of a few samples spread over it; in this process
 verify     every sample, on Ray; the bad ones as a list for runs to leave out, see `raypipe.stores.record`
 
 What cannot be read in one piece is read in smaller ones, down to single samples: damage that breaks the read of

@@ -28,7 +28,7 @@ class Tile:
     Attributes:
         image: uint8 (H, W, 3); None = grey.
         lines: the caption, three lines at most.
-        reason: why there is no image.
+        reason: why the image is missing.
         targets: drawn over the image, by name: mask, uint8 (H, W), classes (0 as it is, 255 dark, others tinted);
             boxes, float (K, 5), `[x0, y0, x1, y1, label]`; and keypoints, float (K, 3), `[x, y, label]`. Boxes and
             keypoints with negative labels are left out.

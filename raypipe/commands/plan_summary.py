@@ -29,7 +29,7 @@ def summary(spec: StreamSpec) -> dict[str, Any]:
         `left_over`, too few for a micro-batch, `micro_batches` of epoch 0, `share` of the draws in the first and
         the last epoch; None = not counted), `buckets_left_over` (micro-batches of a pass, too few for a step; None
         where no epoch leaves any over), `val_buckets` (its name → `samples`, `micro_batches`), `sources`
-        (name → `samples`, `left_out`, `share` likewise, `passes` in the first) and `classes` (label → share of the
+        (name → `samples`, `left_out`, `share` too, `passes` in the first) and `classes` (label → share of the
         samples, share of the draws).
     """
     plan, store = spec.plan, spec.stores["train"]

@@ -36,7 +36,7 @@ from raypipe.transform.transform_steps import brief
 from raypipe.transform.views import makes_views
 
 _MAX_PICTURES = 400  # samples times (1 + epochs), about 30 megapixels
-_MAX_DRAWS = 1 << 22  # of an epoch, looked at to find a sample: about a second
+_MAX_DRAWS = 1 << 22  # drawn from an epoch to find a sample, in about a second
 
 
 class Preview:
@@ -145,7 +145,7 @@ class Preview:
         return [*lines, ", ".join(texts)] if texts else lines
 
     def _class(self, label: Any) -> str:
-        """Its name, or its number where it has none that the picture's font is sure to have; or another target."""
+        """Name a class, by its number if the picture's font may lack its name; or give another target."""
         if self._columns.target:
             return f"target {_short(label)}"
         if not self._columns.has_target:

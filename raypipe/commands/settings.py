@@ -1,4 +1,4 @@
-"""The settings of a run, from YAML files and the command line: of jobs and of commands alike.
+"""The settings of a run, from YAML files and the command line, for jobs and commands alike.
 
 A command is a function whose parameters are its options. Those without defaults are given by their places, or as
 options where they have names alone. `run` stands for all settings of a run, another section for its own settings;
@@ -50,7 +50,7 @@ def parse_command(
     wrong type, in a file or on the command line, end the program with exit code 2.
 
     Raises:
-        ConfigError: settings do not go together, there is no run to resume, or its settings name code.
+        ConfigError: settings do not go together, the run to resume is missing, or its settings name code.
     """
     parser, parameters = command_parser(name, command, doc), inspect.signature(command).parameters
     own = parser.read(sys.argv[1:] if args is None else args)
@@ -190,7 +190,7 @@ def _loaded(text: str, where: str) -> dict[str, Any]:
 
 
 def _from_text(text: str, kind: Any) -> Any:
-    """What an argument means, as a setting of a type: YAML, or, where only that fits, the text as it is."""
+    """Read an argument as a setting of a type: YAML, or, where only that fits, the text as it is."""
     value = text
     if kind is not str:
         with contextlib.suppress(yaml.YAMLError):
@@ -199,7 +199,7 @@ def _from_text(text: str, kind: Any) -> Any:
 
 
 def _with_base(own: dict[str, Any], parser: Parser) -> dict[str, Any]:
-    """What is own, over the settings of the run that is resumed or looked at, or over those of the digits."""
+    """Lay the user's values over the settings of a run that is resumed or looked at, or those of the digits."""
     from raypipe.train.run_folder import folder_to_resume, read_config
 
     values = {name: setting.default for name, setting in settings_of(RunConfig).items()} | own
@@ -262,7 +262,7 @@ def _code_of(values: dict[str, Any]) -> Iterator[tuple[str, str]]:
 def _close_here(addresses: Iterable[str]) -> None:
     """Keep modules of the current folder from being imported where it lies in a store or a run, or is one.
 
-    `lookup.import_name` reads this variable, and so do the processes started from here: Ray's workers have the
+    `lookup.import_name` reads this variable, as do processes started from here: Ray's workers have the
     current folder in front of all others otherwise, and so has `python -c`.
     """
     here = Path.cwd()
@@ -273,7 +273,7 @@ def _close_here(addresses: Iterable[str]) -> None:
 
 
 def _is_run(address: str) -> bool:
-    """Whether it is the folder of a run, rather than a store."""
+    """Return whether an address is the folder of a run, rather than a store."""
     from raypipe.train.run_folder import has_config
 
     try:

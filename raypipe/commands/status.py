@@ -46,7 +46,7 @@ def status(folder: str) -> dict[str, Any]:
         `stop_requested`; and `faults`, the texts of all.
 
     Raises:
-        ConfigError: there is no run, or it has not begun to train.
+        ConfigError: the run is missing, or has not begun to train.
     """
     from raypipe.train.run_folder import check_run_folder, stop_requested
 
@@ -86,7 +86,7 @@ def standing(status: dict[str, Any], now: float, is_held: bool, died_at: float) 
         died_at: when its trainers have last died, of time.time().
 
     Returns:
-        Its values, with ages in place of times, and `state`: "running"; "silent", where rank 0 has not written for
+        Its values, with ages instead of times, and `state`: "running"; "silent", where rank 0 has not written for
         four of its periods, so it is stopped, dead, or cut off from the folder; "restarting", where its trainers
         have ended and the run has not; or "ended".
     """

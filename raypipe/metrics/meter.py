@@ -15,7 +15,7 @@ from raypipe.plan.places import Split
 
 
 class Meter:
-    """Of one rank's loader, which tells it of each micro-batch: `asked`, `arrived`, `handed_out`.
+    """The times of one rank's loader, which reports each micro-batch: `asked`, `arrived`, `handed_out`.
 
     Attributes:
         clocks: of each split; the threads that copy and decode add to them.
@@ -33,7 +33,7 @@ class Meter:
         self.begin_interval()
 
     def begin(self) -> None:
-        """The stream is started, possibly anew."""
+        """Begin the stream, possibly again."""
         self._created, self.first_batch_s = time.perf_counter(), 0.0
 
     def times(self, split: Split) -> StageTimes:

@@ -1,4 +1,4 @@
-"""What a run exports as metrics for Prometheus: every name, its labels and meaning, and who records it.
+"""The metrics that a run exports for Prometheus: every name, its labels and meaning, and who records it.
 
     TrainerMetrics   each rank: what it was given, where its time goes, how it learns
     StreamMetrics    the process in which Ray Data schedules: the pool, and what is in flight
@@ -33,7 +33,7 @@ _PERIOD_S = 1.0
 
 
 class Metric(NamedTuple):
-    """One metric. Counters, and they alone, end in _total; Ray adds labels of its own."""
+    """A metric. Only counters end in _total; Ray adds its own labels."""
 
     name: str
     labels: tuple[str, ...]
@@ -41,7 +41,7 @@ class Metric(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """Of Prometheus: counter or gauge."""
+        """The type in Prometheus: counter or gauge."""
         return "counter" if self.name.endswith("_total") else "gauge"
 
 
@@ -147,7 +147,7 @@ class Recorder:
 
 
 class TrainerMetrics(Recorder):
-    """Of one rank; rank 0 alone tells what is the same for all.
+    """Metrics of one rank; only rank 0 has those of the whole run.
 
     From `begin` to `end` a thread sets the gauges once a second, so that they last while the rank waits.
 
@@ -179,7 +179,7 @@ class TrainerMetrics(Recorder):
             self.set(self._gauges)
 
     def is_due(self) -> bool:
-        """Whether a second has passed since `record`."""
+        """Return whether a second has passed since `record`."""
         return time.monotonic() - self._recorded_at >= _PERIOD_S
 
     def learnt(self, **values: float) -> None:
@@ -200,7 +200,7 @@ class TrainerMetrics(Recorder):
             times: of each split, since the rank started.
             first_batch_s: from the start of the loader to its first batch.
             steps: since the rank started.
-            of_run: what is the same for all ranks, as of `learnt`.
+            of_run: values of the whole run, see `learnt`.
         """
         self._recorded_at = time.monotonic()
         self.add_storage("trainer")
@@ -227,7 +227,7 @@ def _keep(metrics: weakref.ref[TrainerMetrics], ended: threading.Event) -> None:
 
 
 class StreamMetrics(Recorder):
-    """Of one execution of a stream."""
+    """Metrics of one execution of a stream."""
 
     def show(self, made: int, in_flight: int = 0, waiting: int = 0, actors: Any = None) -> None:
         """Show where it stands.
@@ -235,7 +235,7 @@ class StreamMetrics(Recorder):
         Args:
             made: blocks that its pool has finished, so far.
             in_flight: blocks that are worked on, or wait finished.
-            waiting: of these, those that wait finished.
+            waiting: the finished ones among these.
             actors: has their number by state: running, restarting, pending; None = there are none.
         """
         self.reach({"stream_blocks_total": made})

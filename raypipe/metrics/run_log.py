@@ -55,7 +55,7 @@ def append_fault(run_uri: str, text: str, reason: str) -> None:
 
 
 def _append_whole(path: Path, lines: bytes) -> None:
-    """Append lines to a file. A line that a crash or a full disk has cut off stays a line of its own."""
+    """Append lines to a file. A line that a crash or a full disk has cut off stays a separate line."""
     with path.open("a+b") as file:
         if file.tell():
             file.seek(-1, 2)
@@ -76,7 +76,7 @@ class RunLog:
         settings: of the stream, for a run without a config.yaml.
 
     Raises:
-        ConfigError: what an earlier start has recorded in object storage cannot be read.
+        ConfigError: an earlier start's record in object storage cannot be read.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class RunLog:
         self._events: EventsWriter | None = None
         with self._best_effort("the folder"):
             (self._folder / "tensorboard").mkdir(parents=True, exist_ok=True)
-            # Its name has the second alone, and it would replace the file of another start of that second.
+            # Its name has only the second, and it would replace the file of another start of that second.
             self._events = EventsWriter(str(self._folder / "tensorboard/events"), f".{secrets.token_hex(4)}")
         if not self._local:
             for name in (METRICS, SAMPLES):
@@ -159,7 +159,7 @@ class RunLog:
 
     @contextlib.contextmanager
     def _best_effort(self, what: str) -> Iterator[None]:
-        """Within, a file that cannot be written is a warning, the first time."""
+        """Turn a file that cannot be written into a warning, the first time."""
         try:
             yield
         except (pa.ArrowException, OSError, OutageError) as error:

@@ -1,5 +1,5 @@
-"""One HTML page of a run, or of two side by side, from what their folders hold (`raypipe.train.run_folder`): so a
-page can be made anew at any time, and of a run that is still going on."""
+"""The HTML page of a run, or of two side by side, from what their folders hold (`raypipe.train.run_folder`): so a
+page can be made again at any time, and of a run that is still going on."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from raypipe.storage.files import read_whole, write_text
 from raypipe.storage.filesystem import as_uri, explained, join, open_filesystem
 from raypipe.stores.base import title_of
 
-_MAX_ROWS = 50  # of a table; the files have the rest
+_MAX_ROWS = 50  # rows of a table; the files have the rest
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """What a run has written: records of metrics.jsonl that hold, of the quarantine, and lines that are none."""
+    """A run's files: records of metrics.jsonl that hold, of the quarantine, and lines that are not records."""
 
     uri: str
     config: dict[str, Any]
@@ -48,7 +48,7 @@ class Recorded:
         return Series(self.name, [*values], [*values.values()])
 
     def bad_samples(self) -> list[tuple[str, str]]:
-        """What each is called, once, and what is wrong with it."""
+        """Name each bad sample once, with its error."""
         first = {(record.get("store"), record.get("index")): record for record in self.bad}
         return [
             (title_of(store, index, record.get("name", "")), str(record.get("error")))

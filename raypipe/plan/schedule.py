@@ -272,17 +272,22 @@ class Plan:
 
     def draw(self, at: MicroBatchId) -> Draws:
         """The draws of a micro-batch, (B,)."""
-        return Draws(*(column[0] for column in self.draw_block([at])))
+        return self.draw_block([at]).at(0)
 
     def draw_block(self, block: Sequence[MicroBatchId]) -> Draws:
         """The draws of k micro-batches of a segment, (k, B). For 16 it takes as long as for one."""
-        first = np.array([self.global_step(at) * self.config.per_step + at.micro for at in block])
-        positions = np.add.outer(first * self.config.micro_batch_size, np.arange(self.config.micro_batch_size))
-        sampler: Sampler | None = self.validation
-        if block[0].split == "train":
-            sampler = self.training.sampler if self.training else None
+        first = np.array([self._first_position(at) for at in block])
+        positions = np.add.outer(first, np.arange(self.config.micro_batch_size))
+        draws = self._sampler(block[0].split).draw(positions.ravel())
+        return Draws(*(column.reshape(positions.shape) for column in draws))
+
+    def _first_position(self, at: MicroBatchId) -> int:
+        return (self.global_step(at) * self.config.per_step + at.micro) * self.config.micro_batch_size
+
+    def _sampler(self, split: Split) -> Sampler:
+        sampler = self.validation if split == "val" else self.training and self.training.sampler
         assert sampler, "this plan has a schedule alone, or no validation"
-        return Draws(*(column.reshape(positions.shape) for column in sampler.draw(positions.ravel())))
+        return sampler
 
     def draw_epoch(self, epoch: int, positions: np.ndarray) -> Draws:
         """The draws at int64 positions (n,) of a training epoch."""
@@ -292,7 +297,11 @@ class Plan:
     def bucket_of(self, at: MicroBatchId) -> Sides | None:
         """Height and width of the bucket that a micro-batch is of; None where its split has none."""
         sides = self.config.sides_in(at.split)
-        return sides[self.draw(at).buckets[0]] if sides else None
+        return sides[self._bucket(at)] if sides else None
+
+    def _bucket(self, at: MicroBatchId) -> int:
+        """The number of the bucket: all samples of a micro-batch are of one, so its first draw says which."""
+        return int(self._sampler(at.split).draw(np.array([self._first_position(at)])).buckets[0])
 
     def without_draws(self) -> Plan:
         """This plan for one who needs its schedule alone: it has no lists of samples, whatever they weigh."""
@@ -326,7 +335,7 @@ class Plan:
         assert self.training, "a plan without draws has a schedule alone"
         key = int(derive_keys(1, self.config.seed, Domain.SUBSTITUTE, at.epoch, index, attempt)[0])
         source = int(self.source_of(np.array([index]))[0]) if self.sources else 0
-        bucket = self.draw(at).buckets[0] if self.config.buckets else 0
+        bucket = self._bucket(at) if self.config.buckets else 0
         return self.training.store_samplers[source][bucket].sample_of(key)
 
 

@@ -92,8 +92,9 @@ class Chronicle:
         """
         self.close()
         if self._folder:
-            self._shown = {"begun": time.time(), "to_step": settings()["to_step"]}
-            self.log = RunLog(self._folder, self.step, self._world_size, validates, settings())
+            of_run = settings()
+            self._shown = {"begun": time.time(), "to_step": of_run["to_step"]}
+            self.log = RunLog(self._folder, self.step, self._world_size, validates, of_run)
             self._stop_following = follow(supervisor, self._tell_event)
 
     @property

@@ -33,7 +33,7 @@ from raypipe.transform.batch import (
 )
 from raypipe.transform.columns import ColumnMaker
 from raypipe.transform.contents import build_content
-from raypipe.transform.fields import IMAGE, VIEW, BlockMemory, MicroBatch
+from raypipe.transform.fields import IMAGE, BlockMemory, MicroBatch, is_image
 from raypipe.transform.presets import is_preset
 from raypipe.transform.process_state import process_kept
 from raypipe.transform.sample_cache import open_caches
@@ -77,48 +77,64 @@ class MicroBatchMaker:
         self._attempt = FIRST_ATTEMPT
         self._transforms: dict[tuple[Split, Size], MicroBatchTransform] = {}
         for split in spec.stores:
-            self._transform(MicroBatchId(split, 0, 0, 0))
+            self._first_transform(split)
 
-    def _transform(self, at: MicroBatchId) -> MicroBatchTransform:
+    def _first_transform(self, split: Split) -> MicroBatchTransform:
+        at = MicroBatchId(split, 0, 0, 0)
+        return self._transform(at, self.plan.draw(at))
+
+    def _transform(self, at: MicroBatchId, draws: Draws) -> MicroBatchTransform:
         """Of a micro-batch, by the size of its images; made where it is the first of that size."""
-        split, size, spec = at.split, self._size(at), self._spec
+        split, buckets = at.split, self.plan.config.sides_in(at.split)
+        bucket = buckets[draws.buckets[0]] if buckets else None
+        size = size_in(self._spec.transform, split, at.epoch, bucket)
         if (split, size) not in self._transforms:
-            store = self._stores[split]
-            several = has_sizes(spec.transform, split, self.plan.config.sides_in(split))
-            self._transforms[split, size] = MicroBatchTransform(
-                build_content(
-                    spec.transforms[split], spec.transform, spec.columns, size, sides_of(size) if several else None
-                ),
-                on_bad_sample=spec.transform.on_bad_sample,
+            self._transforms[split, size] = transform_of(
+                self._spec,
+                split,
+                size,
+                on_bad_sample=self._spec.transform.on_bad_sample,
                 exact=split == "val",
-                store_address=store.address,
-                sample_name=functools.partial(name_of, store),
                 decoded=self.caches[split].decoded if split in self.caches else None,
-                columns=ColumnMaker(spec.columns) if spec.columns else None,
                 probe=functools.partial(self._first_samples, split),
             )
         return self._transforms[split, size]
-
-    def _size(self, at: MicroBatchId) -> Size:
-        return size_in(self._spec.transform, at.split, at.epoch, self.plan.bucket_of(at))
-
-    def memory(self, places: Sequence[MicroBatchId]) -> BlockMemory | None:
-        """Memory for the micro-batches of a block; None = each has its own, since images differ in size."""
-        if len(set(map(self._size, places))) > 1:
-            return None
-        return BlockMemory(self._transform(places[0]).content.fields, len(places))
 
     def draws_globally(self) -> Split | None:
         """A split whose transform draws from generators of the process, as long as there is one."""
         found = (split for (split, _), transform in self._transforms.items() if transform.draws_globally)
         return next(found, None)
 
-    def batch(self, at: MicroBatchId, draws: Draws | None = None) -> MicroBatch:
+    def batch(self, at: MicroBatchId) -> MicroBatch:
         """One micro-batch, made in a process that is also the user's; its bad samples are recorded."""
         with process_kept(self.draws_globally() is not None):  # the first compares with the validation
-            made = self.make(at, draws=draws)
+            made = self.make(at)
         self.settle(made)
         return made.batch
+
+    def block(
+        self,
+        places: Sequence[MicroBatchId],
+        reads: Sequence[Sequence[EncodedSample]] | None = None,
+        attempt: Callable[[MicroBatchId], Attempt] = lambda _: FIRST_ATTEMPT,
+    ) -> tuple[list[Made], BlockMemory | None]:
+        """Make the micro-batches of a block.
+
+        Args:
+            reads: for each, what a reader has read; None = the store is read here.
+            attempt: called before each one, for what is known of it.
+
+        Returns:
+            The micro-batches, and the memory of them all; None = each has its own, since images differ in size.
+        """
+        draws = self.plan.draw_block(places)
+        transform, *others = {self._transform(at, draws.at(number)) for number, at in enumerate(places)}
+        memory = None if others else BlockMemory(transform.content.fields, len(places))
+        micro_batches = [
+            self.make(at, reads[number] if reads else None, attempt(at), memory, draws.at(number))
+            for number, at in enumerate(places)
+        ]
+        return micro_batches, memory
 
     def make(
         self,
@@ -140,7 +156,7 @@ class MicroBatchMaker:
         self._log_place(at)
         self._attempt = attempt
         draws = draws or self.plan.draw(at)
-        indices, transform = draws.indices, self._transform(at)
+        indices, transform = draws.indices, self._transform(at, draws)
         cache = self.caches.get(at.split)
         kept = cache.find(indices) if cache else {}
         samples: list[Sample] = self._samples(at.split, indices, attempt, [*kept]) if read is None else [*read]
@@ -149,7 +165,7 @@ class MicroBatchMaker:
         read_s = time.perf_counter() - started
 
         def substitutes(row: int) -> Iterator[Candidate]:
-            of_row = Draws(*(column[row : row + 1] for column in draws))
+            of_row = draws.at(slice(row, row + 1))
             for number in range(NUM_SUBSTITUTES):
                 index = self.plan.substitute(at, int(indices[row]), number)
                 k0, k1 = self.plan.sample_keys(at.split, of_row._replace(indices=np.array([index])))[0].tolist()
@@ -180,7 +196,7 @@ class MicroBatchMaker:
         of_size = all(map(is_preset, spec.transforms.values()))
         if "val" not in self._stores or of_size or has_sizes(spec.transform, "train", buckets):
             return
-        content = self._transform(MicroBatchId("val", 0, 0, 0)).content
+        content = self._first_transform("val").content
         for sample in self._first_samples("val"):
             with contextlib.suppress(SampleError):
                 image = content.one(sample, (0, 0)).get(IMAGE)
@@ -212,6 +228,19 @@ class MicroBatchMaker:
                 self._attempt.before_sample(index)
             if index not in self._attempt.bad:
                 yield self._read(split, index)
+
+
+def transform_of(spec: StreamSpec, split: Split, size: Size, **options: Any) -> MicroBatchTransform:
+    """What makes the micro-batches of a split whose images have one size; `options` see `MicroBatchTransform`."""
+    store, buckets = spec.stores[split], spec.plan.config.sides_in(split)
+    sides = sides_of(size) if has_sizes(spec.transform, split, buckets) else None
+    return MicroBatchTransform(
+        build_content(spec.transforms[split], spec.transform, spec.columns, size, sides),
+        store_address=store.address,
+        sample_name=functools.partial(name_of, store),
+        columns=ColumnMaker(spec.columns) if spec.columns else None,
+        **options,
+    )
 
 
 def differing(
@@ -274,19 +303,7 @@ def try_samples(spec: StreamSpec, num_classes: int, num: int = 8, channels: int 
         first_rows = np.flatnonzero(draws.indices != PADDING)[:num]
         indices = draws.indices[first_rows]
         buckets = spec.plan.config.sides_in(split)
-        several = sizes_of(config, split, buckets) if has_sizes(config, split, buckets) else []
-        columns = ColumnMaker(spec.columns) if spec.columns else None
-        first, *others = (
-            MicroBatchTransform(
-                build_content(
-                    spec.transforms[split], config, spec.columns, size, sides_of(size) if several else None
-                ),
-                store_address=store.address,
-                sample_name=functools.partial(name_of, store),
-                columns=columns,
-            )
-            for size in several or [config.final_size]
-        )
+        first, *others = (transform_of(spec, split, size) for size in sizes_of(config, split, buckets))
         samples = read_samples(store, indices, spec.wanted)
         titles = [title_of(store.address, index, name_of(store, index)) for index in indices.tolist()]
         if spec.columns.target is None:
@@ -300,7 +317,7 @@ def try_samples(spec: StreamSpec, num_classes: int, num: int = 8, channels: int 
                 while others:  # each size once
                     others.pop().one(sample, index, key)
                 _check_image(made, split, channels, title)
-                if IMAGE in made and not several:
+                if IMAGE in made and not has_sizes(config, split, buckets):
                     sizes[split] = made[IMAGE].shape[:2]
             except SampleError as error:
                 bad.append(f"{title}: {error}; {error.advice}")
@@ -311,7 +328,7 @@ def try_samples(spec: StreamSpec, num_classes: int, num: int = 8, channels: int 
 
 def _check_image(made: Mapping[str, Any], split: Split, channels: int, title: str) -> None:
     """Raise ConfigError where a classifier has no use for what was made of a sample."""
-    if any(name.partition(".")[0] == VIEW for name in made):
+    if any(map(is_image, made.keys() - {IMAGE})):
         raise ConfigError(f"{title}: transform.{split} {NO_VIEWS}")
     if IMAGE in made and made[IMAGE].shape[2] != channels:
         raise ConfigError(

@@ -22,7 +22,6 @@ from raypipe.errors import ResourceError
 from raypipe.logs import configure_logs
 from raypipe.metrics.prometheus import Recorder
 from raypipe.plan.places import PADDING, MicroBatchId
-from raypipe.plan.samplers import Draws
 from raypipe.rayext.watch import this_process
 from raypipe.storage import patience
 from raypipe.streaming.blocks import Block
@@ -71,14 +70,9 @@ class TransformWorker:
             reads: for each micro-batch, what a reader has read; None = this actor reads.
             read_s: seconds that the reader took for all.
         """
-        memory, all_made = self._maker.memory(places), list[Made]()
         with self._guard.block(places) as orders:
-            draws = self._maker.plan.draw_block(places)
-            for number, at in enumerate(places):
-                attempt = self._guard.attempt(at, orders)
-                read = reads[number] if reads else None
-                of_micro_batch = Draws(*(column[number] for column in draws))
-                all_made.append(self._maker.make(at, read, attempt, memory, of_micro_batch))
+            attempt = functools.partial(self._guard.attempt, orders=orders)
+            all_made, memory = self._maker.block(places, reads, attempt)
         # Unguarded: where records go may be slow, which is no fault of the samples.
         for made in all_made:
             self._maker.settle(made)

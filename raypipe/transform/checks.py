@@ -22,7 +22,7 @@ from raypipe.transform.views import makes_views
 def check_transforms(
     config: TransformConfig, transforms: Mapping[Split, Any], stores: Mapping[Split, Store]
 ) -> None:
-    """Raise ConfigError where `content_of` would, as far as can be known without the user's code."""
+    """Raise ConfigError where `build_content` would, as far as can be known without the user's code."""
     for split, store in stores.items():
         transform = transforms[split]
         if config.decode == "gpu":

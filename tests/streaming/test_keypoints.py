@@ -125,8 +125,7 @@ def test_a_batch_has_room_for_them_and_the_ring_and_any_reader_have_the_same() -
     reads = [read_samples(spec.stores["train"], spec.plan.indices(at), spec.wanted) for at in block]
     unpacked = reads_of(source_row(block, reads, read_schema(columns=True)))
     assert unpacked is not None
-    memory = maker.memory(block)
-    all_made = [maker.make(at, read, memory=memory) for at, read in zip(block, unpacked, strict=True)]
+    all_made, memory = maker.block(block, unpacked)
     row = block_row([made.batch for made in all_made], memory)
     assert [batch_digest(batch) for batch in batches_of(row)] == [batch_digest(batch) for batch in hosts[:2]]
     moved = with_fields(hosts[0], {"keypoints": hosts[0]["keypoints"] + 1})

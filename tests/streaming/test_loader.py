@@ -63,8 +63,7 @@ class InProcess:
         maker, places = MicroBatchMaker(self.spec), self.spec.plan.micro_batches(self.spec.plan.start())
         for number, block in enumerate(cut(places, self.world_size, {"train": 2, "val": 2})):
             if number % self.world_size == self.rank:
-                memory = maker.memory(block)
-                all_made = [maker.make(at, memory=memory) for at in block]
+                all_made, memory = maker.block(block)
                 for made in all_made:
                     maker.settle(made)
                 yield block_row([made.batch for made in all_made], memory)

@@ -127,9 +127,8 @@ def test_a_stream_in_groups_is_read_by_a_reader_and_has_the_same_columns(tmp_pat
             places = list(zip(row["step"][0].as_py(), row["micro"][0].as_py(), strict=True))
             split: Any = "val" if row["split"][0].as_py() else "train"
             block = [MicroBatchId(split, row["epoch"][0].as_py(), step, micro) for step, micro in places]
-            memory = maker.memory(block)
-            of_block = [maker.make(at, read, memory=memory).batch for at, read in zip(block, reads, strict=True)]
-            for batch in batches_of(through_arrow(block_row(of_block, memory))):
+            all_made, memory = maker.block(block, reads)
+            for batch in batches_of(through_arrow(block_row([made.batch for made in all_made], memory))):
                 check(batch)
                 assert batch_digest(batch) == batch_digest(expected[str(batch.at)])
                 assert batch["label"].tolist() == np.where(batch.index < 0, 0, batch.index / 2).tolist()

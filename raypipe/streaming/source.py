@@ -33,7 +33,7 @@ from raypipe.rayext.watch import this_process
 from raypipe.stores import open_store
 from raypipe.stores.base import Store, check_columns, name_of
 from raypipe.streaming.blocks import MAX_BYTES, cut, most, tasks
-from raypipe.streaming.row import PLACE_SCHEMA, read_schema, source_row
+from raypipe.streaming.row import SOURCE_SCHEMA, SourceRow
 from raypipe.transform.samples import EncodedSample, Wanted, read_samples
 
 if TYPE_CHECKING:
@@ -77,7 +77,6 @@ class MicroBatchSource(Datasource):
         self._share, self._wanted = share, wanted
         self._ranks, self._block, self._largest, self._max_bytes = ranks, block, largest, max_bytes
         self._run = run
-        self._schema = read_schema(bool(wanted.columns)) if readers else PLACE_SCHEMA
         self._tasks = tasks(plan.num_micro_batches(cursor, share), ranks)
 
     @property
@@ -99,7 +98,7 @@ class MicroBatchSource(Datasource):
                 functools.partial(self._rows, first, count),
                 # How many rows there will be is not known, and nothing depends on it.
                 BlockMetadata(num_rows=count, size_bytes=None, exec_stats=None, input_files=None),
-                schema=self._schema,
+                schema=SOURCE_SCHEMA,
             )
             for first, count in self._tasks
         ]
@@ -125,7 +124,7 @@ class MicroBatchSource(Datasource):
             if block[0].split in self._readers:
                 reads = [self._read(at, task if careful else "") for at in block]
                 metrics.add_storage("reader")
-            yield source_row(block, reads, self._schema, time.perf_counter() - begun_s)
+            yield SourceRow(block, reads, time.perf_counter() - begun_s).packed()
         if task:
             self._supervisor.has_read.remote(task)
 

@@ -26,7 +26,7 @@ from raypipe.rayext.watch import this_process
 from raypipe.storage import patience
 from raypipe.streaming.blocks import Block
 from raypipe.streaming.maker import Made, MicroBatchMaker
-from raypipe.streaming.row import block_of, block_row, reader_seconds, reads_of
+from raypipe.streaming.row import SourceRow, block_row
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.supervisor import Orders
 from raypipe.transform.batch import FIRST_ATTEMPT, Attempt
@@ -59,7 +59,7 @@ class TransformWorker:
         self._supervisor, self._num_blocks = supervisor, 0
 
     def __call__(self, table: pa.Table) -> dict[str, np.ndarray]:
-        return self.run(block_of(table), reads_of(table), reader_seconds(table))
+        return self.run(*SourceRow.unpacked(table))
 
     def run(
         self, places: Block, reads: list[list[EncodedSample]] | None = None, read_s: float = 0.0

@@ -39,7 +39,7 @@ from raypipe.streaming.arrival import Source, augmented, judge, moved
 from raypipe.streaming.bad_samples import BadSampleBudget
 from raypipe.streaming.chronicle import Chronicle
 from raypipe.streaming.digest import settings_of
-from raypipe.streaming.epochs import Epoch, Pass, Rest
+from raypipe.streaming.epochs import Epoch, Pass
 from raypipe.streaming.running import EXHAUSTED, Running
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.stateful import Stateful, latest_of_train, numbers_in, report, restore
@@ -50,6 +50,7 @@ _logger = logging.getLogger(__name__)
 
 
 _INTERVAL_S = 10.0
+_Rest = tuple[Segment | None, Iterator[Batch]]
 
 
 class Interval(NamedTuple):
@@ -184,8 +185,8 @@ class Loader:
         self.cursor = cursor
         self.chronicle.step = self.global_step
 
-    def _each_epoch(self) -> Iterator[tuple[int, Rest, Rest]]:
-        """Number, training and validation of each epoch."""
+    def _each_epoch(self) -> Iterator[tuple[int, list[_Rest]]]:
+        """Number of each epoch, and what is left of its training and of its validation."""
         at, total = self.cursor, self.plan.config.epochs * self.plan.steps_per_epoch
         begins = {"workers": self.world_size, "actors": self._actors, "from_step": self.global_step}
         validates = at.step == self.plan.steps_per_epoch and self.plan.has_val(at.epoch)
@@ -196,17 +197,18 @@ class Loader:
         )
         for number, segments in groupby(self.plan.segments(self._start), lambda segment: segment.epoch):
             of_split: dict[Split, Segment] = {segment.split: segment for segment in segments}
-            train = Loader._rest(self, of_split.get("train"))
-            val = Loader._rest(self, of_split.get("val"), train)
-            yield number, train, val
-            val.skip()
+            both = of_split.get("train"), of_split.get("val")
+            # By the class, since a method of a weak reference's would hold the loader.
+            rests = [(segment, Loader._deliver(self, segment) if segment else iter(())) for segment in both]
+            yield number, rests
+            for _, batches in rests:
+                self._skip(batches)
         assert self._batches is None or next(self._batches, None) is None, "the stream is longer than the plan"
         self._running.end(EXHAUSTED)
 
-    def _rest(self, segment: Segment | None, after: Rest | None = None) -> Rest:
-        # By the class, since a method of a weak reference's would hold the loader.
-        batches = Loader._deliver(self, segment) if segment else iter(())
-        return Rest(batches, segment, self._meter, after)
+    def _skip(self, batches: Iterator[Batch]) -> None:
+        for _ in batches:
+            self._meter.skips = True
 
     def state_dict(self) -> dict[str, Any]:
         """The run's place after the last step of which all batches were handed out; plain numbers and text."""
@@ -460,8 +462,9 @@ class Epochs(Iterator[Epoch]):
     def __next__(self) -> Epoch:
         loader = self._loader
         loader._check_running()
-        number, train, val = next(loader._epochs)
-        return Epoch(number, *(Pass(loader, rest, loader.accumulation) for rest in (train, val)))
+        number, (train, val) = next(loader._epochs)
+        of_loader = loader._skip, loader.accumulation
+        return Epoch(number, Pass(*train, iter(()), *of_loader), Pass(*val, train[1], *of_loader))
 
     def __iter__(self) -> Iterator[Epoch]:
         try:

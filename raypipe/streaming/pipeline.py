@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import ray.data
 
-from raypipe.config import PlanConfig, PoolConfig, TransformConfig
+from raypipe.config import PoolConfig
 from raypipe.errors import ConfigError, ResourceError, SampleError
 from raypipe.plan.cursor import Cursor
 from raypipe.plan.schedule import WHOLE, Share, shares
@@ -28,9 +28,9 @@ from raypipe.storage.filesystem import is_remote
 from raypipe.storage.patience import patience_s
 from raypipe.stores.base import Store
 from raypipe.streaming.blocks import MAX_BYTES
-from raypipe.streaming.opening import open_stream
+from raypipe.streaming.opening import Train, open_stream
 from raypipe.streaming.source import MicroBatchSource
-from raypipe.streaming.spec import StreamSpec, Transform
+from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.supervisor import start_supervisor
 from raypipe.streaming.worker import TransformWorker
 from raypipe.transform.column_types import NUM_PROBED
@@ -260,14 +260,9 @@ def splits(
 
 
 def stream(
-    train: Store | str | Path,
+    train: Train,
     val: Store | str | Path | None = None,
     *,
-    plan: PlanConfig | None = None,
-    transform: TransformConfig | None = None,
-    pool: PoolConfig | None = None,
-    train_transform: Transform = "",
-    val_transform: Transform = "",
     cursor: Cursor | None = None,
     world_size: int = 1,
     **settings: Any,
@@ -275,8 +270,7 @@ def stream(
     """The stream as a plain Dataset, if you only want the data.
 
     Args:
-        train, val, plan, transform, pool, train_transform, val_transform: see `open_stream`, which also gets all
-            further arguments.
+        train, val, settings: see `open_stream`.
         cursor: where to start; None = at the beginning.
         world_size: W, the number of ranks that the Dataset will be split over.
 
@@ -287,16 +281,7 @@ def stream(
     Raises:
         StoreError, ConfigError, CursorError, ResourceError: the message says what is wrong, and how to fix it.
     """
-    spec = open_stream(
-        train,
-        val,
-        plan=plan,
-        transform=transform,
-        pool=pool,
-        train_transform=train_transform,
-        val_transform=val_transform,
-        **settings,
-    )
+    spec = open_stream(train, val, **settings)
     if spec.pool.executions > 1:
         raise ConfigError(
             f"raypipe.stream is one Dataset, so one execution: pool.executions is {spec.pool.executions}; "

@@ -1,4 +1,4 @@
-"""The places of micro-batches in a run, and of samples in them."""
+"""The places of micro-batches in a run, and of samples in them; the sides of images."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 Split = Literal["train", "val"]
+Sides = tuple[int, int]
+"""Height and width of an image, pixels."""
 PADDING = -1
 """The index of a padding row: zeros, weight 0."""
 

@@ -26,13 +26,11 @@ from raypipe.errors import ConfigError, CursorError
 from raypipe.plan.compose import Source, Training, compose_mixture, compose_one
 from raypipe.plan.cursor import Cursor
 from raypipe.plan.order import Domain, derive_keys, mix64
-from raypipe.plan.places import PADDING, MicroBatchId, Split
+from raypipe.plan.places import PADDING, MicroBatchId, Sides, Split
 from raypipe.plan.samplers import Draws, Sampler, Sequential
 from raypipe.plan.selection import JoinedSelection, Selection
 
 _SPLIT_CODE = {"train": 0, "val": 1}
-Sides = tuple[int, int]
-"""(height, width), pixels."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +50,7 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class Share:
+class Lane:
     """What one of G executions makes of the stream: every G-th micro-batch, for every G-th rank.
 
         micro-batch of the stream   0 1 2 3 | 4 5 6 7 | …      W = 4 ranks, G = 2 executions
@@ -73,11 +71,11 @@ class Share:
         return len(range(self.index, total, self.executions))
 
 
-WHOLE = Share()
+ONE_LANE = Lane()
 
 
-def shares(world_size: int, executions: int) -> list[Share]:
-    """The share of each execution.
+def lanes(world_size: int, executions: int) -> list[Lane]:
+    """The lane of each execution.
 
     Raises:
         ConfigError: their number does not divide W.
@@ -87,7 +85,7 @@ def shares(world_size: int, executions: int) -> list[Share]:
             f"pool.executions={executions} does not divide {world_size} workers: each execution serves as many "
             f"ranks as the others; use {_divisors(world_size)}"
         )
-    return [Share(index, executions) for index in range(executions)]
+    return [Lane(index, executions) for index in range(executions)]
 
 
 def _divisors(number: int) -> str:
@@ -251,20 +249,20 @@ class Plan:
             if self.has_val(epoch) and num_steps == self.steps_per_epoch:
                 yield Segment("val", epoch, 0, self.val_steps)
 
-    def micro_batches(self, cursor: Cursor, first: int = 0, share: Share = WHOLE) -> Iterator[MicroBatchId]:
-        """Every micro-batch of a share from a cursor on, in order, without the first `first` of them."""
+    def micro_batches(self, cursor: Cursor, first: int = 0, lane: Lane = ONE_LANE) -> Iterator[MicroBatchId]:
+        """Every micro-batch of a lane from a cursor on, in order, without the first `first` of them."""
         per_step = self.config.per_step
         for segment in self.segments(cursor):
             numbers = range(segment.first_step * per_step, segment.num_steps * per_step)
-            numbers = numbers[share.index :: share.executions]
+            numbers = numbers[lane.index :: lane.executions]
             for number in numbers[first:]:
                 yield MicroBatchId(segment.split, segment.epoch, *divmod(number, per_step))
             first = max(0, first - len(numbers))
 
-    def num_micro_batches(self, cursor: Cursor, share: Share = WHOLE) -> int:
-        """How many micro-batches of a share remain from a cursor on."""
+    def num_micro_batches(self, cursor: Cursor, lane: Lane = ONE_LANE) -> int:
+        """How many micro-batches of a lane remain from a cursor on."""
         steps = sum(segment.num_steps - segment.first_step for segment in self.segments(cursor))
-        return share.of(steps * self.config.per_step)
+        return lane.of(steps * self.config.per_step)
 
     def indices(self, at: MicroBatchId) -> np.ndarray:
         """The samples of a micro-batch: int64 (B,), PADDING after a validation's last sample."""

@@ -19,7 +19,7 @@ from raypipe.config import AtLeast1, AugmentConfig
 from raypipe.errors import ConfigError
 from raypipe.metrics.run_log import Folder
 from raypipe.plan.cursor import Cursor
-from raypipe.plan.schedule import shares
+from raypipe.plan.schedule import lanes
 from raypipe.rayext.splits import begun
 from raypipe.rayext.watch import in_worker, this_process
 from raypipe.section import MAX_INT, Limits, check
@@ -162,7 +162,7 @@ def check_resources(spec: StreamSpec, scaling_config: ScalingConfig) -> None:
     workers = config.num_workers
     if isinstance(workers, int):
         spec.plan.check_workers(workers or 1)  # 0 = the train function runs in this process
-        shares(workers or 1, spec.pool.executions)
+        lanes(workers or 1, spec.pool.executions)
     else:
         workers = min(workers)  # elastic
     if not ray.is_initialized():

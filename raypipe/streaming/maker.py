@@ -19,7 +19,7 @@ import numpy as np
 from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError, SampleError
 from raypipe.logs import log_place
-from raypipe.plan.places import PADDING, MicroBatchId, Split
+from raypipe.plan.places import PADDING, MicroBatchId, Sides, Split
 from raypipe.plan.samplers import Draws
 from raypipe.stores.base import name_of, title_of
 from raypipe.streaming.bad_samples import BadSampleBudget, record_bad
@@ -38,7 +38,7 @@ from raypipe.transform.presets import is_preset
 from raypipe.transform.process_state import process_kept
 from raypipe.transform.sample_cache import open_caches
 from raypipe.transform.samples import NO_LABEL, EncodedSample, read_samples
-from raypipe.transform.sizes import Sides, Size, has_sizes, sides_of, size_in, sizes_of
+from raypipe.transform.sizes import Size, has_sizes, sides_of, size_in, sizes_of
 
 if TYPE_CHECKING:
     from raypipe.streaming.spec import StreamSpec

@@ -19,7 +19,7 @@ import ray.data
 from raypipe.config import PoolConfig
 from raypipe.errors import ConfigError, ResourceError, SampleError
 from raypipe.plan.cursor import Cursor
-from raypipe.plan.schedule import WHOLE, Share, shares
+from raypipe.plan.schedule import ONE_LANE, Lane, lanes
 from raypipe.rayext.cluster import connect, largest_divisor, preflight
 from raypipe.rayext.execution import Settings, datasets_with
 from raypipe.rayext.iteration import Ended
@@ -53,7 +53,7 @@ _LAST_ATTEMPT_S = 60.0
 _READER_CPUS = 0
 
 
-def _pool_of(pool: PoolConfig, share: Share, max_actors: int) -> tuple[PoolConfig, int]:
+def _pool_of(pool: PoolConfig, lane: Lane, max_actors: int) -> tuple[PoolConfig, int]:
     """The pool of one execution, with its share of the largest number of actors; and how many it begins with.
 
     It begins with as many as there is room for now. More nodes come when ranks wait.
@@ -61,19 +61,19 @@ def _pool_of(pool: PoolConfig, share: Share, max_actors: int) -> tuple[PoolConfi
     pool = replace(
         pool,
         executions=1,
-        max_actors=max(share.of(max_actors), pool.min_actors),
-        max_in_flight=share.of(pool.max_in_flight),
+        max_actors=max(lane.of(max_actors), pool.min_actors),
+        max_in_flight=lane.of(pool.max_in_flight),
     )
     room = int(ray.available_resources().get("CPU", 0.0) / pool.cpus_per_actor + 1e-9)
-    return pool, min(max(share.of(room), pool.min_actors), pool.max_actors)
+    return pool, min(max(lane.of(room), pool.min_actors), pool.max_actors)
 
 
 def blocks_in_flight(pool: PoolConfig, max_actors: int, world_size: int) -> int:
     """Blocks that may be in flight in all executions of a stream, when their pools have their largest size."""
     total = 0
-    for share in shares(world_size, pool.executions):
-        part, actors = _pool_of(pool, share, max_actors)
-        fixed, per_actor, _ = part.blocks_for(share.of(world_size), actors)
+    for lane in lanes(world_size, pool.executions):
+        part, actors = _pool_of(pool, lane, max_actors)
+        fixed, per_actor, _ = part.blocks_for(lane.of(world_size), actors)
         total += fixed + per_actor * actors
     return total
 
@@ -148,22 +148,22 @@ def dataset(
     max_actors: int,
     world_size: int = 1,
     supervisor: Any = None,
-    share: Share = WHOLE,
+    lane: Lane = ONE_LANE,
 ) -> Dataset:
     """The stream from a cursor on: a Dataset of one row for each block.
 
     Iterate with `batch_size=None`, or split it with `streaming_split(R, equal=True)` over the R ranks of the
-    share: each then gets every R-th row, and so the micro-batches m of each step with m mod W = its rank among W.
+    lane: each then gets every R-th row, and so the micro-batches m of each step with m mod W = its rank among W.
 
     Args:
         max_actors: transform actors that the pools of all executions may grow to.
         world_size: W.
         supervisor: handle of the Supervisor to which faults are reported; None = a new one.
-        share: this execution's share of the schedule and of the ranks.
+        lane: this execution's part of the schedule and of the ranks.
     """
     supervisor = supervisor or start_supervisor(spec.pool.max_attempts, spec.run, spec.log)
     spec.plan.check_workers(world_size)
-    (pool, actors), ranks = _pool_of(spec.pool, share, max_actors), share.of(world_size)
+    (pool, actors), ranks = _pool_of(spec.pool, lane, max_actors), lane.of(world_size)
     if any(is_remote(store.address) for store in spec.stores.values()):  # an outage ends in its own error
         pool = replace(pool, stall_timeout_s=max(pool.stall_timeout_s, patience_s() + _LAST_ATTEMPT_S))
     fixed, per_actor, largest = pool.blocks_for(ranks, actors)
@@ -180,7 +180,7 @@ def dataset(
         cursor,
         spec.readers(),
         supervisor,
-        share,
+        lane,
         spec.wanted,
         ranks=ranks,
         block=pool.block,
@@ -249,9 +249,9 @@ def splits(
         )
     ranks = world_size // executions
     iterators: list[list[DataIterator]] = []
-    for share in shares(world_size, executions):
+    for lane in lanes(world_size, executions):
         rows = dataset(
-            spec, cursor, max_actors=max_actors, world_size=world_size, supervisor=supervisor, share=share
+            spec, cursor, max_actors=max_actors, world_size=world_size, supervisor=supervisor, lane=lane
         )
         iterators.append(
             [rows.iterator()] if ranks == 1 and not apart else rows.streaming_split(ranks, equal=True)

@@ -11,7 +11,8 @@ import numpy as np
 from raypipe.config import PlanConfig
 from raypipe.errors import ConfigError, SampleError
 from raypipe.plan.compose import Source
-from raypipe.plan.schedule import Plan, Sides
+from raypipe.plan.places import Sides
+from raypipe.plan.schedule import Plan
 from raypipe.plan.selection import Selection
 from raypipe.storage.files import read_whole
 from raypipe.stores.base import Store, is_class

@@ -24,9 +24,8 @@ import numpy as np
 from raypipe.config import PlanConfig
 from raypipe.errors import ConfigError, CursorError
 from raypipe.plan.compose import Source, Training, compose_mixture, compose_one
-from raypipe.plan.cursor import Cursor
 from raypipe.plan.order import Domain, derive_keys, mix64
-from raypipe.plan.places import PADDING, MicroBatchId, Sides, Split
+from raypipe.plan.places import PADDING, Cursor, MicroBatchId, Sides, Split
 from raypipe.plan.samplers import Draws, Sampler, Sequential
 from raypipe.plan.selection import JoinedSelection, Selection
 

@@ -25,7 +25,7 @@ import numpy as np
 
 from raypipe.errors import ConfigError, RaypipeError
 from raypipe.lookup import versions
-from raypipe.plan.cursor import Cursor
+from raypipe.plan.places import Cursor
 from raypipe.rayext.failures import get
 from raypipe.storage.files import read_json, write_json
 from raypipe.streaming.row import host_batches

@@ -18,7 +18,7 @@ import torch
 from raypipe.config import AtLeast1, AugmentConfig
 from raypipe.errors import ConfigError
 from raypipe.metrics.run_log import Folder
-from raypipe.plan.cursor import Cursor
+from raypipe.plan.places import Cursor
 from raypipe.plan.schedule import lanes
 from raypipe.rayext.splits import begun
 from raypipe.rayext.watch import in_worker, this_process

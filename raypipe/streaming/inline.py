@@ -12,8 +12,7 @@ from itertools import islice
 from queue import SimpleQueue
 
 from raypipe.errors import ConfigError
-from raypipe.plan.cursor import Cursor
-from raypipe.plan.places import MicroBatchId
+from raypipe.plan.places import Cursor, MicroBatchId
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.fields import MicroBatch

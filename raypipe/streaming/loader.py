@@ -28,9 +28,8 @@ from raypipe.logs import STAGES, configure_logs, log_place
 from raypipe.metrics.meter import Meter
 from raypipe.metrics.prometheus import TrainerMetrics
 from raypipe.metrics.run_log import Folder
-from raypipe.metrics.timing import StageTimes
-from raypipe.plan.cursor import CURSOR_FILE, Cursor
-from raypipe.plan.places import MicroBatchId, Split
+from raypipe.metrics.timing import StageTimes, diagnose
+from raypipe.plan.places import CURSOR_FILE, Cursor, MicroBatchId, Split
 from raypipe.plan.schedule import Segment
 from raypipe.rayext.trainer_notice import Notice
 from raypipe.storage.files import write_text
@@ -376,7 +375,11 @@ class Loader:
         last, spec = epoch + 1 == self.num_epochs, self._spec
         readers = spec.pool.executions if self._supervisor is not None and "train" in spec.readers() else 0
         times, device = times or self.times(), self.device.type
-        self.chronicle.diagnose(times, last, actors=self._actors, device=device, readers=readers)
+        sentences = diagnose(
+            times, world_size=self.world_size, actors=self._actors, device=device, readers=readers
+        )
+        text = " ".join(sentences)
+        self.chronicle.record("diagnosis", text if last else "", **asdict(times), text=text)
 
     def strength(self, epoch: int, step: int) -> float:
         """The strength of the augmentation at a training step."""

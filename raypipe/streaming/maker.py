@@ -51,6 +51,7 @@ NO_VIEWS = (
 )
 
 _FIRST = MicroBatchId("train", 0, 0, 0)
+_NUM_TRIED = 8
 
 
 @dataclass(frozen=True)
@@ -281,7 +282,7 @@ def check_labels(labels: np.ndarray, num_classes: int, title: Callable[[int], st
 
 
 @process_kept()
-def try_samples(spec: StreamSpec, num_classes: int, num: int = 8, channels: int = 3) -> dict[Split, Sides]:
+def try_samples(spec: StreamSpec, num_classes: int, channels: int = 3) -> dict[Split, Sides]:
     """Read, decode and transform the first few samples of each split: what is wrong with all is told at once.
 
     Args:
@@ -300,7 +301,7 @@ def try_samples(spec: StreamSpec, num_classes: int, num: int = 8, channels: int 
     for split, store in spec.stores.items():
         at, config = MicroBatchId(split, 0, 0, 0), spec.transform
         draws = spec.plan.draw(at)
-        first_rows = np.flatnonzero(draws.indices != PADDING)[:num]
+        first_rows = np.flatnonzero(draws.indices != PADDING)[:_NUM_TRIED]
         indices = draws.indices[first_rows]
         buckets = spec.plan.config.sides_in(split)
         first, *others = (transform_of(spec, split, size) for size in sizes_of(config, split, buckets))

@@ -18,7 +18,7 @@ import ray.data
 
 from raypipe.config import PoolConfig
 from raypipe.errors import ConfigError, ResourceError, SampleError
-from raypipe.plan.cursor import Cursor
+from raypipe.plan.places import Cursor
 from raypipe.plan.schedule import ONE_LANE, Lane, lanes
 from raypipe.rayext.cluster import connect, largest_divisor, preflight
 from raypipe.rayext.execution import Settings, datasets_with
@@ -78,21 +78,18 @@ def blocks_in_flight(pool: PoolConfig, max_actors: int, world_size: int) -> int:
     return total
 
 
-def check_memory(spec: StreamSpec, max_actors: int, world_size: int, num_streams: int = 1) -> None:
+def check_memory(spec: StreamSpec, max_actors: int, world_size: int) -> None:
     """Raise ResourceError unless the data in flight fits the object store; only presets tell its size beforehand.
 
     Without Ray nothing is in flight. Actors on nodes that are yet to come are not counted: each node brings its
     own object store.
-
-    Args:
-        num_streams: number of such streams that run at the same time.
     """
     batch_bytes = _micro_batch_bytes(spec)
     if spec.pool.engine == "inline" or not batch_bytes:
         return
     block = max(1, spec.pool.block)  # blocks whose size is found are no larger than there is room for
     block_bytes = block * batch_bytes
-    num = num_streams * blocks_in_flight(spec.pool, max_actors, world_size)
+    num = blocks_in_flight(spec.pool, max_actors, world_size)
     capacity, needed = _object_store_bytes(), num * block_bytes
     if needed > capacity:
         raise ResourceError(

@@ -26,8 +26,7 @@ from ray.data.datasource import ReadTask
 
 from raypipe.errors import ResourceError, StoreError
 from raypipe.metrics.prometheus import Recorder
-from raypipe.plan.cursor import Cursor
-from raypipe.plan.places import PADDING, MicroBatchId, Split
+from raypipe.plan.places import PADDING, Cursor, MicroBatchId, Split
 from raypipe.plan.schedule import ONE_LANE, Lane, Plan
 from raypipe.rayext.watch import this_process
 from raypipe.stores import open_store

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 
 from raypipe.config import PlanConfig
 from raypipe.errors import ConfigError, CursorError
-from raypipe.plan.cursor import Cursor
 from raypipe.plan.order import Shuffle
-from raypipe.plan.places import PADDING, MicroBatchId, Split
+from raypipe.plan.places import PADDING, Cursor, MicroBatchId, Split
 from raypipe.plan.samplers import Draws, Permuted
 from raypipe.plan.schedule import Plan, Segment, lanes
 from raypipe.plan.selection import Selection

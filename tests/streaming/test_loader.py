@@ -27,7 +27,7 @@ from raypipe.device.augment import DeviceAugment, Normalize
 from raypipe.device.device_decode import DeviceDecoder
 from raypipe.device.prefetcher import Batch
 from raypipe.errors import ConfigError, CursorError, RaypipeError, SampleError
-from raypipe.plan.cursor import Cursor
+from raypipe.plan.places import Cursor
 from raypipe.stores.base import MemoryStore
 from raypipe.stores.destination import write_atomically
 from raypipe.streaming.arrival import Source

@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 from raypipe.config import AugmentConfig, PlanConfig, PoolConfig, TransformConfig
 from raypipe.device.mixing import soft_targets
 from raypipe.errors import ConfigError, RaypipeError, SampleError
-from raypipe.plan.cursor import Cursor
+from raypipe.plan.places import Cursor
 from raypipe.stores.destination import write_atomically
 from raypipe.streaming.arrival import Source
 from raypipe.streaming.handover import loader

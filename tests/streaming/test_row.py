@@ -10,8 +10,7 @@ from micro_batches import plain
 
 from raypipe.config import PlanConfig
 from raypipe.errors import ConfigError
-from raypipe.plan.cursor import Cursor
-from raypipe.plan.places import PADDING, MicroBatchId
+from raypipe.plan.places import PADDING, Cursor, MicroBatchId
 from raypipe.rayext.iteration import Ended
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.pipeline import splits

@@ -21,8 +21,7 @@ import raypipe
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.errors import ConfigError, ResourceError, StoreError
 from raypipe.metrics.records import read_records
-from raypipe.plan.cursor import Cursor
-from raypipe.plan.places import PADDING, Split
+from raypipe.plan.places import PADDING, Cursor, Split
 from raypipe.plan.schedule import Plan
 from raypipe.storage.files import read_json
 from raypipe.stores import open_store, open_writer

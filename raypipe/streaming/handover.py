@@ -167,8 +167,8 @@ def check_resources(spec: StreamSpec, scaling_config: ScalingConfig) -> None:
         workers = min(workers)  # elastic
     if not ray.is_initialized():
         ray.init()
-    each, offer = worker_resources(config), cluster_resources()
-    check_own(offer.cpus, workers, each.get("CPU", 0.0), spec.pool, offer.gpus, each.get("GPU", 0.0))
+    per_worker, offer = worker_resources(config), cluster_resources()
+    check_own(offer.cpus, workers, per_worker.get("CPU", 0.0), spec.pool, offer.gpus, per_worker.get("GPU", 0.0))
 
 
 def _handed_round(

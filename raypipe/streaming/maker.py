@@ -55,7 +55,7 @@ _NUM_TRIED = 8
 
 
 @dataclass(frozen=True)
-class Made:
+class Outcome:
     """A micro-batch, and what only its maker's process needs to know of it.
 
     Attributes:
@@ -103,22 +103,22 @@ class MicroBatchMaker:
 
     def draws_globally(self) -> Split | None:
         """A split whose transform draws from generators of the process, as long as there is one."""
-        found = (split for (split, _), transform in self._transforms.items() if transform.draws_globally)
-        return next(found, None)
+        splits = (split for (split, _), transform in self._transforms.items() if transform.draws_globally)
+        return next(splits, None)
 
     def batch(self, at: MicroBatchId) -> MicroBatch:
         """One micro-batch, made in a process that is also the user's; its bad samples are recorded."""
         with process_kept(self.draws_globally() is not None):  # the first compares with the validation
-            made = self.make(at)
-        self.settle(made)
-        return made.batch
+            outcome = self.make(at)
+        self.settle(outcome)
+        return outcome.batch
 
     def block(
         self,
         places: Sequence[MicroBatchId],
         reads: Sequence[Sequence[EncodedSample]] | None = None,
         attempt: Callable[[MicroBatchId], Attempt] = lambda _: FIRST_ATTEMPT,
-    ) -> tuple[list[Made], BlockMemory | None]:
+    ) -> tuple[list[Outcome], BlockMemory | None]:
         """Make the micro-batches of a block.
 
         Args:
@@ -144,7 +144,7 @@ class MicroBatchMaker:
         attempt: Attempt = FIRST_ATTEMPT,
         memory: BlockMemory | None = None,
         draws: Draws | None = None,
-    ) -> Made:
+    ) -> Outcome:
         """Make one micro-batch; reads the store unless a reader has done so.
 
         Args:
@@ -179,7 +179,7 @@ class MicroBatchMaker:
             self._compare_with_val(rows.memory.fields[IMAGE].shape or ())
         work_s = time.perf_counter() - started
         batch = MicroBatch(at, rows.index, rows.weight, fields, len(bad), read_s, work_s)
-        return Made(batch, bad, len(kept))
+        return Outcome(batch, bad, len(kept))
 
     def _samples(self, split: Split, indices: np.ndarray, attempt: Attempt, kept: list[int]) -> list[Sample]:
         """The samples of a micro-batch but those that are kept: read, or to be read one by one."""
@@ -207,13 +207,13 @@ class MicroBatchMaker:
                         logger.warning("%s", words)
                 return
 
-    def settle(self, made: Made) -> None:
+    def settle(self, outcome: Outcome) -> None:
         """Record the bad samples of a micro-batch, and count them against the budget."""
-        at = made.batch.at
-        if made.bad:
+        at = outcome.batch.at
+        if outcome.bad:
             self._log_place(at)
-            record_bad(self._spec.quarantine, at, made.bad)
-        self._budget.spend(made.bad, len(made.batch.index))
+            record_bad(self._spec.quarantine, at, outcome.bad)
+        self._budget.spend(outcome.bad, len(outcome.batch.index))
 
     def _log_place(self, at: MicroBatchId) -> None:
         log_place(split=at.split, epoch=at.epoch, step=self.plan.global_step(at))
@@ -260,8 +260,10 @@ def differing(
     """
     if len(set(sizes.values())) < 2:
         return ""
-    made = ", ".join(f"transform.{split} makes {height} x {width}" for split, (height, width) in sizes.items())
-    words = f"sizes of images differ: {made} (height x width)"
+    sizes_made = ", ".join(
+        f"transform.{split} makes {height} x {width}" for split, (height, width) in sizes.items()
+    )
+    words = f"sizes of images differ: {sizes_made} (height x width)"
     for split, transform in transforms.items():
         if is_preset(transform) and config.size == TransformConfig.size:
             raise ConfigError(
@@ -314,12 +316,12 @@ def try_samples(spec: StreamSpec, num_classes: int, channels: int = 3) -> dict[S
         keys = spec.plan.sample_keys(split, draws)[first_rows].tolist()
         for sample, index, title, key in zip(samples, indices.tolist(), titles, keys, strict=True):
             try:
-                made = first.one(sample, index, key)
+                fields = first.one(sample, index, key)
                 while others:  # each size once
                     others.pop().one(sample, index, key)
-                _check_image(made, split, channels, title)
-                if IMAGE in made and not has_sizes(config, split, buckets):
-                    sizes[split] = made[IMAGE].shape[:2]
+                _check_image(fields, split, channels, title)
+                if IMAGE in fields and not has_sizes(config, split, buckets):
+                    sizes[split] = fields[IMAGE].shape[:2]
             except SampleError as error:
                 bad.append(f"{title}: {error}; {error.advice}")
         if len(bad) == len(indices):
@@ -327,12 +329,12 @@ def try_samples(spec: StreamSpec, num_classes: int, channels: int = 3) -> dict[S
     return sizes
 
 
-def _check_image(made: Mapping[str, Any], split: Split, channels: int, title: str) -> None:
+def _check_image(fields: Mapping[str, Any], split: Split, channels: int, title: str) -> None:
     """Raise ConfigError where a classifier has no use for what was made of a sample."""
-    if any(map(is_image, made.keys() - {IMAGE})):
+    if any(map(is_image, fields.keys() - {IMAGE})):
         raise ConfigError(f"{title}: transform.{split} {NO_VIEWS}")
-    if IMAGE in made and made[IMAGE].shape[2] != channels:
+    if IMAGE in fields and fields[IMAGE].shape[2] != channels:
         raise ConfigError(
-            f"{title}: it has {made[IMAGE].shape[2]} channels, and augment.mean and augment.std are of "
+            f"{title}: it has {fields[IMAGE].shape[2]} channels, and augment.mean and augment.std are of "
             f"{channels}: give a number for each channel"
         )

@@ -103,8 +103,8 @@ def _micro_batch_bytes(spec: StreamSpec) -> int:
     """Of pixels and targets of their size, in the largest micro-batch of presets; 0 = a transform is none."""
     largest = most_pixels(spec.transform, spec.plan.config.bucket_sides)
     pixels = [
-        largest if is_preset(each) else num_pixels(each, spec.transform.final_size) or 0
-        for each in spec.transforms.values()
+        largest if is_preset(transform) else num_pixels(transform, spec.transform.final_size) or 0
+        for transform in spec.transforms.values()
     ]
     if not all(pixels):
         return 0
@@ -115,9 +115,9 @@ def _bytes_of(spec: StreamSpec, pixels: int) -> int:
     """Of a micro-batch of images, and targets of their size, of so many pixels; 0 = not known."""
     pixel_bytes = _pixel_bytes(spec)
     if pixel_bytes:
-        targets = stream_fields(spec.transform)
-        of_pixels = (each for name, each in targets.items() if name != IMAGE and each.shape is None)
-        pixel_bytes += sum(np.dtype(each.dtype).itemsize for each in of_pixels)
+        fields = stream_fields(spec.transform)
+        targets = (field for name, field in fields.items() if name != IMAGE and field.shape is None)
+        pixel_bytes += sum(np.dtype(field.dtype).itemsize for field in targets)
     return spec.plan.config.micro_batch_size * pixels * pixel_bytes
 
 

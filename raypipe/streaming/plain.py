@@ -148,8 +148,8 @@ class PlainLoader:
             return self._form(batch)
         if self._form == "batch":
             return batch
-        made: dict[str, Any] = {"image": batch.image, "target": counted_target(batch), "weight": batch.weight}
-        return made | ({"views": batch.views} if batch.views else {}) | batch.columns
+        entries: dict[str, Any] = {"image": batch.image, "target": counted_target(batch), "weight": batch.weight}
+        return entries | ({"views": batch.views} if batch.views else {}) | batch.columns
 
     def _tuples(self, batches: Iterable[Batch]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Image and target of the rows that count."""

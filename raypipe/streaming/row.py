@@ -110,7 +110,7 @@ def block_row(batches: Sequence[MicroBatch], memory: BlockMemory | None = None) 
     columns: dict[str, Any] = {
         "step": [at.step for at in places],
         "micro": [at.micro for at in places],
-        **{name: [getattr(each, name) for each in batches] for name in ("index", "weight", *_NUMBERS_OF)},
+        **{name: [getattr(batch, name) for batch in batches] for name in ("index", "weight", *_NUMBERS_OF)},
     }
     forms: dict[str, str] = {}
     for name in batches[0].fields:
@@ -168,7 +168,7 @@ def _parts(name: str, form: Any, columns: Mapping[str, np.ndarray]) -> Sequence[
         return [part.reshape(shape) for part, shape in zip(flat, shapes, strict=True)]
     offsets = columns[name + _OFFSETS]
     flat = _cut(values, offsets[:, -1])
-    return [Ragged(form, part, each) for part, each in zip(flat, offsets, strict=True)]
+    return [Ragged(form, part, of_part) for part, of_part in zip(flat, offsets, strict=True)]
 
 
 def _cut(values: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:

@@ -25,7 +25,7 @@ from raypipe.plan.places import PADDING, MicroBatchId
 from raypipe.rayext.watch import this_process
 from raypipe.storage import patience
 from raypipe.streaming.blocks import Block
-from raypipe.streaming.maker import Made, MicroBatchMaker
+from raypipe.streaming.maker import MicroBatchMaker, Outcome
 from raypipe.streaming.row import SourceRow, block_row
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.supervisor import Orders
@@ -72,34 +72,36 @@ class TransformWorker:
         """
         with self._guard.block(places) as orders:
             attempt = functools.partial(self._guard.attempt, orders=orders)
-            all_made, memory = self._maker.block(places, reads, attempt)
+            outcomes, memory = self._maker.block(places, reads, attempt)
         # Unguarded: where records go may be slow, which is no fault of the samples.
-        for made in all_made:
-            self._maker.settle(made)
+        for outcome in outcomes:
+            self._maker.settle(outcome)
         if reads:
-            all_made = [replace(made, batch=replace(made.batch, read_s=read_s / len(places))) for made in all_made]
-        self._count(all_made)
-        row = block_row([made.batch for made in all_made], memory)
+            outcomes = [
+                replace(outcome, batch=replace(outcome.batch, read_s=read_s / len(places))) for outcome in outcomes
+            ]
+        self._count(outcomes)
+        row = block_row([outcome.batch for outcome in outcomes], memory)
         if self._num_blocks in _MEASURED:
-            work_s = sum(made.batch.work_s for made in all_made) / len(places)
+            work_s = sum(outcome.batch.work_s for outcome in outcomes) / len(places)
             num_bytes = sum(array.nbytes for array in row.values()) // len(places)
-            self._supervisor.made.remote(places[0].split, work_s, num_bytes)
+            self._supervisor.measured.remote(places[0].split, work_s, num_bytes)
         self._num_blocks += 1
         return row
 
-    def _count(self, all_made: list[Made]) -> None:
-        split = all_made[0].batch.at.split
-        bad = [record for made in all_made for record in made.bad]
+    def _count(self, outcomes: list[Outcome]) -> None:
+        split = outcomes[0].batch.at.split
+        bad = [record for outcome in outcomes for record in outcome.bad]
         amounts = {
-            "actor_micro_batches_total": len(all_made),
-            "actor_read_seconds_total": sum(made.batch.read_s for made in all_made),
-            "actor_work_seconds_total": sum(made.batch.work_s for made in all_made),
+            "actor_micro_batches_total": len(outcomes),
+            "actor_read_seconds_total": sum(outcome.batch.read_s for outcome in outcomes),
+            "actor_work_seconds_total": sum(outcome.batch.work_s for outcome in outcomes),
             "bad_samples_total": len(bad),
             "substituted_samples_total": sum(record["substitute"] is not None for record in bad),
         }
         if split in self._maker.caches:
-            num_kept = sum(made.num_kept for made in all_made)
-            num_samples = sum(int((made.batch.index != PADDING).sum()) for made in all_made)
+            num_kept = sum(outcome.num_kept for outcome in outcomes)
+            num_samples = sum(int((outcome.batch.index != PADDING).sum()) for outcome in outcomes)
             amounts |= {"cache_hits_total": num_kept, "cache_misses_total": num_samples - num_kept}
         self._metrics.add(amounts, split=split)
         self._metrics.add_storage("actor")

@@ -100,13 +100,11 @@ class Plan:
         training: what the training epochs draw; None = this plan is for its schedule alone, see `without_draws`.
         validation: what each validation draws; None = there is none.
         steps_per_epoch: S, training steps in an epoch.
-        num_train: N, samples of the training store that are not excluded.
         num_val: samples of the validation store that are not excluded; 0 = no validation.
         num_val_rows: samples of a validation, and the padding of the micro-batches that they fill.
         fingerprint: 16 hex digits over everything that determines the stream's order.
         kept: which samples of each store these are.
         sources: names of a mixture's stores.
-        offsets: int64 (sources + 1,), of the stores' samples in a mixture's joined store.
         end_step: the training step, counted through all epochs, before which the schedule is cut off; None = not
             cut off.
     """
@@ -115,13 +113,11 @@ class Plan:
     training: Training | None = field(repr=False, compare=False)
     validation: Sequential | None = field(repr=False, compare=False)
     steps_per_epoch: int
-    num_train: int
     num_val: int
     num_val_rows: int
     fingerprint: str
     kept: dict[Split, Selection | JoinedSelection] = field(repr=False, compare=False)
     sources: tuple[str, ...] = ()
-    offsets: np.ndarray | None = field(default=None, repr=False, compare=False)
     end_step: int | None = None
 
     @staticmethod
@@ -135,7 +131,7 @@ class Plan:
             ConfigError: the store, without excluded samples, is smaller than one step, has no groups to shuffle in
                 windows, or lacks what another setting needs.
         """
-        names, offsets = tuple[str, ...](), None
+        names = tuple[str, ...]()
         selection: Selection | JoinedSelection
         if isinstance(train, Source):
             training, selection = compose_one(config, train), train.selection
@@ -154,13 +150,11 @@ class Plan:
             training,
             validation,
             training.steps,
-            selection.size,
             val.selection.size if val and validation else 0,
             validation.size if validation else 0,
             hashlib.blake2b(json.dumps(training.content).encode(), digest_size=8).hexdigest(),
             {"train": selection, "val": val.selection if val else Selection([], 0)},
             names,
-            offsets,
         )
 
     def bound_to(self, also: Any) -> Plan:
@@ -176,6 +170,11 @@ class Plan:
         """
         assert 0 < step <= self.config.epochs * self.steps_per_epoch
         return replace(self, end_step=step)
+
+    @property
+    def num_train(self) -> int:
+        """N: samples of the training store that are not excluded."""
+        return self.kept["train"].size
 
     @property
     def global_batch_size(self) -> int:
@@ -302,12 +301,13 @@ class Plan:
 
     def without_draws(self) -> Plan:
         """This plan for one who needs its schedule alone: it has no lists of samples, whatever they weigh."""
-        return replace(self, training=None, validation=None, kept={}, offsets=None)
+        return replace(self, training=None, validation=None, kept={})
 
     def source_of(self, indices: np.ndarray) -> np.ndarray:
         """The number of the source of each sample of int64 indices (n,) of a mixture: int64 (n,), -1 = padding."""
-        assert self.offsets is not None, "a mixture has sources"
-        return np.where(indices < 0, PADDING, np.searchsorted(self.offsets[1:-1], indices, side="right"))
+        selection = self.kept["train"]
+        assert isinstance(selection, JoinedSelection), "a mixture has sources"
+        return np.where(indices < 0, PADDING, np.searchsorted(selection.offsets[1:-1], indices, side="right"))
 
     def sample_keys(self, split: Split, draws: Draws) -> np.ndarray:
         """The keys of the samples' CPU transforms: uint64 (B, 2), a function of (seed, split, lap, index, repeat).

@@ -24,7 +24,7 @@ from raypipe.rayext.splits import begun
 from raypipe.rayext.watch import in_worker, this_process
 from raypipe.section import MAX_INT, Limits, check
 from raypipe.storage.filesystem import as_uri, open_filesystem
-from raypipe.streaming.arrival import Source
+from raypipe.streaming.arrival import Feed
 from raypipe.streaming.checkpoints import cursor_of, find_start
 from raypipe.streaming.inline import first_maker, inline_batches
 from raypipe.streaming.loader import Loader
@@ -107,16 +107,16 @@ def loader(
     spec.plan.check_workers(world_size)
     device = torch.device(device or (ray.train.torch.get_device() if in_train else "cpu"))
 
-    def open_at(start: Cursor) -> Source:
+    def open_at(start: Cursor) -> Feed:
         if spec.pool.engine == "inline":
             maker = first_maker(spec)
             batches = inline_batches(spec, start, rank, world_size, maker)
-            return Source(batches, draws_globally=bool(maker.draws_globally()))
+            return Feed(batches, draws_globally=bool(maker.draws_globally()))
         iterators, supervisor, actors = _handed_round(
             spec, start, max_actors, rank, world_size, in_train, apart=device.type == "cuda"
         )
         end = functools.partial(end_actors, supervisor, iterators, rank)
-        return Source(host_batches(begun(iterators[rank])), supervisor, actors=actors, end=end)
+        return Feed(host_batches(begun(iterators[rank])), supervisor, actors=actors, end=end)
 
     first = latest_of_train()
     if start_from and not first:

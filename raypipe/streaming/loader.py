@@ -34,7 +34,7 @@ from raypipe.plan.schedule import Segment
 from raypipe.rayext.trainer_notice import Notice
 from raypipe.storage.files import write_text
 from raypipe.storage.filesystem import join
-from raypipe.streaming.arrival import Source, augmented, judge, moved
+from raypipe.streaming.arrival import Feed, augmented, judge, moved
 from raypipe.streaming.bad_samples import BadSampleBudget
 from raypipe.streaming.chronicle import Chronicle
 from raypipe.streaming.digest import settings_of
@@ -94,7 +94,7 @@ class Loader:
     def __init__(
         self,
         spec: StreamSpec,
-        open_at: Callable[[Cursor], Source],
+        open_at: Callable[[Cursor], Feed],
         rank: int = 0,
         world_size: int = 1,
         device: torch.device | None = None,
@@ -164,14 +164,14 @@ class Loader:
             )
         self._meter.begin()
         self.exported.begin()
-        # Of the source no more is held than these: its execution is to be collected once it has ended.
-        source = self._open_at(self._start)
-        self._supervisor, self._actors = source.supervisor, source.actors
+        # Of the feed no more is held than these: its execution is to be collected once it has ended.
+        feed = self._open_at(self._start)
+        self._supervisor, self._actors = feed.supervisor, feed.actors
         clocks = self._meter.clocks
-        self._batches, self.jpeg_decoder = moved(source, self._spec, self.device, clocks, self._depth, self.keep)
-        closes = (functools.partial(_close, generator) for generator in (source.batches, self._batches))
-        has_actors, unfollow = source.supervisor is not None, self.chronicle.unfollow
-        self._running.begin(has_actors, source.end, self.exported.end, unfollow, *closes)
+        self._batches, self.jpeg_decoder = moved(feed, self._spec, self.device, clocks, self._depth, self.keep)
+        closes = (functools.partial(_close, generator) for generator in (feed.batches, self._batches))
+        has_actors, unfollow = feed.supervisor is not None, self.chronicle.unfollow
+        self._running.begin(has_actors, feed.end, self.exported.end, unfollow, *closes)
 
     def epochs(self) -> Epochs:
         """The remaining epochs, each once; of the first, the rest of it.

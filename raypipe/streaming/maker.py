@@ -117,12 +117,13 @@ class MicroBatchMaker:
         self,
         places: Sequence[MicroBatchId],
         reads: Sequence[Sequence[EncodedSample]] | None = None,
+        read_s: float = 0.0,
         attempt: Callable[[MicroBatchId], Attempt] = lambda _: FIRST_ATTEMPT,
     ) -> tuple[list[Outcome], BlockMemory | None]:
         """Make the micro-batches of a block.
 
         Args:
-            reads: for each, what a reader has read; None = the store is read here.
+            reads, read_s: what a reader has read for each, and its seconds for all; None = the store is read here.
             attempt: called before each one, for what is known of it.
 
         Returns:
@@ -131,16 +132,18 @@ class MicroBatchMaker:
         draws = self.plan.draw_block(places)
         transform, *others = {self._transform(at, draws.at(number)) for number, at in enumerate(places)}
         memory = None if others else BlockMemory(transform.content.fields, len(places))
-        micro_batches = [
-            self.make(at, reads[number] if reads else None, attempt(at), memory, draws.at(number))
-            for number, at in enumerate(places)
-        ]
-        return micro_batches, memory
+        outcomes = list[Outcome]()
+        for number, at in enumerate(places):
+            read = reads[number] if reads else None
+            of_one = draws.at(number)
+            outcomes.append(self.make(at, read, read_s / len(places), attempt(at), memory, of_one))
+        return outcomes, memory
 
     def make(
         self,
         at: MicroBatchId,
         read: Sequence[EncodedSample] | None = None,
+        read_s: float = 0.0,
         attempt: Attempt = FIRST_ATTEMPT,
         memory: BlockMemory | None = None,
         draws: Draws | None = None,
@@ -148,7 +151,7 @@ class MicroBatchMaker:
         """Make one micro-batch; reads the store unless a reader has done so.
 
         Args:
-            read: its B samples, by a reader.
+            read, read_s: its B samples, by a reader, and the seconds that it took.
             attempt: what is known of it.
             memory: where its arrays are put; None = they have memory of their own.
             draws: of its samples, where the plan has been asked for them.
@@ -163,7 +166,8 @@ class MicroBatchMaker:
         samples: list[Sample] = self._samples(at.split, indices, attempt, [*kept]) if read is None else [*read]
         for row, decoded in kept.items():
             samples[row] = decoded
-        read_s = time.perf_counter() - started
+        if read is None:
+            read_s = time.perf_counter() - started
 
         def substitutes(row: int) -> Iterator[Candidate]:
             of_row = draws.at(slice(row, row + 1))

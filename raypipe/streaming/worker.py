@@ -10,7 +10,6 @@ import contextlib
 import faulthandler
 import functools
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import cv2
@@ -30,7 +29,6 @@ from raypipe.streaming.row import SourceRow, block_row
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.supervisor import Orders
 from raypipe.transform.batch import FIRST_ATTEMPT, Attempt
-from raypipe.transform.samples import EncodedSample
 
 # A restarted actor asks what is known of so many blocks before it trusts the world again. What killed it
 # was at most as far away as the queue of its tasks.
@@ -59,27 +57,14 @@ class TransformWorker:
         self._supervisor, self._num_blocks = supervisor, 0
 
     def __call__(self, table: pa.Table) -> dict[str, np.ndarray]:
-        return self.run(*SourceRow.unpacked(table))
-
-    def run(
-        self, places: Block, reads: list[list[EncodedSample]] | None = None, read_s: float = 0.0
-    ) -> dict[str, np.ndarray]:
-        """The finished row of a block.
-
-        Args:
-            reads: for each micro-batch, what a reader has read; None = this actor reads.
-            read_s: seconds that the reader took for all.
-        """
+        """The finished row of a block, from a row of the source."""
+        places, reads, read_s = SourceRow.unpacked(table)
         with self._guard.block(places) as orders:
             attempt = functools.partial(self._guard.attempt, orders=orders)
-            outcomes, memory = self._maker.block(places, reads, attempt)
+            outcomes, memory = self._maker.block(places, reads, read_s, attempt)
         # Unguarded: where records go may be slow, which is no fault of the samples.
         for outcome in outcomes:
             self._maker.settle(outcome)
-        if reads:
-            outcomes = [
-                replace(outcome, batch=replace(outcome.batch, read_s=read_s / len(places))) for outcome in outcomes
-            ]
         self._count(outcomes)
         row = block_row([outcome.batch for outcome in outcomes], memory)
         if self._num_blocks in _MEASURED:

@@ -26,8 +26,9 @@ from raypipe.section import MAX_INT, Limits, check
 from raypipe.storage.filesystem import as_uri, open_filesystem
 from raypipe.streaming.arrival import Feed
 from raypipe.streaming.checkpoints import cursor_of, find_start
-from raypipe.streaming.inline import first_maker, inline_batches
+from raypipe.streaming.inline import inline_batches
 from raypipe.streaming.loader import Loader
+from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.row import host_batches
 from raypipe.streaming.running import end_oldest
 from raypipe.streaming.spec import StreamSpec
@@ -109,7 +110,7 @@ def loader(
 
     def open_at(start: Cursor) -> Feed:
         if spec.pool.engine == "inline":
-            maker = first_maker(spec)
+            maker = MicroBatchMaker(spec)
             batches = inline_batches(spec, start, rank, world_size, maker)
             return Feed(batches, draws_globally=bool(maker.draws_globally()))
         iterators, supervisor, actors = _handed_round(

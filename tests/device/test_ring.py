@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from raypipe.device.ring import Leaf, Ring, numbered, shares
+from raypipe.device.ring import Leaf, Ring, numbered
 from raypipe.errors import ConfigError
 
 CPU = torch.device("cpu")
@@ -115,35 +115,12 @@ def test_items_of_all_shapes_share_the_slots_which_grow_for_the_largest_alone() 
     assert len(set(found[-10:])) == 3 and sizes == [1024] * 2  # 360 bytes and 32, each from a multiple of 512
 
 
-def test_more_signatures_than_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raypipe.device.ring._MAX_LAYOUTS", 3)
-    sizes = [1, 2, 3, 4, 5, 6, 1, 2, 6, 6, 5]
-    for number, (_, tensors) in enumerate(ring_of(leaves(n, size) for n, size in enumerate(sizes))):
-        assert_same(tensors, leaves(number, sizes[number]))
-
-
 def test_what_is_written_to_one_leaf_changes_no_other_for_autograd() -> None:
     weight = torch.ones(4, requires_grad=True)
     for (image, target), tensors in ring_of([(torch.rand(4), torch.rand(4))] * 5):
         loss = (weight * tensors[1]).sum()
         tensors[0].mul_(2)
         assert torch.equal(torch.autograd.grad(loss, weight)[0], target) and torch.equal(tensors[0], 2 * image)
-
-
-def test_pinned_memory_is_shared_such_that_rounding_costs_least() -> None:
-    def taken(split: list[int], num_bytes: int) -> int:
-        return sum(1 << (share * num_bytes - 1).bit_length() for share in split)
-
-    micro_batch = 256 * 224 * 224 * 3
-    assert shares(3, micro_batch) == [3] and taken([3], micro_batch) == 128 << 20
-    assert taken([1, 1, 1], micro_batch) == 192 << 20
-    assert shares(3, 3 << 20) == [1, 2] and taken([1, 2], 3 << 20) == 12 << 20 < taken([3], 3 << 20)
-    assert shares(4, 1 << 20) == [4] and shares(1, 7) == [1]
-    for count in range(1, 7):
-        for num_bytes in (1, 512, 5 * 512, 512 + 7, 3 << 18, (1 << 20) + 1):
-            split = shares(count, num_bytes)
-            assert sum(split) == count
-            assert taken(split, num_bytes) <= min(taken([1] * count, num_bytes), taken([count], num_bytes))
 
 
 def test_kinds_of_leaves() -> None:

@@ -28,8 +28,8 @@ import numpy as np
 import torch
 
 from raypipe.config import AugmentConfig
-from raypipe.device.fused import apply, draw, fuse, pack
-from raypipe.device.fused_policies import POLICIES, Policy, apply_policy, draw_policy, policy_of
+from raypipe.device.fused import Fused, apply, draw, pack
+from raypipe.device.fused_policies import POLICIES, Policy, apply_policy, draw_policy
 from raypipe.device.mixing import Mixed, draw_mix, mix
 from raypipe.device.ring import numbered
 from raypipe.errors import ConfigError
@@ -40,27 +40,49 @@ from raypipe.transform.views import view_key
 Operation = Callable[[torch.Tensor, float], torch.Tensor]
 """(float images (B, 3, H, W) in [0, 1], strength in [0, 1]) → the same kind, random by torch's CPU generator."""
 
-_FLIP = {"op": "RandomHorizontalFlip", "p": 0.5}
-_JITTER = {"op": "ColorJitter", "brightness": 0.2, "contrast": 0.2, "saturation": 0.2, "p": 0.8}
-_ERASE = {"op": "RandomErasing", "p": 0.25, "scale": [0.02, 0.2]}
-# As Kornia's operations, of which `fuse` and `policy_of` make few passes over the images.
-PRESETS: dict[str, list[dict[str, Any]]] = {
-    "none": [],
-    "light": [_FLIP],
-    # A fixed order leaves the hue out, the dearest of the four, and reads no drawn order on the host.
-    "standard": [_FLIP, _JITTER | {"order": [0, 1, 2]}, _ERASE],
-    "strong": [
-        _FLIP,
-        {"op": "RandomAffine", "degrees": 15.0, "translate": [0.1, 0.1], "scale": [0.8, 1.2], "p": 0.5},
-        _JITTER | {"brightness": 0.4, "contrast": 0.4, "saturation": 0.4, "hue": 0.1},
-        {"op": "RandomGrayscale", "p": 0.1},
-        {"op": "RandomGaussianBlur", "kernel_size": [5, 5], "sigma": [0.1, 2.0], "p": 0.2},
-        _ERASE,
-    ],
+Preset = tuple[Fused | None, Policy | None]
+"""What is fused, and the policy that comes after the flip; None = nothing."""
+
+PRESETS: dict[str, Preset] = {
+    "none": (None, None),
+    "light": (Fused(flip=0.5), None),
+    # Without the hue, the dearest of the four.
+    "standard": (
+        Fused(
+            flip=0.5,
+            jitter=0.8,
+            brightness=(0.8, 1.2),
+            contrast=(0.8, 1.2),
+            saturation=(0.8, 1.2),
+            erase=0.25,
+            area=(0.02, 0.2),
+        ),
+        None,
+    ),
+    "strong": (
+        Fused(
+            flip=0.5,
+            affine=0.5,
+            degrees=15.0,
+            translate=(0.1, 0.1),
+            scale=(0.8, 1.2),
+            jitter=0.8,
+            brightness=(0.6, 1.4),
+            contrast=(0.6, 1.4),
+            saturation=(0.6, 1.4),
+            hue=(-0.1, 0.1),
+            grey=0.1,
+            blur=0.2,
+            sigma=(0.1, 2.0),
+            erase=0.25,
+            area=(0.02, 0.2),
+        ),
+        None,
+    ),
     # Cubuk et al. 2020, arXiv:1909.13719: N = 2, M = 9 of 30 is their setting for ResNet-50 on ImageNet.
-    "randaugment": [_FLIP, {"op": "RandAugment", "n": 2, "m": 9}],
+    "randaugment": (Fused(flip=0.5), Policy(POLICIES["RandAugment"], num=2, magnitude=9 / 30)),
     # Müller & Hutter 2021, arXiv:2103.10158: one operation of a random magnitude; no parameter.
-    "trivialaugment": [_FLIP, {"op": "TrivialAugment"}],
+    "trivialaugment": (Fused(flip=0.5), Policy(POLICIES["TrivialAugment"])),
 }
 
 # They make the size of the images: applied to some rows only, the rows would not fit together.
@@ -117,7 +139,6 @@ class DeviceAugment:
         dtype: of the images that come out.
         targets: whether the batches have masks or boxes, which stay as they are: nothing may move pixels.
         views: whether training batches have views: nothing may mix.
-        backend: of torch.compile, where the configuration asks for it.
 
     Raises:
         ConfigError: an operation or the module does not exist, or refuses its parameters; or, with targets, moves,
@@ -131,7 +152,6 @@ class DeviceAugment:
         dtype: torch.dtype = torch.float32,
         targets: bool = False,
         views: bool = False,
-        backend: str = "inductor",
     ) -> None:
         self._mixing = [name for name in ("mixup_alpha", "cutmix_alpha") if getattr(config, name)]
         if targets and self._mixing:
@@ -140,24 +160,21 @@ class DeviceAugment:
             self._check_views()
         self.config, self.device = config, numbered(device)
         self.normalize = Normalize(config, self.device, dtype)
-        self._fused, others = fuse(PRESETS[config.preset])
+        self._fused, self._policy = PRESETS[config.preset]
         channels = len(config.mean)
-        if channels != 3 and (others or (self._fused and self._fused.changes_colour)):
+        if channels != 3 and (self._policy or (self._fused and self._fused.changes_colour)):
             raise ConfigError(
                 f"augment.preset={config.preset!r} changes red, green and blue, and augment.mean is of {channels} "
                 f"channels: use none or light, and augment.ops that take {channels}"
             )
         if targets and self._fused:
-            raise _moves(f"{PRESETS[config.preset][0]['op']} of the preset {config.preset}")
-        self._policy: Policy | None = None
-        if others and others[0]["op"] in POLICIES:
-            self._policy = policy_of(**others.pop(0))
-        self._operations = [build_operation(entry, targets, channels) for entry in (*others, *config.ops)]
+            raise _moves(f"the preset {config.preset}")
+        self._operations = [build_operation(entry, targets, channels) for entry in config.ops]
         if config.module:
             self._operations.append(_user_module(config.module))
         self._compute: Callable[..., torch.Tensor] = self._computed
         if config.compile:
-            self._compute = torch.compile(self._computed, dynamic=False, fullgraph=True, backend=backend)
+            self._compute = torch.compile(self._computed, dynamic=False, fullgraph=True)
 
     def __call__(
         self, image: torch.Tensor, target: torch.Tensor, counts: np.ndarray, *, seed: int, strength: float = 1.0
@@ -214,11 +231,11 @@ class DeviceAugment:
         if self._fused:
             rows, _, height, width = image.shape
             rng = np.random.Generator(np.random.Philox(key=[seed, Domain.AUGMENT]))
-            draws = draw(self._fused, rng, rows, height, width, strength)
-            if self._policy:  # after the flip
-                image = apply_policy(image, draws.flip, draw_policy(self._policy, rng, rows, strength))
+            params = draw(self._fused, rng, rows, height, width, strength)
+            if self._policy:
+                image = apply_policy(image, params.flip, draw_policy(self._policy, rng, rows, strength))
                 return self._by_kornia(image, seed, strength) if self._operations else self.normalize(image)
-            packed = torch.from_numpy(pack(self._fused, draws, height, width)).to(image.device, non_blocking=True)
+            packed = torch.from_numpy(pack(self._fused, params, height, width)).to(image.device, non_blocking=True)
         if not self._operations:
             return self._compute(image, packed)
         return self._by_kornia(self._preset(image, packed), seed, strength)

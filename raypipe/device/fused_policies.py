@@ -63,13 +63,8 @@ class Policy:
     magnitude: float | None = None
 
 
-def policy_of(op: str, n: int = 1, m: float | None = None) -> Policy:
-    """As a configuration lists it: RandAugment with n and m of 30, or TrivialAugment."""
-    return Policy(POLICIES[op], n, None if m is None else m / 30)
-
-
 @dataclass(frozen=True)
-class Drawn:
+class PolicyParams:
     """What a policy does to a micro-batch: operations in their order, with an array (B,) of magnitudes of each.
 
     Attributes:
@@ -81,7 +76,7 @@ class Drawn:
     chosen: np.ndarray
 
 
-def draw_policy(policy: Policy, rng: np.random.Generator, rows: int, strength: float = 1.0) -> Drawn:
+def draw_policy(policy: Policy, rng: np.random.Generator, rows: int, strength: float = 1.0) -> PolicyParams:
     """Draw the operations, and for each row the magnitudes; the strength is the share of rows, in [0, 1]."""
     names = sorted(policy.ranges)
     steps = []
@@ -91,10 +86,10 @@ def draw_policy(policy: Policy, rng: np.random.Generator, rows: int, strength: f
         share, sign = rng.random((2, rows))
         magnitude = low + (high - low) * (share if policy.magnitude is None else np.full(rows, policy.magnitude))
         steps.append((name, magnitude * np.where(sign < 0.5, -1, 1) if name in _GEOMETRY else magnitude))
-    return Drawn(steps, rng.random(rows) < strength)
+    return PolicyParams(steps, rng.random(rows) < strength)
 
 
-def apply_policy(image: torch.Tensor, flip: np.ndarray, drawn: Drawn) -> torch.Tensor:
+def apply_policy(image: torch.Tensor, flip: np.ndarray, params: PolicyParams) -> torch.Tensor:
     """The images with what was drawn done to them; the input is left as it is.
 
     Args:
@@ -112,9 +107,9 @@ def apply_policy(image: torch.Tensor, flip: np.ndarray, drawn: Drawn) -> torch.T
         if moves:
             stages.append(("sample", grid_units(undo, height, width)))
 
-    for name, magnitude in drawn.steps:
+    for name, magnitude in params.steps:
         if name in _GEOMETRY:
-            of_rows = np.where(drawn.chosen, magnitude, 0.0)
+            of_rows = np.where(params.chosen, magnitude, 0.0)
             undo, moves = undo @ _undone(name, of_rows, height, width), True
         else:
             move()
@@ -124,7 +119,7 @@ def apply_policy(image: torch.Tensor, flip: np.ndarray, drawn: Drawn) -> torch.T
     move()
     if not moves and (undo[:, 0, 0] < 0).any():
         stages.insert(0, ("flip", flip[:, None]))
-    numbers = np.concatenate([drawn.chosen[:, None], *(columns for _, columns in stages)], 1).astype(np.float32)
+    numbers = np.concatenate([params.chosen[:, None], *(columns for _, columns in stages)], 1).astype(np.float32)
     packed = torch.from_numpy(numbers).to(image.device, non_blocking=True)
     chosen, at = packed[:, :1, None, None] > 0, 1
     for name, columns in stages:
@@ -136,7 +131,7 @@ def apply_policy(image: torch.Tensor, flip: np.ndarray, drawn: Drawn) -> torch.T
             image = image.mul_(unit) if unit < 1 else image
         else:
             done = _OPERATIONS[name](image, given[..., None, None], _unit(image))
-            image = done if drawn.chosen.all() else torch.where(chosen, done, _affine(image, _unit(image)))
+            image = done if params.chosen.all() else torch.where(chosen, done, _affine(image, _unit(image)))
     return image
 
 

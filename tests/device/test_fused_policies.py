@@ -18,7 +18,7 @@ from pretend import CPU
 
 from raypipe.config import AugmentConfig
 from raypipe.device.augment import PRESETS, DeviceAugment
-from raypipe.device.fused_policies import POLICIES, Drawn, Policy, apply_policy, draw_policy, policy_of
+from raypipe.device.fused_policies import POLICIES, Policy, PolicyParams, apply_policy, draw_policy
 
 ROWS, HEIGHT, WIDTH = 5, 24, 32
 NO_FLIP, ALL = np.zeros(ROWS, bool), np.ones(ROWS, bool)
@@ -33,8 +33,8 @@ def images() -> torch.Tensor:
 
 
 def done(*steps: tuple[str, Any], image: torch.Tensor | None = None, flip: np.ndarray = NO_FLIP) -> torch.Tensor:
-    drawn = Drawn([(name, np.broadcast_to(np.asarray(each, float), (ROWS,))) for name, each in steps], ALL)
-    return apply_policy(images() if image is None else image, flip, drawn)
+    params = PolicyParams([(name, np.broadcast_to(np.asarray(each, float), (ROWS,))) for name, each in steps], ALL)
+    return apply_policy(images() if image is None else image, flip, params)
 
 
 def close(found: torch.Tensor, expected: torch.Tensor, atol: float = 2e-5) -> None:
@@ -160,7 +160,7 @@ def test_the_kinds_of_operations_and_their_magnitudes_are_kornias(name: str) -> 
 
 
 def test_operations_are_drawn_evenly_and_magnitudes_of_all_their_range() -> None:
-    policy, kinds = policy_of("TrivialAugment"), Counter[str]()
+    policy, kinds = Policy(POLICIES["TrivialAugment"]), Counter[str]()
     for seed in range(1500):
         drawn = draw_policy(policy, np.random.default_rng(seed), 32)
         ((name, magnitude),) = drawn.steps
@@ -173,7 +173,7 @@ def test_operations_are_drawn_evenly_and_magnitudes_of_all_their_range() -> None
 
 
 def test_rand_augment_draws_two_of_its_magnitude() -> None:
-    policy = policy_of(**PRESETS["randaugment"][1])
+    policy = PRESETS["randaugment"][1]
     assert policy == Policy(POLICIES["RandAugment"], 2, 0.3)
     for seed in range(100):
         (one, first), (other, _) = draw_policy(policy, np.random.default_rng(seed), 8).steps
@@ -183,7 +183,8 @@ def test_rand_augment_draws_two_of_its_magnitude() -> None:
 
 @pytest.mark.parametrize("preset", ["randaugment", "trivialaugment"])
 def test_strength_is_the_share_of_rows_and_the_rest_is_left_alone(preset: Any) -> None:
-    policy = policy_of(**PRESETS[preset][1])
+    policy = PRESETS[preset][1]
+    assert policy is not None
     for strength in (0.0, 0.5):
         drawn = [draw_policy(policy, np.random.default_rng(seed), ROWS, strength) for seed in range(200)]
         assert np.mean([each.chosen.mean() for each in drawn]) == pytest.approx(strength, abs=0.05)
@@ -209,5 +210,5 @@ def test_no_two_operations_take_more_than_a_third_of_kornias_passes() -> None:
     for one, other in itertools.permutations(sorted(POLICIES["RandAugment"]), 2):
         steps = [(name, np.full(ROWS, 0.3 * POLICIES["RandAugment"][name][1])) for name in (one, other)]
         with Counted(image.numel()) as seen:
-            apply_policy(image, flip, Drawn(steps, ALL))
+            apply_policy(image, flip, PolicyParams(steps, ALL))
         assert 1 + seen.budget().passes <= 35 / 3, (one, other)

@@ -44,7 +44,8 @@ class Batch:
         at: its place in the run.
         seed: seed of everything that is drawn once for this micro-batch.
         fields: by name, see `raypipe.transform.fields`: arrays as tensors on the device, images with channels
-            first; others as lists of B on the host. The properties name them.
+            first; others as lists of B on the host. Masks, boxes and keypoints are read here, as fields["mask"];
+            the properties name the others.
         weight: float32 (B,); 0 for padding and for samples that do not count.
         label: the target, on the host.
         index: int64 (B,), on the host; -1 for padding.
@@ -90,27 +91,6 @@ class Batch:
     def target(self) -> torch.Tensor:
         """int64 (B,), classes; or what the target's column holds, (B, …)."""
         return self.fields[LABEL]
-
-    @property
-    def mask(self) -> torch.Tensor | None:
-        """uint8 (B, H, W), a class per pixel, 255 where there is none; None if the stream has no masks."""
-        return self.fields.get("mask")
-
-    @property
-    def boxes(self) -> torch.Tensor | None:
-        """float32 (B, K, 5), each `[x0, y0, x1, y1, label]` in pixels; None if the stream has no boxes.
-
-        The label is -1 where there is none.
-        """
-        return self.fields.get("boxes")
-
-    @property
-    def keypoints(self) -> torch.Tensor | None:
-        """float32 (B, K, 3), each `[x, y, label]` in pixels; None if the stream has no keypoints.
-
-        The label is -1 where there is none, and -2 - label where the keypoint lies outside of the image.
-        """
-        return self.fields.get("keypoints")
 
     @property
     def columns(self) -> dict[str, Any]:

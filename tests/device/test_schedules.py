@@ -176,12 +176,12 @@ class Consumer:
 def use_batch(consumer: Consumer, batch: Any, host: MicroBatch) -> None:
     assert batch.at == host.at and batch.index.tolist() == host.index.tolist()
     consumer.use(batch.image, host["image"].transpose(0, 3, 1, 2))
-    arrays = {"target": host["label"], "weight": host.weight}
-    arrays |= {name: host.fields.get(name) for name in ("mask", "boxes")}
-    for name, array in arrays.items():
-        assert (getattr(batch, name) is None) == (array is None)
-        if array is not None:
-            consumer.use(getattr(batch, name), array)
+    consumer.use(batch.target, host["label"])
+    consumer.use(batch.weight, host.weight)
+    assert batch.fields.keys() == host.fields.keys()
+    for name in ("mask", "boxes"):
+        if name in host.fields:
+            consumer.use(batch.fields[name], host[name])
 
 
 # Programs: each draws its form from the simulation's seed

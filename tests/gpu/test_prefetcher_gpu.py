@@ -70,8 +70,7 @@ def test_masks_and_boxes_come_whole_with_their_images() -> None:
     kept = []
     for batch in on_device(map(with_targets, range(20)), CUDA, lambda at: 0):
         torch.cuda._sleep(BUSY)
-        assert batch.mask is not None and batch.boxes is not None
-        kept.append((batch.image.clone(), batch.mask.clone(), batch.boxes.clone()))
+        kept.append((batch.image.clone(), batch.fields["mask"].clone(), batch.fields["boxes"].clone()))
     for step, (image, mask, boxes) in enumerate(kept):
         assert image.shape == (16, 3, 64, 64) and (image == step).all()
         assert mask.shape == (16, 64, 64) and mask.dtype == torch.uint8 and (mask == step).all()

@@ -9,8 +9,8 @@ Of views each crop goes through it by itself, up to the mixing, with a seed of i
 
 All that is random is drawn on the host from the micro-batch's seed, so the result depends on the pixels, the
 configuration, the seed and the strength alone, and nothing waits for the device. Where there is neither operation
-nor module, conversion and normalisation are one kernel. What a preset names is done by `raypipe.device.fused` and
-`raypipe.device.fused_policies`, whose operations are raypipe's own.
+nor module, conversion and normalisation are one kernel. `raypipe.device.fused` does what a preset names, by
+operations of its own.
 
 A configuration lists operations in order, each as `{op: NAME, parameter: value, …}`, where NAME is a 2D
 augmentation of `kornia.augmentation` or a policy of `kornia.augmentation.auto`. A policy chooses its operations
@@ -29,7 +29,6 @@ import torch
 
 from raypipe.config import AugmentConfig
 from raypipe.device.fused import Fused, apply, draw, pack
-from raypipe.device.fused_policies import POLICIES, Policy, apply_policy, draw_policy
 from raypipe.device.mixing import Mixed, draw_mix, mix
 from raypipe.device.ring import numbered
 from raypipe.errors import ConfigError
@@ -40,49 +39,36 @@ from raypipe.transform.views import view_key
 Operation = Callable[[torch.Tensor, float], torch.Tensor]
 """(float images (B, 3, H, W) in [0, 1], strength in [0, 1]) → the same kind, random by torch's CPU generator."""
 
-Preset = tuple[Fused | None, Policy | None]
-"""What is fused, and the policy that comes after the flip; None = nothing."""
-
-PRESETS: dict[str, Preset] = {
-    "none": (None, None),
-    "light": (Fused(flip=0.5), None),
+PRESETS: dict[str, Fused | None] = {
+    "none": None,
+    "light": Fused(flip=0.5),
     # Without the hue, the dearest of the four.
-    "standard": (
-        Fused(
-            flip=0.5,
-            jitter=0.8,
-            brightness=(0.8, 1.2),
-            contrast=(0.8, 1.2),
-            saturation=(0.8, 1.2),
-            erase=0.25,
-            area=(0.02, 0.2),
-        ),
-        None,
+    "standard": Fused(
+        flip=0.5,
+        jitter=0.8,
+        brightness=(0.8, 1.2),
+        contrast=(0.8, 1.2),
+        saturation=(0.8, 1.2),
+        erase=0.25,
+        area=(0.02, 0.2),
     ),
-    "strong": (
-        Fused(
-            flip=0.5,
-            affine=0.5,
-            degrees=15.0,
-            translate=(0.1, 0.1),
-            scale=(0.8, 1.2),
-            jitter=0.8,
-            brightness=(0.6, 1.4),
-            contrast=(0.6, 1.4),
-            saturation=(0.6, 1.4),
-            hue=(-0.1, 0.1),
-            grey=0.1,
-            blur=0.2,
-            sigma=(0.1, 2.0),
-            erase=0.25,
-            area=(0.02, 0.2),
-        ),
-        None,
+    "strong": Fused(
+        flip=0.5,
+        affine=0.5,
+        degrees=15.0,
+        translate=(0.1, 0.1),
+        scale=(0.8, 1.2),
+        jitter=0.8,
+        brightness=(0.6, 1.4),
+        contrast=(0.6, 1.4),
+        saturation=(0.6, 1.4),
+        hue=(-0.1, 0.1),
+        grey=0.1,
+        blur=0.2,
+        sigma=(0.1, 2.0),
+        erase=0.25,
+        area=(0.02, 0.2),
     ),
-    # Cubuk et al. 2020, arXiv:1909.13719: N = 2, M = 9 of 30 is their setting for ResNet-50 on ImageNet.
-    "randaugment": (Fused(flip=0.5), Policy(POLICIES["RandAugment"], num=2, magnitude=9 / 30)),
-    # Müller & Hutter 2021, arXiv:2103.10158: one operation of a random magnitude; no parameter.
-    "trivialaugment": (Fused(flip=0.5), Policy(POLICIES["TrivialAugment"])),
 }
 
 # They make the size of the images: applied to some rows only, the rows would not fit together.
@@ -160,9 +146,9 @@ class DeviceAugment:
             self._check_views()
         self.config, self.device = config, numbered(device)
         self.normalize = Normalize(config, self.device, dtype)
-        self._fused, self._policy = PRESETS[config.preset]
+        self._fused = PRESETS[config.preset]
         channels = len(config.mean)
-        if channels != 3 and (self._policy or (self._fused and self._fused.changes_colour)):
+        if channels != 3 and self._fused and self._fused.changes_colour:
             raise ConfigError(
                 f"augment.preset={config.preset!r} changes red, green and blue, and augment.mean is of {channels} "
                 f"channels: use none or light, and augment.ops that take {channels}"
@@ -232,16 +218,10 @@ class DeviceAugment:
             rows, _, height, width = image.shape
             rng = np.random.Generator(np.random.Philox(key=[seed, Domain.AUGMENT]))
             params = draw(self._fused, rng, rows, height, width, strength)
-            if self._policy:
-                image = apply_policy(image, params.flip, draw_policy(self._policy, rng, rows, strength))
-                return self._by_kornia(image, seed, strength) if self._operations else self.normalize(image)
             packed = torch.from_numpy(pack(self._fused, params, height, width)).to(image.device, non_blocking=True)
         if not self._operations:
             return self._compute(image, packed)
-        return self._by_kornia(self._preset(image, packed), seed, strength)
-
-    def _by_kornia(self, image: torch.Tensor, seed: int, strength: float) -> torch.Tensor:
-        """The configuration's own operations, the user's module, and the normalisation."""
+        image = self._preset(image, packed)
         if not image.is_floating_point():
             image = scaled(image)
         with _seeded(seed, self.device):

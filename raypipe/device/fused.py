@@ -173,12 +173,8 @@ def _maps(params: FusedParams, height: int, width: int) -> np.ndarray:
     undo = np.array([[cos, -sin], [sin, cos]])  # (2, 2, B)
     undo = np.concatenate([undo, -(undo * np.array([params.x, params.y])).sum(1, keepdims=True)], 1)
     undo[0] *= np.where(params.flip, -1, 1)
-    return grid_units(np.moveaxis(undo, 2, 0), height, width)
-
-
-def grid_units(maps: np.ndarray, height: int, width: int) -> np.ndarray:
-    """Maps (B, 2 or 3, 3) of places in pixels about the middle of the image, as `sampled` takes them: (B, 6)."""
-    return (maps[:, :2] * (2 / np.array([width, height]))[:, None]).reshape(len(maps), 6)
+    maps = np.moveaxis(undo, 2, 0) * (2 / np.array([width, height]))[:, None]  # as `_sampled` takes them
+    return maps.reshape(len(maps), 6)
 
 
 def _colours(params: FusedParams) -> np.ndarray:
@@ -213,7 +209,7 @@ def apply(fused: Fused, image: torch.Tensor, packed: torch.Tensor) -> torch.Tens
     if fused.changes_colour and not in_255:
         image, in_255 = image * 255, True
     if fused.affine:
-        image = sampled(image, packed[:, _SAMPLE].unflatten(1, (2, 3)))
+        image = _sampled(image, packed[:, _SAMPLE].unflatten(1, (2, 3)))
     elif fused.flip:
         image = torch.where(packed[:, _FLIP].view(-1, 1, 1, 1) > 0, image.flip(3), image)
     if fused.blur:
@@ -223,7 +219,7 @@ def apply(fused: Fused, image: torch.Tensor, packed: torch.Tensor) -> torch.Tens
     return image * (1 / 255) if in_255 and image.is_floating_point() else image
 
 
-def sampled(image: torch.Tensor, maps: torch.Tensor) -> torch.Tensor:
+def _sampled(image: torch.Tensor, maps: torch.Tensor) -> torch.Tensor:
     """Each row through its own affine map, float32 (B, 2, 3), of places about the middle; what is outside is 0."""
     _, _, height, width = image.shape
     x, y = (torch.arange((1 - n) / 2, n / 2, device=image.device, dtype=torch.float32) for n in (width, height))
@@ -255,14 +251,9 @@ def _turned(image: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
     return out.addcmul_(image[:, 1:2], colour[:, 1]).addcmul_(image[:, 2:3], colour[:, 2])
 
 
-def grey_of(image: torch.Tensor) -> torch.Tensor:
-    """float32 (B, 1, H, W), in the units of the image."""
-    return (image[:, 0:1] * _RED).add_(image[:, 1:2], alpha=_GREEN).add_(image[:, 2:3], alpha=_BLUE)
-
-
 def _blended(image: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
     """The same map of colour where there is no hue: a share of it, of its grey, and of the mean of that."""
-    grey = grey_of(image)
+    grey = (image[:, 0:1] * _RED).add_(image[:, 1:2], alpha=_GREEN).add_(image[:, 2:3], alpha=_BLUE)
     offset = grey.mean((2, 3), keepdim=True) * packed[:, _MEAN_GREY].view(-1, 1, 1, 1)
     of_colour, of_grey = packed[:, _BLEND, None, None, None].unbind(1)
     out = torch.empty(image.shape, device=image.device, memory_format=torch.channels_last)

@@ -249,8 +249,8 @@ def test_a_users_module_that_is_not_there() -> None:
         (AugmentConfig(ops=[{"op": "RandomAffine", "degrees": 5.0}]), "RandomAffine moves or erases"),
         (AugmentConfig(ops=[{"op": "RandomErasing"}]), "RandomErasing moves or erases"),
         (
-            AugmentConfig(preset="trivialaugment", ops=[]),
-            "the preset trivialaugment moves or erases",
+            AugmentConfig(preset="standard"),
+            "the preset standard moves or erases",
         ),
         (AugmentConfig(ops=[{"op": "TrivialAugment"}]), "TrivialAugment moves or erases"),
     ],

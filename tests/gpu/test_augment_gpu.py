@@ -22,7 +22,7 @@ from raypipe.transform.fields import MicroBatch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda_or_pretended")]
 
-PRESETS = ("none", "light", "standard", "strong", "randaugment", "trivialaugment")
+PRESETS = ("none", "light", "standard", "strong")
 SIZE, ROWS = 32, 16
 
 

@@ -1,38 +1,34 @@
-"""Batches on the device, ahead of their use: raypipe's micro-batches, or any loader's. Knows torch, not Ray.
+"""Micro-batches on the device, ahead of their use. Knows torch, not Ray.
 
     on_device           MicroBatch → Batch
     decoded_on_device   the same, of encoded images
     asked_for_here      the same, where the consumer's thread must make the micro-batches
-    prefetch            (image, target), or any other tree of tensors → the same on the device
 
-On CUDA the first and the last go through the pinned ring of `raypipe.device.ring`; on CPU nothing is transferred.
+On CUDA the first goes through the pinned ring of `raypipe.device.ring`; on CPU nothing is transferred.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from itertools import starmap
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
 
 from raypipe.device.device_decode import DeviceDecoder
 from raypipe.device.mixing import Mixed
-from raypipe.device.ring import CLOSE_S, Item, OnCopied, Ring, hand_over, new_event, view
+from raypipe.device.ring import CLOSE_S, OnCopied, Ring, hand_over, new_event, view
 from raypipe.metrics.timing import mark
 from raypipe.plan.places import MicroBatchId
 from raypipe.transform.encoded import CROP, DATA, ENCODED_FIELDS, FLIP
 from raypipe.transform.fields import COLUMN, IMAGE, LABEL, VIEW, MicroBatch, Ragged, in_group
 from raypipe.transform.sizes import Size
-
-Used = TypeVar("Used")
 
 
 @dataclass(frozen=True)
@@ -144,8 +140,13 @@ def on_device(
         return _batch(host, seed_of, weight, dict(zip(host.arrays(), others, strict=True)))
 
     through = Ring(batches, arrays, device, depth, keep, on_copied, _without_arrays)
+
+    def from_ring() -> Iterator[Batch]:
+        with closing(iter(through)) as pairs:
+            yield from starmap(batch, pairs)
+
     if through.device.type == "cuda" or ring:
-        return _each(through, batch)
+        return from_ring()
     return (batch(host, [*map(view, arrays(host))]) for host in batches)
 
 
@@ -198,11 +199,6 @@ def _without_arrays(host: MicroBatch) -> MicroBatch:
     }
     on_host[LABEL] = host[LABEL].copy()
     return replace(host, index=host.index.copy(), weight=_ELSEWHERE, fields=on_host)
-
-
-def _each(ring: Ring[Item], use: Callable[[Item, tuple[torch.Tensor, ...]], Used]) -> Generator[Used, None, None]:
-    with closing(iter(ring)) as pairs:
-        yield from starmap(use, pairs)
 
 
 def decoded_on_device(
@@ -293,66 +289,3 @@ def _batch(
             fields[name] = tensors[name].movedim(-1, -3) if is_image else tensors[name]
     same = {name: getattr(host, name) for name in ("at", "index", "num_bad", "read_s", "work_s")}
     return Batch(seed=seed_of(host.at), fields=fields, weight=weight, label=host[LABEL], **same)
-
-
-class Prefetched:
-    """A loader's batches on the device, `depth` transfers ahead of their use.
-
-        for image, target in raypipe.prefetch(loader, device):
-            ...
-
-    On CUDA a batch is valid until the next one is asked for, or for `keep` more batches. Ask for batches under the
-    CUDA stream that works on them. On CPU the loader's batches come as they are.
-
-    It can be iterated as often as the loader, has its length, and ends its thread if the iteration stops early.
-
-    On CUDA the loader runs in a thread of this process. There it shares the global random generators with the
-    training loop (num_workers=0): give it a generator of its own.
-
-    Args:
-        loader: a torch DataLoader or another iterable. Its batches are tensors, or tuples, named tuples, lists and
-            dicts of them, nested (pytrees). Tensors of any shape, dtype and strides arrive with the same; where
-            memory overlaps or has gaps, the strides are those of a dense tensor in the same order. Those already
-            on the device, and all that is no tensor, pass through. Pinned tensors are not copied on the host.
-        device: CUDA or CPU.
-        depth: transfers in flight or done, besides the batch in use.
-        keep: batches that stay valid besides the newest, for a loop that looks ahead; each takes the device memory
-            of one, and as much pinned memory.
-        ring: None = on CUDA only; True = on CPU too, for tests of the ring.
-
-    Raises:
-        ConfigError: depth < 1, or the device is neither CUDA nor CPU. Iterating raises what the loader raises.
-    """
-
-    def __init__(
-        self,
-        loader: Iterable[Any],
-        device: torch.device | str,
-        depth: int = 2,
-        keep: int = 0,
-        ring: bool | None = None,
-    ) -> None:
-        self._loader = loader
-        self._ring = Ring(loader, self._moved, device, depth, keep)
-        self._on_cuda = self._ring.device.type == "cuda"
-        self._uses_ring = self._on_cuda or bool(ring)
-
-    def __len__(self) -> int:
-        return len(self._loader)  # type: ignore[arg-type]
-
-    def __iter__(self) -> Iterator[Any]:
-        return _each(self._ring, self._replaced) if self._uses_ring else iter(self._loader)
-
-    def _moves(self, leaf: Any) -> bool:
-        # On CPU every tensor is there already, but with ring=True it is to go through the ring.
-        return isinstance(leaf, torch.Tensor) and not (self._on_cuda and leaf.device == self._ring.device)
-
-    def _moved(self, batch: Any) -> tuple[torch.Tensor, ...]:
-        return tuple(leaf for leaf in tree_leaves(batch) if self._moves(leaf))
-
-    def _replaced(self, batch: Any, tensors: tuple[torch.Tensor, ...]) -> Any:
-        moved = iter(tensors)
-        return tree_map(lambda leaf: next(moved) if self._moves(leaf) else leaf, batch)
-
-
-prefetch = Prefetched

@@ -1,6 +1,6 @@
 """A ring of slots between host and device: transfers run beside the work on what is in use. Knows torch, not Ray.
 
-    leaves of an item → host side of a slot (pinned) → copy stream → device side → compute stream
+    arrays of an item → host side of a slot (pinned) → copy stream → device side → compute stream
 
 Each slot has events. `copied`: its transfer is done, so compute may read the device side and the host
 may refill the host side. `consumed`: compute has passed its last use, so the copy stream may overwrite the
@@ -10,8 +10,8 @@ came before:
     thread      fill a free slot's host side once `copied`; on the copy stream: transfer once `consumed`
     consumer    on the compute stream: go on once `copied`, use; then record `consumed` and free the slot
 
-A slot is one piece of memory on each side, in which the leaves of an item lie one behind the other. It serves
-items of any shapes that fit, and one transfer moves all leaves. A slot grows for an item that is larger than all
+A slot is one piece of memory on each side, in which the arrays of an item lie one behind the other. It serves
+items of any shapes that fit, and one transfer moves all of them. A slot grows for an item that is larger than all
 that it has held.
 
 On CPU the same code runs over plain memory, and over torch.cpu's streams and events, which do nothing.
@@ -24,8 +24,8 @@ import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
@@ -36,10 +36,9 @@ from raypipe.errors import ConfigError
 from raypipe.metrics.timing import mark
 
 Item = TypeVar("Item")
-Leaf = np.ndarray | torch.Tensor
 OnCopied = Callable[[Any, Any], None]
 
-# Bytes. Each leaf begins at a multiple, as what torch itself takes on the device does.
+# Bytes. Each array begins at a multiple, as what torch itself takes on the device does.
 _ALIGNED = 512
 # A source that is in the midst of an item cannot be interrupted; after this its thread is left to end by itself.
 CLOSE_S = 10.0
@@ -98,27 +97,25 @@ def view(array: np.ndarray) -> torch.Tensor:
 
 
 class Ring(Generic[Item]):
-    """Iterates over (item, its leaves on the device), `depth` transfers ahead of the consumer.
+    """Iterates over (item, its arrays on the device), `depth` transfers ahead of the consumer.
 
     The tensors are valid until the next item is asked for, or `keep` items longer; then their memory is used
-    again. Ask for items under the stream that works on them; it may be a different one each time. The tensors have
-    the leaves' shapes and dtypes and, where a leaf is dense, its strides. Items of all shapes share the slots:
-    nothing is allocated once each slot has held the largest item.
+    again. Ask for items under the stream that works on them; it may be a different one each time. Items of all
+    shapes share the slots: nothing is allocated once each slot has held the largest item.
 
     The items are drawn in a thread, anew for each iteration. Closing the iterator ends the thread and closes the
     source's iterator, if that can be closed.
 
     Args:
         items: the source.
-        leaves_of: the arrays (possibly read-only) and tensors of an item that are to be on the device. They are
-            copied to pinned memory first.
+        arrays_of: those of an item, possibly read-only, that are to be on the device.
         device: CUDA, or CPU.
         depth: transfers in flight or done, beside the item in use.
         keep: items that stay valid beside the newest; each takes a slot, on the host and on the device.
         on_copied: called in the thread, for each item, with `metrics.mark`s of the copy stream before and after
             the transfer.
-        staged: called in the thread with each item whose leaves were copied to pinned memory; gives what is handed
-            out in its place, such as the item without its leaves, whose memory then goes at once.
+        staged: called in the thread with each item whose arrays were copied to pinned memory; gives what is handed
+            out in its place, such as the item without its arrays, whose memory then goes at once.
 
     Attributes:
         device: where the tensors are; on CUDA, with its number.
@@ -131,7 +128,7 @@ class Ring(Generic[Item]):
     def __init__(
         self,
         items: Iterable[Item],
-        leaves_of: Callable[[Item], Sequence[Leaf]],
+        arrays_of: Callable[[Item], Sequence[np.ndarray]],
         device: torch.device | str,
         depth: int = 2,
         keep: int = 0,
@@ -141,7 +138,7 @@ class Ring(Generic[Item]):
         if depth < 1:
             raise ConfigError(f"depth is {depth}: the ring needs at least 1 slot beside the one in use")
         self.device = numbered(device)
-        self._items, self._leaves_of, self._on_copied, self._staged = items, leaves_of, on_copied, staged
+        self._items, self._arrays_of, self._on_copied, self._staged = items, arrays_of, on_copied, staged
         self._depth, self._keep = depth, keep
 
     def __iter__(self) -> Generator[tuple[Item, tuple[torch.Tensor, ...]], None, None]:
@@ -190,14 +187,14 @@ class Ring(Generic[Item]):
             free.extend(_Slot(self.device) for _ in range(self._depth + self._keep + 1))
             try:
                 for item in source:
-                    leaves = self._leaves_of(item)
+                    arrays = self._arrays_of(item)
                     room.acquire()
                     if stopped.is_set():
                         break
                     # At most depth - 1 others are filled and keep + 1 in use: of depth + keep + 1, one is free.
                     slot = free.popleft()
-                    slot.fill(leaves, self._on_copied)
-                    del leaves
+                    slot.fill(arrays, self._on_copied)
+                    del arrays
                     item = self._staged(item)
                     filled.put((item, slot))
                     del item
@@ -210,40 +207,12 @@ class Ring(Generic[Item]):
             filled.put(None)
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Of one leaf in a slot; `start` and `end` are offsets in bytes, the same on both sides."""
-
-    start: int
-    end: int
-    dtype: torch.dtype
-    shape: torch.Size
-    stride: tuple[int, ...]
-
-    def of(self, memory: torch.Tensor) -> torch.Tensor:
-        flat = memory[self.start : self.end].view(self.dtype)
-        # With a version of its own: what is written to one leaf is no change of the others to autograd.
-        return flat.as_strided(self.shape, self.stride).data
-
-
-def _places(leaves: Sequence[Leaf]) -> tuple[list[_Place], int]:
-    """Where leaves lie in a slot, one behind the other, each dense; and the bytes that they take."""
-    places, start = list[_Place](), 0
-    for leaf in leaves:
-        like = torch.from_numpy(np.empty_like(leaf, subok=False)) if isinstance(leaf, np.ndarray) else leaf
-        dense = torch.empty_like(like, device="meta")
-        end = start + dense.numel() * dense.element_size()
-        places.append(_Place(start, end, dense.dtype, dense.shape, dense.stride()))
-        start = -(-end // _ALIGNED) * _ALIGNED
-    return places, start
-
-
 class _Slot:
     """Memory on both sides, and the events that guard it.
 
     Attributes:
         memory: uint8 (n,), on the device.
-        tensors: the leaves in it.
+        tensors: the arrays in it.
         copied: see above.
     """
 
@@ -256,10 +225,10 @@ class _Slot:
         self._host, self.memory = (torch.empty(0, dtype=torch.uint8, device=side) for side in ("cpu", device))
         self.tensors: tuple[torch.Tensor, ...] = ()
 
-    def fill(self, leaves: Sequence[Leaf], on_copied: OnCopied | None) -> None:
+    def fill(self, arrays: Sequence[np.ndarray], on_copied: OnCopied | None) -> None:
         """Start the transfer. Called by the thread."""
-        places, num_bytes = _places(leaves)
-        self.tensors = ()
+        starts = [0, *accumulate(-(-array.nbytes // _ALIGNED) * _ALIGNED for array in arrays)]
+        num_bytes, self.tensors = starts.pop(), ()
         self.copied.synchronize()  # the host side has been read
         if num_bytes > len(self.memory):
             self._host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
@@ -268,9 +237,9 @@ class _Slot:
             with self._backend.stream(self._stream):
                 del self.memory
                 self.memory = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-        self.tensors = tuple(place.of(self.memory) for place in places)
-        for leaf, place in zip(leaves, places, strict=True):
-            _stage(leaf, place.of(self._host))
+        self.tensors = tuple(_part(self.memory, *place) for place in zip(starts, arrays, strict=True))
+        for place in zip(starts, arrays, strict=True):
+            np.copyto(_part(self._host, *place).numpy(), place[1])  # torch would warn of read-only arrays
         with self._backend.stream(self._stream):
             for event in self._consumed:
                 event.wait(self._stream)
@@ -286,12 +255,11 @@ class _Slot:
             event.record(stream)
 
 
-def _stage(leaf: Leaf, host: torch.Tensor) -> None:
-    """Copy a leaf to the host side."""
-    if isinstance(leaf, np.ndarray):
-        np.copyto(host.numpy(), leaf)  # torch would warn of read-only arrays
-    else:
-        host.copy_(leaf.detach())
+def _part(memory: torch.Tensor, start: int, like: np.ndarray) -> torch.Tensor:
+    """The bytes from `start` on as an array's dtype and shape."""
+    dtype = torch.from_numpy(np.empty(0, like.dtype)).dtype
+    # With a version of its own: what is written to one tensor is no change of the others to autograd.
+    return memory[start : start + like.nbytes].view(dtype).view(like.shape).data
 
 
 @cache

@@ -237,31 +237,6 @@ def micro_batches(code: Code, cuda: Cuda) -> None:
     assert all(start.elapsed_time(end) > 0 for start, end in marks)
 
 
-def any_loader(code: Code, cuda: Cuda) -> None:
-    """The ring, of tensors that are pinned or not, and that the loader lets go of."""
-    rng, consumer = cuda.rng, Consumer(cuda)
-    pins = rng.random() < 0.7
-    arrays = [np.random.default_rng(n).integers(0, 256, (rng.choice([2, 3]), 3, 4, 2)) for n in range(6)]
-
-    def batches() -> Iterator[dict[str, Any]]:
-        for number, array in enumerate(arrays):
-            image = cuda.pinned(array) if pins else torch.from_numpy(array)
-            yield {"image": image.permute(0, 1, 3, 2), "number": (number, torch.full((2,), number))}
-
-    consumer.leave_garbage()
-    iterator = iter(code.prefetcher.prefetch(batches(), CUDA, rng.randrange(1, 4)))
-    for number in range(rng.choice([6, 6, 3])):
-        with consumer.turn():
-            batch = next(iterator)
-            assert batch["number"][0] == number
-            consumer.use(batch["image"], arrays[number].transpose(0, 1, 3, 2))
-            consumer.use(batch["number"][1], np.full(2, number))
-            del batch
-    iterator.close()
-    del iterator
-    consumer.check()
-
-
 def decoding(code: Code, cuda: Cuda) -> None:
     """Decoded ahead in a thread; consumed on any stream."""
     rng, consumer = cuda.rng, Consumer(cuda)
@@ -295,7 +270,7 @@ def decoding_directly(code: Code, cuda: Cuda) -> None:
     consumer.check()
 
 
-PROGRAMS = (micro_batches, any_loader, decoding, decoding_directly)
+PROGRAMS = (micro_batches, decoding, decoding_directly)
 
 
 def run(code: Code, program: Callable[[Code, Cuda], None], seed: int) -> Cuda:

@@ -110,8 +110,8 @@ class Normalize:
             image = scaled(image)
         scale = self._scale if image.is_floating_point() else self._uint8_scale
         if torch.compiler.is_compiling():  # which would forget the order of what is given as `out`
-            made = torch.addcmul(self._shift, image, scale)
-            return made.to(self._dtype).contiguous(memory_format=torch.channels_last)
+            normalized = torch.addcmul(self._shift, image, scale)
+            return normalized.to(self._dtype).contiguous(memory_format=torch.channels_last)
         out = torch.empty(image.shape, dtype=self._dtype, device=image.device, memory_format=torch.channels_last)
         return torch.addcmul(self._shift, image, scale, out=out)
 
@@ -197,13 +197,15 @@ class DeviceAugment:
         self._check_views()
         if not (self._fused or self._operations):
             return {name: self.normalize(view) for name, view in views.items()}
-        made = {}
+        augmented = {}
         for name, view in views.items():
             crops = [view] if view.ndim == 4 else view.unbind(1)
             seeds = (int(view_key(name, i, Domain.VIEW_ON_DEVICE, seed)[0]) >> 1 for i in range(len(crops)))
-            done = [self._augmented(crop, of_crop, strength) for crop, of_crop in zip(crops, seeds, strict=True)]
-            made[name] = done[0] if view.ndim == 4 else torch.stack(done, 1)
-        return made
+            of_view = [
+                self._augmented(crop, of_crop, strength) for crop, of_crop in zip(crops, seeds, strict=True)
+            ]
+            augmented[name] = of_view[0] if view.ndim == 4 else torch.stack(of_view, 1)
+        return augmented
 
     def _check_views(self) -> None:
         if self._mixing:
@@ -284,38 +286,35 @@ def build_operation(entry: dict[str, Any], targets: bool = False, channels: int 
     from kornia.augmentation.auto.base import PolicyAugmentBase
 
     op = entry["op"]
-    found: Any = getattr(kornia.augmentation, op, None) or getattr(kornia.augmentation.auto, op, None)
-    if not (inspect.isclass(found) and issubclass(found, AugmentationBase2D | PolicyAugmentBase)):
+    operation: Any = getattr(kornia.augmentation, op, None) or getattr(kornia.augmentation.auto, op, None)
+    if not (inspect.isclass(operation) and issubclass(operation, AugmentationBase2D | PolicyAugmentBase)):
         raise ConfigError(
             f"augment.ops: {op!r} is no 2D operation of kornia.augmentation or kornia.augmentation.auto "
             "(mixing has settings of its own: augment.mixup_alpha and augment.cutmix_alpha)"
         )
     # A policy has geometric operations among its own.
-    if targets and (not issubclass(found, IntensityAugmentationBase2D) or op == "RandomErasing"):
+    if targets and (not issubclass(operation, IntensityAugmentationBase2D) or op == "RandomErasing"):
         raise _moves(op)
     # Operations of colour are among a policy's, and one of them lets any channels pass.
-    if channels != 3 and (issubclass(found, PolicyAugmentBase) or op == "RandomGrayscale"):
+    if channels != 3 and (issubclass(operation, PolicyAugmentBase) or op == "RandomGrayscale"):
         raise ConfigError(
             f"augment.ops: {op} needs red, green and blue, and augment.mean is of {channels} channels"
         )
     parameters = {key: tuple(v) if isinstance(v, list) else v for key, v in entry.items() if key != "op"}
     try:
-        module: Any = found(**parameters)  # type: ignore[arg-type]
-        # What the parameters are worth is seen when they are used.
+        module: Any = operation(**parameters)  # type: ignore[arg-type]
+        # What the parameters are worth, and whether it takes such channels, is seen when it is applied.
         with torch.random.fork_rng([]):
-            probe, p = torch.full((2, channels, 32, 32), 0.5), getattr(module, "p", 1.0)
-            if channels != 3:  # whatever the draw, to see whether it takes them
-                module.p = 1.0
+            probe, whole = torch.full((2, channels, 32, 32), 0.5), float(getattr(module, "p", 1.0))
+            module.p = 1.0
             result = module(probe, params=module.forward_parameters(probe.shape))
-            if channels != 3:
-                module.p = p
+            module.p = whole
     except Exception as error:
         of = "" if channels == 3 else f" on {channels} channels, of which augment.mean is"
         raise ConfigError(f"augment.ops: {entry}{of}: {type(error).__name__}: {error}") from error
     if not isinstance(result, torch.Tensor) or result.ndim != 4 or result.shape[:2] != probe.shape[:2]:
         raise ConfigError(f"augment.ops: {entry} does not make images of images")
     is_policy, is_scaled = isinstance(module, PolicyAugmentBase), op not in _CHANGES_SIZE
-    whole = 1.0 if is_policy else float(module.p)
 
     def apply(image: torch.Tensor, strength: float) -> torch.Tensor:
         """The strength is the share of rows that a policy is applied to, and scales the probability of others."""

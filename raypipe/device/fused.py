@@ -131,7 +131,7 @@ def draw(
     x, y = (np.where(affine, among(-most, most), 0.0) for most in (across, along))
     scale = np.where(affine, among(*fused.scale), 1.0)
     ranges = (fused.brightness, fused.contrast, fused.saturation)
-    brightness, contrast, saturation = (np.where(jitter, among(*each), 1.0) for each in ranges)
+    brightness, contrast, saturation = (np.where(jitter, among(*of_factor), 1.0) for of_factor in ranges)
     hue = np.where(jitter, among(*fused.hue), 0.0)
     sigma = np.where(blur, among(*fused.sigma), 0.0)
     area = height * width * among(*fused.area)

@@ -164,7 +164,7 @@ def asked_for_here(
     """
     handed: SimpleQueue[MicroBatch | Exception | None] = SimpleQueue()
 
-    def given() -> Iterator[MicroBatch]:
+    def from_here() -> Iterator[MicroBatch]:
         while (entry := handed.get()) is not None:
             if isinstance(entry, Exception):
                 raise entry
@@ -177,7 +177,7 @@ def asked_for_here(
         except Exception as error:  # raised after the batches before it
             handed.put(error)
 
-    batches: Any = move(given())
+    batches: Any = move(from_here())
     try:
         for _ in range(ahead):
             hand_over_next()
@@ -237,29 +237,33 @@ def decoded_on_device(
                 return None
             started, data = mark(device), host.fields[DATA]
             assert isinstance(data, Ragged)
-            found = decoder.decode(
+            decoded = decoder.decode(
                 *(data.values, data.offsets, host[CROP], host[FLIP]), ok=host.weight > 0, size=size_of(host.at)
             )
             host = replace(
                 host, fields={name: host.fields[name] for name in host.fields if name not in ENCODED_FIELDS}
             )
             arrays = [array.copy() for array in (host.weight, *host.arrays().values())]
-            arrays[0][list(found.failed)] = 0
+            arrays[0][list(decoded.failed)] = 0
             weight, *others = (torch.from_numpy(array).to(device, non_blocking=True) for array in arrays)
             if on_decoded:
                 on_decoded(host.at, started, mark(device))
             ready.record(decoder.stream)
         batch = _batch(host, seed_of, weight, dict(zip(host.arrays(), others, strict=True)))
-        num_bad = host.num_bad + len(found.failed)
-        changes: dict[str, Any] = {"num_bad": num_bad, "num_fallback": found.num_fallback, "failed": found.failed}
-        return batch.with_fields({IMAGE: found.image}, **changes), ready, [found.image, weight, *others]
+        batch = batch.with_fields(
+            {IMAGE: decoded.image},
+            num_bad=host.num_bad + len(decoded.failed),
+            num_fallback=decoded.num_fallback,
+            failed=decoded.failed,
+        )
+        return batch, ready, [decoded.image, weight, *others]
 
     thread = ThreadPoolExecutor(1, thread_name_prefix="raypipe-decode")
     ahead = deque(thread.submit(decode_next) for _ in range(depth))
     try:
-        while (decoded := ahead.popleft().result()) is not None:
+        while (entry := ahead.popleft().result()) is not None:
             ahead.append(thread.submit(decode_next))
-            batch, ready, tensors = decoded
+            batch, ready, tensors = entry
             hand_over(ready, tensors, device)
             yield batch
     finally:
@@ -282,7 +286,7 @@ def _batch(
     for name, values in host.fields.items():
         if isinstance(values, Ragged):
             unpacked = values.unpacked()
-            fields[name] = [view(each) for each in unpacked] if values.kind == "ragged" else unpacked
+            fields[name] = [view(array) for array in unpacked] if values.kind == "ragged" else unpacked
         else:
             is_image = name == IMAGE or name.partition(".")[0] == VIEW
             # NHWC in memory is channels_last as it stands.

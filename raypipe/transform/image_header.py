@@ -111,8 +111,8 @@ def _check_jpeg(data: bytes, width: int, height: int, pixel_bytes: int) -> None:
 def _jpeg_segments(data: bytes) -> Iterator[tuple[int, bytes]]:
     """Yield the marker and the body of each segment, up to the image's end."""
     at = 2
-    while found := _MARKER.search(data, at):
-        at = found.end()
+    while match := _MARKER.search(data, at):
+        at = match.end()
         marker = data[at - 1]
         if marker == _EOI:
             return

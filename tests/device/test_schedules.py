@@ -456,20 +456,20 @@ MUTANTS: dict[str, tuple[str, str, str, Any]] = {
     ),
     "the image is not handed over": (
         "prefetcher",
-        "[found.image, weight, *others]",
+        "[decoded.image, weight, *others]",
         "[weight, *others]",
         decoding,
     ),
     "the target is not handed over": (
         "prefetcher",
-        "[found.image, weight, *others]",
-        "[found.image, weight]",
+        "[decoded.image, weight, *others]",
+        "[decoded.image, weight]",
         decoding,
     ),
     "the weight is not handed over": (
         "prefetcher",
-        "[found.image, weight, *others]",
-        "[found.image, *others]",
+        "[decoded.image, weight, *others]",
+        "[decoded.image, *others]",
         decoding,
     ),
     "targets on the thread's own stream": (

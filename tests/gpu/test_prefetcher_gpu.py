@@ -77,8 +77,8 @@ def test_masks_and_boxes_come_whole_with_their_images() -> None:
 
 
 def test_transfers_are_awaited_by_a_stream_that_is_idle() -> None:
-    large = [torch.full((64 << 20,), number, dtype=torch.uint8) for number in range(6)]
-    sums = [tensors[0].min() for _, tensors in Ring(large, lambda tensor: (tensor,), CUDA)]
+    large = [np.full(64 << 20, number, np.uint8) for number in range(6)]
+    sums = [tensors[0].min() for _, tensors in Ring(large, lambda array: (array,), CUDA)]
     assert [int(least) for least in sums] == list(range(6))
 
 

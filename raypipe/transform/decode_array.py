@@ -14,7 +14,6 @@ refused by their header.
 
 from __future__ import annotations
 
-import contextlib
 import io
 import math
 from typing import Any
@@ -60,20 +59,12 @@ def decode_array(data: bytes | bytearray | memoryview | None) -> np.ndarray:
 
 
 def decode_any(data: bytes | None, min_side: int | None = None) -> np.ndarray:
-    """An image as `decode` gives it; what that refuses and is a .npy or a TIFF, as an array.
-
-    Raises:
-        SampleError: neither can decode it; the error is `decode`'s, or of a .npy the other's.
-        ConfigError: as the two do.
-    """
+    """An image as `decode` gives it; what that refuses and is a .npy or a TIFF, as `decode_array` does."""
     try:
         return decode(data, min_side=min_side)
     except SampleError:
-        if data and data.startswith(NPY):
+        if data and (data.startswith(NPY) or image_kind(data) == "TIFF"):
             return decode_array(data)
-        if data and image_kind(data) == "TIFF":
-            with contextlib.suppress(SampleError):
-                return decode_array(data)
         raise
 
 

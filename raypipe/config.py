@@ -438,8 +438,6 @@ class AugmentConfig(Section, prefix="augment."):
         mixup_alpha: of MixUp's Beta distribution; 0 = no MixUp.
         cutmix_alpha: of CutMix's; 0 = no CutMix. If both are on, each gets half of the mixed micro-batches.
         mix_prob: share of micro-batches that are mixed.
-        compile: make one program of the preset and the normalisation (torch.compile), with the same draws; without
-            ops and module.
         strength: scales the probability of every operation and of mixing over the run.
     """
 
@@ -451,7 +449,6 @@ class AugmentConfig(Section, prefix="augment."):
     mixup_alpha: Alpha = 0.0
     cutmix_alpha: Alpha = 0.0
     mix_prob: Share = 1.0
-    compile: bool = False
     strength: StrengthConfig = field(default_factory=StrengthConfig)
 
     def __post_init__(self) -> None:
@@ -463,9 +460,6 @@ class AugmentConfig(Section, prefix="augment."):
             self._require(
                 isinstance(entry.get("op"), str), "ops", entry, "a list of {op: NAME, parameter: value, …}"
             )
-        if self.compile:  # Kornia reads what it has drawn, and what a user's module does is not known
-            for name in ("ops", "module"):
-                self._require(not getattr(self, name), name, getattr(self, name), "empty with augment.compile")
 
 
 @dataclass(frozen=True)

@@ -109,9 +109,6 @@ class Normalize:
         if image.dtype != torch.uint8:
             image = scaled(image)
         scale = self._scale if image.is_floating_point() else self._uint8_scale
-        if torch.compiler.is_compiling():  # which would forget the order of what is given as `out`
-            normalized = torch.addcmul(self._shift, image, scale)
-            return normalized.to(self._dtype).contiguous(memory_format=torch.channels_last)
         out = torch.empty(image.shape, dtype=self._dtype, device=image.device, memory_format=torch.channels_last)
         return torch.addcmul(self._shift, image, scale, out=out)
 
@@ -158,9 +155,6 @@ class DeviceAugment:
         self._operations = [build_operation(entry, targets, channels) for entry in config.ops]
         if config.module:
             self._operations.append(_user_module(config.module))
-        self._compute: Callable[..., torch.Tensor] = self._computed
-        if config.compile:
-            self._compute = torch.compile(self._computed, dynamic=False, fullgraph=True)
 
     def __call__(
         self, image: torch.Tensor, target: torch.Tensor, counts: np.ndarray, *, seed: int, strength: float = 1.0
@@ -213,30 +207,21 @@ class DeviceAugment:
 
     def _augmented(self, image: torch.Tensor, seed: int, strength: float) -> torch.Tensor:
         """All but the mixing."""
-        packed = None
         if image.dtype != torch.uint8 and (self._fused or self._operations):
             image = scaled(image)
         if self._fused:
             rows, _, height, width = image.shape
             rng = np.random.Generator(np.random.Philox(key=[seed, Domain.AUGMENT]))
             params = draw(self._fused, rng, rows, height, width, strength)
-            packed = torch.from_numpy(pack(self._fused, params, height, width)).to(image.device, non_blocking=True)
-        if not self._operations:
-            return self._compute(image, packed)
-        image = self._preset(image, packed)
-        if not image.is_floating_point():
-            image = scaled(image)
-        with _seeded(seed, self.device):
-            for operation in self._operations:
-                image = operation(image, strength)
+            packed = torch.from_numpy(pack(self._fused, params, height, width))
+            image = apply(self._fused, image, packed.to(image.device, non_blocking=True))
+        if self._operations:
+            if not image.is_floating_point():
+                image = scaled(image)
+            with _seeded(seed, self.device):
+                for operation in self._operations:
+                    image = operation(image, strength)
         return self.normalize(image)
-
-    def _computed(self, image: torch.Tensor, packed: torch.Tensor | None) -> torch.Tensor:
-        """All that follows from pixels and draws alone, and can be compiled as one."""
-        return self.normalize(self._preset(image, packed))
-
-    def _preset(self, image: torch.Tensor, packed: torch.Tensor | None) -> torch.Tensor:
-        return image if self._fused is None or packed is None else apply(self._fused, image, packed)
 
 
 @contextlib.contextmanager

@@ -118,7 +118,7 @@ class DeviceDecoder:
             try:
                 if image is None:
                     image = torch.from_numpy(decode(encoded[row], exif=self.exif)).permute(2, 0, 1)
-                placed[row] = self._cut(image, *crop[row].tolist(), sides)
+                placed[row] = self._cut(image, sides, *crop[row].tolist())
             except SampleError as error:
                 failed[row] = str(error)
 
@@ -147,7 +147,7 @@ class DeviceDecoder:
         return self._decode_each(samples, self.device)
 
     def _cut(
-        self, image: torch.Tensor, top: int, left: int, height: int, width: int, sides: Sides
+        self, image: torch.Tensor, sides: Sides, top: int, left: int, height: int, width: int
     ) -> torch.Tensor:
         """Cut and resize a decoded image, uint8 (3, H, W) on the host or the device, to float (1, 3, h, w)."""
         bottom, right = top + height, left + width

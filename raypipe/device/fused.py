@@ -13,7 +13,7 @@ The operations are those of Kornia that a preset names, drawn from a generator o
 - A blur comes before the colour, with which it commutes, and is the same for both axes.
 - The ratio of an erased box's sides is drawn evenly in its logarithm.
 
-Nothing here depends on what is in an image, so nothing waits for the device, and `torch.compile` sees one graph.
+Nothing here depends on what is in an image, so nothing waits for the device.
 """
 
 from __future__ import annotations

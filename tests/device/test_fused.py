@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import asdict, replace
 from typing import Any
-from unittest import mock
 
 import kornia.enhance
 import kornia.filters
@@ -13,12 +11,9 @@ import kornia.geometry
 import numpy as np
 import pytest
 import torch
-from pretend import CPU
 
-from raypipe.config import AugmentConfig
-from raypipe.device.augment import PRESETS, DeviceAugment
+from raypipe.device.augment import PRESETS
 from raypipe.device.fused import Fused, FusedParams, apply, draw, pack
-from raypipe.errors import ConfigError
 
 ROWS, HEIGHT, WIDTH = 5, 24, 32
 STRONG = PRESETS["strong"]
@@ -203,44 +198,3 @@ def test_strength_scales_the_share_of_rows(preset: str) -> None:
         found = draw(fused, np.random.default_rng(2), 10_000, 32, 32, strength)
         assert (found.brightness != 1).mean() == pytest.approx(0.8 * strength, abs=0.02)
         assert found.flip.mean() == pytest.approx(0.5 * strength, abs=0.02)
-
-
-# Compiled
-
-
-def both(config: AugmentConfig, backend: str, seeds: range) -> None:
-    image, target, counts = images(), torch.arange(ROWS), np.ones(ROWS, bool)
-    plain = DeviceAugment(config, CPU)
-    with mock.patch.object(torch, "compile", functools.partial(torch.compile, backend=backend)):
-        compiled = DeviceAugment(replace(config, compile=True), CPU)
-    for seed in seeds:
-        expected, mixed = plain(image, target, counts, seed=seed, strength=0.8)
-        found, found_mixed = compiled(image, target, counts, seed=seed, strength=0.8)
-        close(found, expected, 1e-4)
-        assert found.is_contiguous(memory_format=torch.channels_last)
-        assert (mixed is None) == (found_mixed is None)
-        assert mixed is None or found_mixed is None or mixed.lam == found_mixed.lam
-
-
-@pytest.mark.parametrize("preset", ["none", "light", "standard", "strong"])
-def test_compiled_it_draws_and_makes_the_same(preset: Any) -> None:
-    torch._dynamo.reset()
-    both(AugmentConfig(preset=preset, mixup_alpha=0.4, cutmix_alpha=1.0, mix_prob=0.7), "aot_eager", range(6))
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("preset", ["standard", "strong"])
-def test_compiled_by_inductor_it_draws_and_makes_the_same(preset: Any) -> None:
-    both(AugmentConfig(preset=preset, cutmix_alpha=1.0), "inductor", range(6))
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"ops": [{"op": "RandomInvert"}]}, r"augment\.ops must be empty with augment\.compile"),
-        ({"module": "torch.nn:Identity"}, r"augment\.module must be empty with augment\.compile"),
-    ],
-)
-def test_what_cannot_be_compiled_is_refused(config: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        AugmentConfig(compile=True, **config)

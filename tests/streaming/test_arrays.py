@@ -244,7 +244,6 @@ def test_colour_presets_of_16_bit_rgb_do_what_they_do_to_8_bits() -> None:
             {"preset": "standard"},
             "augment.preset='standard' changes red, green and blue, and augment.mean is of 4",
         ),
-        ({"preset": "trivialaugment"}, "augment.preset='trivialaugment' changes"),
         (
             {"ops": [{"op": "ColorJitter", "saturation": 0.2, "p": 0.001}]},
             "ColorJitter.*on 4 channels, of which augment.mean is",

@@ -25,6 +25,10 @@ import sys
 import time
 from pathlib import Path
 
+# pyarrow's allocator reserves a gigabyte of addresses at its first large value: all that the limit leaves, or
+# nothing where it does not fit. Without that, the limit is one of what is used.
+os.environ["MIMALLOC_ARENA_RESERVE"] = "0"
+
 import numpy as np
 import pyarrow as pa
 from column_inputs import Columns

@@ -3,7 +3,7 @@
 train.parquet                 itself
 data                          all in it of the right names, sorted
 data/train-*.parquet          those that the pattern finds; only the last part of a path is a pattern
-train-{00000..01023}-of-01024.tfrecord
+train-{00000..01023}-of-01024.tar
 
 Data sets come in files named by their split, `train-00000-of-00002.parquet`, which often lie in one folder. A
 folder is one store, so it must hold one split, whole.

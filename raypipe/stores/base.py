@@ -122,10 +122,10 @@ class FileStore(ABC, Generic[C]):
         self._opened: C | None = None
         self._pid = 0
         # Of a remote store, what who opened it first has found there: others need not ask, and notice a change.
-        self._found: Any = None
+        self._listing: Any = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.address, *self._options), {"_found": self._found}
+        return type(self), (self.address, *self._options), {"_listing": self._listing}
 
     @abstractmethod
     def _open(self) -> C:

@@ -53,8 +53,8 @@ class LanceStore(FileStore["_Version"]):
         super().__init__(address, image_column, label_column)
 
     def _open(self) -> _Version:
-        opened = _Version(self.address, self._found, *self._options)
-        self._found = opened.number
+        opened = _Version(self.address, self._listing, *self._options)
+        self._listing = opened.number
         return opened
 
 

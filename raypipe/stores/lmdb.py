@@ -49,14 +49,14 @@ class LMDBStore(FileStore["_Shards"]):
         (label_column,) = self._options
         if not is_remote(self.address):
             return _Shards([_open_file(file.address) for file in lmdb_files(self.address)], label_column)
-        if self._found is None:
-            self._found = in_threads(_look_up, lmdb_files(self.address))
-        return _Shards(self._found, label_column)
+        if self._listing is None:
+            self._listing = in_threads(_look_up, lmdb_files(self.address))
+        return _Shards(self._listing, label_column)
 
     def close(self) -> None:
         super().close()
-        if self._found:
-            shared_cache().close([shard.file for shard in self._found])
+        if self._listing:
+            shared_cache().close([shard.file for shard in self._listing])
 
 
 def lmdb_files(address: str) -> list[RemoteFile]:

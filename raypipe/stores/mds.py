@@ -87,9 +87,9 @@ class MDSStore(FileStore["_Opened"]):
         return super().read(indices, columns)
 
     def _open(self) -> _Opened:
-        index, files = self._found or self._find()
+        index, files = self._listing or self._find()
         if is_remote(self.address):
-            self._found = index, files
+            self._listing = index, files
         return _Opened(self.address, index, files, *self._options)
 
     def _find(self) -> tuple[_Index, list[str | RemoteFile]]:

@@ -27,7 +27,7 @@ from raypipe.storage.local_file import OpenFile, locked, make_cache_folder, open
 from raypipe.storage.patience import in_threads
 from raypipe.stores.addresses import list_files
 from raypipe.stores.base import MAX_SAMPLE_BYTES, Columns, FileStore, as_text, by_part, join_fingerprints, part_of
-from raypipe.stores.class_folders import class_samples, is_sample, sample_suffixes
+from raypipe.stores.folder import archive_samples, class_samples
 from raypipe.stores.webdataset import Index, Place, Scan, find_samples, index_samples
 
 _NUM_FETCHES = 4  # tars that are fetched and scanned at a time
@@ -66,16 +66,16 @@ class TarStore(FileStore["_Opened"]):
 
     def close(self) -> None:
         super().close()
-        if self._found:
-            shared_cache().close([archive.file for archive in self._found])
+        if self._listing:
+            shared_cache().close([archive.file for archive in self._listing])
 
     def _open(self) -> _Opened:
-        archives = self._found
+        archives = self._listing
         if archives is None:
             files = list_files(self.address, lambda name: name.endswith(".tar"), "*.tar")
             archives = in_threads(_find, files)
             if is_remote(self.address):
-                self._found = archives
+                self._listing = archives
         scans = in_threads(self._scanned, archives, _NUM_FETCHES)
         return _Opened(archives, self._index([archive.name for archive in archives], scans))
 
@@ -226,13 +226,7 @@ def _scan(path: Path, name: str, image_column: str, label_column: str) -> Scan:
         samples = find_samples(name, found, file.fileno(), image_column, label_column)
     if samples is not None:
         return {"samples": samples}
-    images: dict[str, Place] = {}
-    suffixes = sample_suffixes(member_name for member_name, place in found if place)
-    for member_name, place in found:
-        images.pop(member_name, None)  # the last of a name counts, and if it is a link, none
-        if place and is_sample(PurePosixPath(member_name), suffixes):
-            images[member_name] = place
-    return {"members": images}
+    return {"members": archive_samples(found)}
 
 
 class _HeaderReader(io.BufferedReader):

@@ -29,7 +29,7 @@ import numpy as np
 
 from raypipe.errors import StoreError
 from raypipe.stores.base import ARRAY_SUFFIX, IMAGE_SUFFIXES, RENAMED, join_fingerprints, missing
-from raypipe.stores.class_folders import is_visible
+from raypipe.stores.folder import is_visible
 from raypipe.stores.numbers import exactly
 
 _TEXT_SUFFIXES = frozenset({"txt", "text", "transcript", "html", "htm", "json", "jsn"})

@@ -164,7 +164,7 @@ class Patience:
         try:
             while True:
                 try:
-                    found = do() if waiting is None else _beside(do, waiting.tick)
+                    answer = do() if waiting is None else _beside(do, waiting.tick)
                 except RaypipeError:
                     raise
                 except Exception as raised:
@@ -180,7 +180,7 @@ class Patience:
                 else:
                     if waiting:
                         self._answered(waiting)
-                    return found
+                    return answer
         except BaseException as error:
             count(operation, errors=not isinstance(error, FileNotFoundError))
             raise
@@ -269,11 +269,11 @@ def _as_oserror(error: Exception) -> Exception:
 
 def in_threads(do: Callable[[S], T], items: Iterable[S], num: int = NUM_REQUESTS) -> list[T]:
     """What `do` makes of each item, in their order, several at a time."""
-    given = list(items)
-    if len(given) < 2:
-        return list(map(do, given))
-    with Threads(min(num, len(given))) as pool:
-        return list(pool.map(do, given))
+    work = list(items)
+    if len(work) < 2:
+        return list(map(do, work))
+    with Threads(min(num, len(work))) as pool:
+        return list(pool.map(do, work))
 
 
 def _is_transient(error: BaseException) -> bool:

@@ -7,7 +7,7 @@ public name when it is first used.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from importlib import import_module
 from inspect import signature
 from pathlib import Path
@@ -95,7 +95,7 @@ def open_store(address: str | Path, **options: Any) -> Store:
         StoreError: there is nothing at the address, its format is unknown, or it must be converted first.
         ConfigError: the store has no such option, or the address contains credentials.
     """
-    text, kind = _found(address)
+    text, kind = _address_and_kind(address)
     if kind in _SOURCES:
         raise StoreError(
             f"{address} is read once, in order: copy it by `raypipe convert {address} NEW.lmdb`, and open that"
@@ -103,12 +103,12 @@ def open_store(address: str | Path, **options: Any) -> Store:
     return _opened(_STORES[kind], kind, text, options)
 
 
-def open_source(address: str | Path, **options: Any) -> Store | Iterable[dict[str, Any]]:
+def open_source(address: str | Path, **options: Any) -> Store | Iterable[Mapping[str, Any]]:
     """What `raypipe.convert` copies from an address: a store, see `open_store`, or the samples of zip, which
     have `classes`, or of LMDB that others wrote, whose option is `layout`."""
     from raypipe.storage.filesystem import is_remote
 
-    text, kind = _found(address)
+    text, kind = _address_and_kind(address)
     if kind == "lmdb" and not is_remote(text):
         from raypipe.stores.lmdb import is_foreign
 
@@ -116,7 +116,7 @@ def open_source(address: str | Path, **options: Any) -> Store | Iterable[dict[st
     return _opened((_STORES | _SOURCES)[kind], kind, text, options)
 
 
-def _found(address: str | Path) -> tuple[str, str]:
+def _address_and_kind(address: str | Path) -> tuple[str, str]:
     """The path or URI of an address, and its kind."""
     from raypipe.storage.filesystem import refuse_credentials
 
@@ -144,8 +144,8 @@ def store_options(image_column: str = "image", label_column: str = "label") -> d
         image_column: name of the image column; of WebDataset, the suffix of the images.
         label_column: likewise; of WebDataset the suffix of the labels, or their field in the JSON.
     """
-    given = {"image_column": (image_column, "image"), "label_column": (label_column, "label")}
-    return {name: value for name, (value, usual) in given.items() if value not in (usual, "")}
+    settings = {"image_column": (image_column, "image"), "label_column": (label_column, "label")}
+    return {name: value for name, (value, usual) in settings.items() if value not in (usual, "")}
 
 
 def _kind_of(address: str) -> str:

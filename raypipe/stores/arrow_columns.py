@@ -148,29 +148,29 @@ def take(column: pa.ChunkedArray, rows: np.ndarray, is_label: bool, where: str) 
         return [_python_value(column[row]) for row in rows.tolist()]
     if isinstance(column.type, pa.BaseExtensionType):
         column = pa.chunked_array([chunk.storage for chunk in column.chunks], column.type.storage_type)
-    taken = column.take(pa.array(rows))
-    if is_label and taken.null_count:
+    column = column.take(pa.array(rows))
+    if is_label and column.null_count:
         raise StoreError(f"{where}: a label is null; training on a made-up one would not be noticed")
     if array_of is None:
-        return _with_none(taken) if taken.null_count else taken.to_numpy()
+        return _with_none(column) if column.null_count else column.to_numpy()
     shape = array_of[1]
-    values: Any = taken.combine_chunks()
+    values: Any = column.combine_chunks()
     while pa.types.is_fixed_size_list(values.type) or pa.types.is_list(values.type):
         if values.null_count:
-            return _with_none(taken)
+            return _with_none(column)
         values = values.flatten()
     if values.null_count:
-        return _with_none(taken)
+        return _with_none(column)
     return values.to_numpy(zero_copy_only=False).reshape(len(rows), *shape)
 
 
-def _with_none(taken: pa.ChunkedArray) -> list[Any]:
+def _with_none(column: pa.ChunkedArray) -> list[Any]:
     """Values of which some are null, or hold a null."""
-    if not _is_number(taken.type):
-        found = taken.to_pylist()
-        return [None if value is None or _holds_none(value) else np.asarray(value) for value in found]
-    dtype = taken.type.to_pandas_dtype()
-    return [None if value is None else dtype(value) for value in taken.to_pylist()]
+    if not _is_number(column.type):
+        values = column.to_pylist()
+        return [None if value is None or _holds_none(value) else np.asarray(value) for value in values]
+    dtype = column.type.to_pandas_dtype()
+    return [None if value is None else dtype(value) for value in column.to_pylist()]
 
 
 def _holds_none(value: Any) -> bool:

@@ -143,13 +143,13 @@ def _parsed(content: Any) -> _Index:
     )
 
 
-def _shard_of(found: dict[str, Any]) -> Shard:
-    raw, packed = found["raw_data"], found.get("zip_data")
-    name, num_bytes, num_samples = str(raw["basename"]), int(raw["bytes"]), int(found["samples"])
+def _shard_of(entry: dict[str, Any]) -> Shard:
+    raw, packed = entry["raw_data"], entry.get("zip_data")
+    name, num_bytes, num_samples = str(raw["basename"]), int(raw["bytes"]), int(entry["samples"])
     if packed is None:
         return Shard(name, num_samples, num_bytes)
     return Shard(
-        str(packed["basename"]), num_samples, int(packed["bytes"]), str(found["compression"]), num_bytes, name
+        str(packed["basename"]), num_samples, int(packed["bytes"]), str(entry["compression"]), num_bytes, name
     )
 
 
@@ -224,8 +224,8 @@ class _Opened:
         head = np.frombuffer(shard.part(start, 4 * self._num_sizes), np.uint8)
         if len(head) < 4 * self._num_sizes:
             return {}
-        given = iter(head.view("<u4").tolist())
-        sizes = [next(given) if size is None else size for size in self._sizes]
+        own_sizes = iter(head.view("<u4").tolist())
+        sizes = [next(own_sizes) if size is None else size for size in self._sizes]
         begins = list(itertools.accumulate(sizes, initial=start + len(head)))
         row: dict[str, Any] = {}
         if begins[-1] != end:  # each value may then be a part of another
@@ -241,10 +241,10 @@ class _Opened:
 
     def _column(self, name: str, values: list[Any]) -> Any:
         encoding = self._fields[name][1]
-        found: Any = values
+        column: Any = values
         if encoding.dtype is not None and None not in values:
-            found = np.array(values, encoding.dtype).reshape(len(values), *encoding.shape)
-        return labels_of(found) if name == "label" and self.label_is_class else found
+            column = np.array(values, encoding.dtype).reshape(len(values), *encoding.shape)
+        return labels_of(column) if name == "label" and self.label_is_class else column
 
     def _shard(self, number: int) -> OpenShard:
         """A shard, which becomes the one used last."""
@@ -261,7 +261,7 @@ class _Opened:
                     opened = open_file(file, shard, name)
                 self._open[number] = _open_shard(opened, shard, name)
             self._open.move_to_end(number)
-            num_bytes = sum(held.num_bytes for held in self._open.values())
+            num_bytes = sum(opened.num_bytes for opened in self._open.values())
             while len(self._open) > 1 and (len(self._open) > _MAX_OPEN or num_bytes > self._cache_bytes):
                 num_bytes -= self._open.popitem(last=False)[1].num_bytes
             return self._open[number]

@@ -28,7 +28,7 @@ from raypipe.storage.patience import in_threads
 from raypipe.stores.addresses import list_files
 from raypipe.stores.base import MAX_SAMPLE_BYTES, Columns, FileStore, as_text, by_part, join_fingerprints, part_of
 from raypipe.stores.folder import archive_samples, class_samples
-from raypipe.stores.webdataset import Index, Place, Scan, find_samples, index_samples
+from raypipe.stores.webdataset import Place, Scan, TarIndex, find_samples, index_samples
 
 _NUM_FETCHES = 4  # tars that are fetched and scanned at a time
 # A scan takes some 80 us for each member: of a local tar below this size, a few seconds at most.
@@ -86,10 +86,10 @@ class TarStore(FileStore["_Opened"]):
         if isinstance(archive.file, RemoteFile):
             index = shared_cache().folder_of(archive.file) / _INDEX_FILE
         else:
-            found = os.fstat(archive.file.descriptor)
-            state += [found.st_size, found.st_mtime_ns, found.st_ino]
+            status = os.fstat(archive.file.descriptor)
+            state += [status.st_size, status.st_mtime_ns, status.st_ino]
             try:
-                folder = make_cache_folder("scans") if found.st_size >= _SMALL_BYTES else None
+                folder = make_cache_folder("scans") if status.st_size >= _SMALL_BYTES else None
             except OSError:  # it is for speed alone
                 folder = None
             if folder is None:
@@ -101,10 +101,10 @@ class TarStore(FileStore["_Opened"]):
             with contextlib.suppress(ConfigError, KeyError, TypeError):
                 kept = read_json(index)
                 if kept["state"] == state:
-                    return kept["found"]
+                    return kept["scan"]
             scan = self._checked_scan(archive.open().path, archive.name)
             with contextlib.suppress(ConfigError):
-                write_json(index, {"state": state, "found": scan})
+                write_json(index, {"state": state, "scan": scan})
         return scan
 
     def _checked_scan(self, path: Path, name: str) -> Scan:
@@ -118,7 +118,7 @@ class TarStore(FileStore["_Opened"]):
                 "allows no random access, or truncated or no tar: uncompress it, or copy it again"
             ) from error
 
-    def _index(self, names: Sequence[str], scans: Sequence[Scan]) -> Index:
+    def _index(self, names: Sequence[str], scans: Sequence[Scan]) -> TarIndex:
         has_samples = ["samples" in scan for scan in scans]
         if all(has_samples):
             return index_samples(names, scans)
@@ -149,7 +149,7 @@ class _Opened:
 
     groups = None
 
-    def __init__(self, archives: list[_Archive], index: Index) -> None:
+    def __init__(self, archives: list[_Archive], index: TarIndex) -> None:
         self._archives, self._index = archives, index
         self.columns, self.classes, self.fingerprint = tuple(index.columns), index.classes, index.fingerprint
         labels = index.columns.get("label")
@@ -204,7 +204,7 @@ def _content(file: OpenFile, name: str, start: int, num_bytes: int) -> bytes | N
 
 def _scan(path: Path, name: str, image_column: str, label_column: str) -> Scan:
     """Read all headers of a tar, and the labels of a WebDataset's."""
-    found: list[tuple[str, Place | None]] = []
+    entries: list[tuple[str, Place | None]] = []
     with (
         _HeaderReader(io.FileIO(path, opener=open_regular)) as file,
         tarfile.open(fileobj=file, mode="r:") as tar,
@@ -217,16 +217,16 @@ def _scan(path: Path, name: str, image_column: str, label_column: str) -> Scan:
             is_file = member.isreg() and not member.issparse()
             start = tar.offset
             place = (member.offset_data, member.size, member.mtime) if is_file else None
-            found.append((str(PurePosixPath(member.name)), place))
+            entries.append((str(PurePosixPath(member.name)), place))
         # tarfile takes a missing or a broken header for the end; the real one is a block of zeros.
         assert tar.fileobj is not None
         tar.fileobj.seek(tar.offset)
         if tar.fileobj.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
             raise tarfile.ReadError(f"no valid member and no end mark at byte {tar.offset}")
-        samples = find_samples(name, found, file.fileno(), image_column, label_column)
+        samples = find_samples(name, entries, file.fileno(), image_column, label_column)
     if samples is not None:
         return {"samples": samples}
-    return {"members": archive_samples(found)}
+    return {"members": archive_samples(entries)}
 
 
 class _HeaderReader(io.BufferedReader):
@@ -247,18 +247,18 @@ class _HeaderReader(io.BufferedReader):
         return content
 
 
-def _index_class_folders(address: str, scans: Sequence[Scan], hint: str) -> Index:
+def _index_class_folders(address: str, scans: Sequence[Scan], hint: str) -> TarIndex:
     """The index of tars of {"members": name → place}: samples are sorted by tar, by class, then by name."""
     shards = [scan["members"] for scan in scans]
-    classes, found = class_samples(address, shards, hint)
-    pairs = list(zip(shards, found, strict=True))
+    classes, samples_of_tars = class_samples(address, shards, hint)
+    pairs = list(zip(shards, samples_of_tars, strict=True))
     places = [members[name][:2] for members, samples in pairs for _, name in samples]
-    labels = [label for samples in found for label, _ in samples]
-    return Index(
+    labels = [label for samples in samples_of_tars for label, _ in samples]
+    return TarIndex(
         columns={"image": np.array(places, np.int64), "label": np.array(labels, np.int64)},
         texts=frozenset(),
         classes=classes,
-        bounds=np.cumsum([0] + [len(samples) for samples in found]),
+        bounds=np.cumsum([0] + [len(samples) for samples in samples_of_tars]),
         fingerprint=join_fingerprints([_fingerprint(members, samples) for members, samples in pairs]),
     )
 

@@ -22,7 +22,7 @@ from raypipe.lookup import import_name
 from raypipe.storage.filesystem import explained
 from raypipe.stores.lmdb import lmdb_files
 from raypipe.stores.lmdb_pages import LMDBFile
-from raypipe.stores.record import METADATA_KEY, Row
+from raypipe.stores.record import METADATA_KEY, ColumnValues
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ _MAGICS = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF8", b"BM", b"II*\0", b"MM
 _NUM_TRIED = 16  # entries at the start: their values tell the layout, and one must be a sample
 
 
-def foreign_samples(address: str | Path, layout: str = "auto") -> Iterator[Row]:
+def foreign_samples(address: str | Path, layout: str = "auto") -> Iterator[ColumnValues]:
     """Yield the samples of an LMDB file or environment folder, or of a folder of `*.lmdb`.
 
     One that damage has made unreadable, or that is not in the layout, is {"image": None}, and a warning names it.
@@ -47,7 +47,7 @@ def foreign_samples(address: str | Path, layout: str = "auto") -> Iterator[Row]:
             yield from _samples(LMDBFile(listed.address), layout)
 
 
-def _samples(file: LMDBFile, layout: str) -> Iterator[Row]:
+def _samples(file: LMDBFile, layout: str) -> Iterator[ColumnValues]:
     if file.get(METADATA_KEY) is not None:
         raise StoreError(
             f"{file.path} is raypipe's own: convert it without a layout, and apart from files of others"
@@ -100,10 +100,10 @@ def _is_image(start: bytes) -> bool:
     return start.startswith(_MAGICS) or (start[:4] == b"RIFF" and start[8:12] == b"WEBP")
 
 
-def _parser(file: LMDBFile, layout: str) -> Callable[[bytes, memoryview], Row]:
+def _parser(file: LMDBFile, layout: str) -> Callable[[bytes, memoryview], ColumnValues]:
     """What makes a sample of a key and a value; it raises ValueError where they are none."""
 
-    def with_text(key: bytes, value: memoryview) -> Row:
+    def with_text(key: bytes, value: memoryview) -> ColumnValues:
         try:
             content = file.get(_TEXT + key.removeprefix(_PICTURE))
             text = None if content is None else bytes(content).decode()
@@ -111,7 +111,7 @@ def _parser(file: LMDBFile, layout: str) -> Callable[[bytes, memoryview], Row]:
             text = None
         return {"image": bytes(value), "text": text}
 
-    known: dict[str, Callable[[bytes, memoryview], Row]] = {
+    known: dict[str, Callable[[bytes, memoryview], ColumnValues]] = {
         "image": lambda _, value: {"image": bytes(value)},
         "scene-text": with_text,
         "pickle": _from_pickle,
@@ -122,7 +122,7 @@ def _parser(file: LMDBFile, layout: str) -> Callable[[bytes, memoryview], Row]:
         raise StoreError(f"layout {layout!r} is none of: auto, {', '.join(known)}, module:function")
     function = import_name(layout, "layout")
 
-    def parse(key: bytes, value: memoryview) -> Row:
+    def parse(key: bytes, value: memoryview) -> ColumnValues:
         try:
             sample = function(key, bytes(value))
         except Exception as error:  # whatever a damaged value makes of it
@@ -134,7 +134,7 @@ def _parser(file: LMDBFile, layout: str) -> Callable[[bytes, memoryview], Row]:
     return parse
 
 
-def _from_pickle(_: bytes, value: memoryview) -> Row:
+def _from_pickle(_: bytes, value: memoryview) -> ColumnValues:
     pickled = loads(value)
     pair: Any = [pickled.get("image"), pickled.get("label")] if isinstance(pickled, dict) else pickled
     kinds = [type(part).__name__ for part in pair[:3]] if isinstance(pair, tuple | list) else []

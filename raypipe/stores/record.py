@@ -38,7 +38,7 @@ COLUMN_TYPES = ("int64", "float64", "binary", "string")
 _ARRAY = re.compile(r"(bool|u?int(?:8|16|32|64)|float(?:16|32|64))\[([0-9]{1,9}(?:,[0-9]{1,9})*)\]")
 DEFAULT_COLUMNS = {"image": "binary", "label": "int64"}
 
-Row = Mapping[str, Any]
+ColumnValues = Mapping[str, Any]
 """Columns and their values: a sample as it comes from others."""
 
 KEY = struct.Struct(">Q")
@@ -86,7 +86,7 @@ class RecordLayout:
         self._arrays = {name: array for name, kind in types.items() if (array := array_type(kind)) is not None}
         self._fixed = struct.Struct("<" + "".join(_FIXED_CODES[types[name]] for name in self._fixed_names))
 
-    def pack(self, sample: Row) -> bytes:
+    def pack(self, sample: ColumnValues) -> bytes:
         """The record of a sample; raises StoreError where its columns, or their types, are not those declared."""
         if sample.keys() != self.types.keys():
             raise StoreError(f"a sample has the columns {sorted(sample)}, but {sorted(self.types)} were declared")
@@ -257,7 +257,7 @@ def column_types(first: Mapping[str, Iterable[Any]], where: str, short_side: int
     return types
 
 
-def plain(sample: Row, types: Mapping[str, str] | None = None) -> dict[str, Any]:
+def plain(sample: ColumnValues, types: Mapping[str, str] | None = None) -> dict[str, Any]:
     """A sample with values of their columns' types; where these are given, arrays stay, and no float is None."""
     plain = dict(sample)
     for name, value in sample.items():

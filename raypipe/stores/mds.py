@@ -32,13 +32,14 @@ from raypipe.stores.mds_shard import OpenShard, Shard, check_shard, open_file, u
 from raypipe.stores.numbers import labels_of
 
 _INDEX = "index.json"
-DEFAULT_CACHE_BYTES = 1 << 30  # 16 unpacked shards of 64 MiB, the usual size
+# Of unpacked shards that a store keeps, beside the one used last: 16 of 64 MiB, the usual size.
+_MAX_UNPACKED_BYTES = 1 << 30
 
 _MAX_OPEN = 256  # each takes a file descriptor
 
 
 @dataclass(frozen=True)
-class _Index:
+class _IndexFile:
     """What an index says.
 
     Attributes:
@@ -65,19 +66,12 @@ class MDSStore(FileStore["_Opened"]):
         image_column: the column that becomes `image`.
         label_column: the column of numbers, or of arrays of them, that becomes `label`; integers are classes. A
             store without a column `label` has no labels; any other name must be there.
-        cache_bytes: unpacked shards that this object keeps; the last one always stays.
     """
 
     _has_lock = True
 
-    def __init__(
-        self,
-        address: str | Path,
-        image_column: str = "image",
-        label_column: str = "label",
-        cache_bytes: int = DEFAULT_CACHE_BYTES,
-    ) -> None:
-        super().__init__(address, image_column, label_column, cache_bytes)
+    def __init__(self, address: str | Path, image_column: str = "image", label_column: str = "label") -> None:
+        super().__init__(address, image_column, label_column)
 
     def read(self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")) -> Columns:
         """Read samples, see `Store.read`."""
@@ -92,7 +86,7 @@ class MDSStore(FileStore["_Opened"]):
             self._listing = index, files
         return _Opened(self.address, index, files, *self._options)
 
-    def _find(self) -> tuple[_Index, list[str | RemoteFile]]:
+    def _find(self) -> tuple[_IndexFile, list[str | RemoteFile]]:
         where = join(self.address, _INDEX)
         try:
             index = _parsed(read_json(where))
@@ -120,7 +114,7 @@ class MDSStore(FileStore["_Opened"]):
         return Shard(shard.unpacked_name, shard.num_samples, shard.unpacked_bytes)
 
 
-def _parsed(content: Any) -> _Index:
+def _parsed(content: Any) -> _IndexFile:
     """The JSON of an index, understood. StoreError says what is not read; damage may raise others."""
     shards = content["shards"]
     if content["version"] != 2 or {shard["format"] for shard in shards} != {"mds"}:
@@ -135,7 +129,7 @@ def _parsed(content: Any) -> _Index:
             raise ValueError(f"shards 0 and {number} differ in their columns")
     if any(size is not None and size < 0 for size in sizes) or len(set(names)) != len(names):
         raise ValueError(f"columns {names} of {sizes} bytes")
-    return _Index(
+    return _IndexFile(
         encodings={str(name): str(kind) for name, kind in zip(names, kinds, strict=True)},
         sizes=tuple(int(size) if size else None for _, size in zip(names, sizes, strict=True)),
         shards=tuple(map(_shard_of, shards)),
@@ -170,13 +164,12 @@ class _Opened:
     def __init__(
         self,
         address: str,
-        index: _Index,
+        index: _IndexFile,
         files: Sequence[str | RemoteFile],
         image_column: str,
         label_column: str,
-        cache_bytes: int,
     ) -> None:
-        self._shards, self._files, self._cache_bytes = index.shards, files, cache_bytes
+        self._shards, self._files = index.shards, files
         self._sizes, self._num_sizes = index.sizes, index.sizes.count(None)
         encodings = {name: encoding_of(kind) for name, kind in index.encodings.items()}
         self.refused = {name: index.encodings[name] for name, encoding in encodings.items() if encoding is None}
@@ -262,7 +255,7 @@ class _Opened:
                 self._open[number] = _open_shard(opened, shard, name)
             self._open.move_to_end(number)
             num_bytes = sum(opened.num_bytes for opened in self._open.values())
-            while len(self._open) > 1 and (len(self._open) > _MAX_OPEN or num_bytes > self._cache_bytes):
+            while len(self._open) > 1 and (len(self._open) > _MAX_OPEN or num_bytes > _MAX_UNPACKED_BYTES):
                 num_bytes -= self._open.popitem(last=False)[1].num_bytes
             return self._open[number]
 

@@ -13,7 +13,7 @@ import os
 import re
 import tarfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -26,14 +26,23 @@ from raypipe.storage.local_cache import shared_cache
 from raypipe.storage.local_file import OpenFile, locked, make_cache_folder, open_regular
 from raypipe.storage.patience import in_threads
 from raypipe.stores.addresses import list_files
-from raypipe.stores.base import MAX_SAMPLE_BYTES, Columns, FileStore, as_text, by_part, join_fingerprints, part_of
+from raypipe.stores.base import (
+    MAX_SAMPLE_BYTES,
+    Columns,
+    FileStore,
+    as_text,
+    by_part,
+    hash_of_facts,
+    join_fingerprints,
+    part_of,
+)
 from raypipe.stores.folder import archive_samples, class_samples
 from raypipe.stores.webdataset import Place, Scan, TarIndex, find_samples, index_samples
 
 _NUM_FETCHES = 4  # tars that are fetched and scanned at a time
 # A scan takes some 80 us for each member: of a local tar below this size, a few seconds at most.
 _SMALL_BYTES = 64 << 20
-_INDEX_FILE = "tar-5.json"  # in the cache; another layout gets another number
+_SCAN_FILE = "tar-5.json"  # in the cache; another layout gets another number
 # Names are up to 4 KiB, extended attributes up to 64 KiB.
 _MAX_HEADER_BYTES = 128 << 10
 _ENDLESS_NUMBER = re.compile(rb"\d{256}")  # more than a file name may be long
@@ -81,30 +90,24 @@ class TarStore(FileStore["_Opened"]):
 
     def _scanned(self, archive: _Archive) -> Scan:
         """What is in a tar. Scans of remote and of large ones are kept on the node, for all its processes."""
-        state: list[Any] = list(self._options)
-        lock: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if isinstance(archive.file, RemoteFile):
-            index = shared_cache().folder_of(archive.file) / _INDEX_FILE
+            version: tuple[Any, ...] = astuple(archive.file)
         else:
             status = os.fstat(archive.file.descriptor)
-            state += [status.st_size, status.st_mtime_ns, status.st_ino]
-            try:
-                folder = make_cache_folder("scans") if status.st_size >= _SMALL_BYTES else None
-            except OSError:  # it is for speed alone
-                folder = None
-            if folder is None:
+            if status.st_size < _SMALL_BYTES:
                 return self._checked_scan(Path(archive.name), archive.name)
-            name = hashlib.blake2b(os.fsencode(archive.name), digest_size=16).hexdigest()
-            index = folder / f"{name}-{_INDEX_FILE}"
-            lock = locked(index.with_suffix(".lock"))  # one process scans, and the others wait
-        with lock:
+            version = archive.name, status.st_size, status.st_mtime_ns, status.st_ino
+        try:
+            folder = make_cache_folder("scans")
+        except OSError:  # it is for speed alone
+            return self._checked_scan(archive.open().path, archive.name)
+        kept = folder / f"{hash_of_facts((version, self._options))}-{_SCAN_FILE}"
+        with locked(kept.with_suffix(".lock")):  # one process scans, and the others wait
             with contextlib.suppress(ConfigError, KeyError, TypeError):
-                kept = read_json(index)
-                if kept["state"] == state:
-                    return kept["scan"]
+                return read_json(kept)["scan"]
             scan = self._checked_scan(archive.open().path, archive.name)
             with contextlib.suppress(ConfigError):
-                write_json(index, {"state": state, "scan": scan})
+                write_json(kept, {"scan": scan})
         return scan
 
     def _checked_scan(self, path: Path, name: str) -> Scan:

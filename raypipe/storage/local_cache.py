@@ -96,7 +96,7 @@ class LocalCache:
         return entry[0]
 
     def folder_of(self, file: RemoteFile) -> Path:
-        """The folder of a shard, where small files that were made of it may be kept: they are never evicted."""
+        """The folder of a shard."""
         text = f"{file.address} {file.num_bytes} {file.version} {file.digest}"
         return self._folder / hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 

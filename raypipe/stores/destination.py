@@ -95,7 +95,7 @@ def new_remote(dst: str, overwrite: bool) -> Iterator[Path]:
     It is in the cache folder (RAYPIPE_CACHE), which must have room for the whole store.
     """
     check_bucket(dst)
-    _there(dst, overwrite)
+    _objects_at(dst, overwrite)
     with explained(StoreError, f"{cache_folder()} cannot be written to"):
         temporary = tempfile.TemporaryDirectory(
             prefix="convert-", dir=make_cache_folder(), ignore_cleanup_errors=True
@@ -104,10 +104,10 @@ def new_remote(dst: str, overwrite: bool) -> Iterator[Path]:
         path = Path(folder, f"store{Path(split(dst)[1]).suffix}")
         yield path
         with explained(StoreError, f"{dst} cannot be written"):
-            _upload(sorted(path.iterdir()) if path.is_dir() else [path], dst, _there(dst, overwrite))
+            _upload(sorted(path.iterdir()) if path.is_dir() else [path], dst, _objects_at(dst, overwrite))
 
 
-def _there(dst: str, overwrite: bool) -> set[str]:
+def _objects_at(dst: str, overwrite: bool) -> set[str]:
     """Paths of the objects at an address; raises StoreError if there are any that must stay."""
     with explained(StoreError, f"{dst} cannot be written"):
         filesystem, path = open_filesystem(dst)

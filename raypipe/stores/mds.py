@@ -86,7 +86,7 @@ class MDSStore(FileStore["_Opened"]):
             self._listing = index, files
         return _Opened(self.address, index, files, *self._options)
 
-    def _find(self) -> tuple[_IndexFile, list[str | RemoteFile]]:
+    def _find(self) -> tuple[_IndexFile, list[RemoteFile]]:
         where = join(self.address, _INDEX)
         try:
             index = _parsed(read_json(where))
@@ -101,11 +101,13 @@ class MDSStore(FileStore["_Opened"]):
             raise StoreError(
                 f"{where} cannot be understood: {type(error).__name__}: {error!s:.300}; copy it again"
             ) from None
-        files = [join(self.address, *PurePosixPath(shard.name).parts) for shard in index.shards]
-        if not is_remote(self.address):
-            return index, list(files)
-        listed = [RemoteFile(file, shard.num_bytes) for file, shard in zip(files, index.shards, strict=True)]
-        return index, in_threads(lambda file: file.checked(look_up(file.address)), listed)
+        files = [
+            RemoteFile(join(self.address, *PurePosixPath(shard.name).parts), shard.num_bytes)
+            for shard in index.shards
+        ]
+        if is_remote(self.address):
+            files = in_threads(lambda file: file.checked(look_up(file.address)), files)
+        return index, files
 
     def _preferred(self, shard: Shard) -> Shard:
         """Of a local shard the uncompressed file, where that is there in place of the compressed one."""
@@ -165,7 +167,7 @@ class _Opened:
         self,
         address: str,
         index: _IndexFile,
-        files: Sequence[str | RemoteFile],
+        files: Sequence[RemoteFile],
         image_column: str,
         label_column: str,
     ) -> None:
@@ -205,11 +207,7 @@ class _Opened:
 
     def sample_name(self, index: int) -> str:
         number, within = part_of(self._bounds, index)
-        return f"{self._name(number)}, sample {within}"
-
-    def _name(self, number: int) -> str:
-        file = self._files[number]
-        return file.address if isinstance(file, RemoteFile) else file
+        return f"{self._files[number].address}, sample {within}"
 
     def _row(self, shard: OpenShard, sample: int, columns: tuple[str, ...]) -> dict[str, Any]:
         """The values of a sample that are sound."""
@@ -242,17 +240,13 @@ class _Opened:
     def _shard(self, number: int) -> OpenShard:
         """A shard, which becomes the one used last."""
         shard, file = self._shards[number], self._files[number]
-        if isinstance(file, RemoteFile) and not shard.codec:  # the node's cache knows when to close it
-            name = file.address
+        name, remote = file.address, is_remote(file.address)
+        if remote and not shard.codec:  # the node's cache knows when to close it
             return shared_cache().get(file, lambda path: _open_shard(open_file(path, shard, name), shard, name))
         with self._lock:
             if number not in self._open:
-                name = self._name(number)
-                if isinstance(file, RemoteFile):
-                    opened = shared_cache().get(file, OpenFile)
-                else:
-                    opened = open_file(file, shard, name)
-                self._open[number] = _open_shard(opened, shard, name)
+                whole = shared_cache().get(file, OpenFile) if remote else open_file(name, shard, name)
+                self._open[number] = _open_shard(whole, shard, name)
             self._open.move_to_end(number)
             num_bytes = sum(opened.num_bytes for opened in self._open.values())
             while len(self._open) > 1 and (len(self._open) > _MAX_OPEN or num_bytes > _MAX_UNPACKED_BYTES):

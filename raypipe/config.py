@@ -430,27 +430,24 @@ class AugmentConfig(Section, prefix="augment."):
     Attributes:
         mean: normalisation, per channel, of pixels scaled to [0, 1], or floats as they are; ImageNet's by default.
         std: the same.
-        preset: of operations: none, light, standard, strong, randaugment or trivialaugment.
+        preset: of operations: none, light, standard or strong.
         ops: Kornia operations after those of the preset, each `{op: NAME, parameter: value, …}`.
         module: `module:name` of a torch module, its class or a function, run after the operations: float images
             (B, 3, H, W) in [0, 1] → the same, random by torch's global generators; it may take `strength`.
         mixup_alpha: of MixUp's Beta distribution; 0 = no MixUp.
         cutmix_alpha: of CutMix's; 0 = no CutMix. If both are on, each gets half of the mixed micro-batches.
         mix_prob: share of micro-batches that are mixed.
-        compile: make one program of the preset and the normalisation (torch.compile), with the same draws; for
-            presets that are no policies, without ops and module.
         strength: scales the probability of every operation and of mixing over the run.
     """
 
     mean: tuple[Pixel, ...] = (0.485, 0.456, 0.406)
     std: tuple[Annotated[float, Limits(1e-30, 1e30)], ...] = (0.229, 0.224, 0.225)
-    preset: Literal["none", "light", "standard", "strong", "randaugment", "trivialaugment"] = "none"
+    preset: Literal["none", "light", "standard", "strong"] = "none"
     ops: list[dict[str, Any]] = field(default_factory=list)
     module: str = ""
     mixup_alpha: Alpha = 0.0
     cutmix_alpha: Alpha = 0.0
     mix_prob: Share = 1.0
-    compile: bool = False
     strength: StrengthConfig = field(default_factory=StrengthConfig)
 
     def __post_init__(self) -> None:
@@ -462,11 +459,6 @@ class AugmentConfig(Section, prefix="augment."):
             self._require(
                 isinstance(entry.get("op"), str), "ops", entry, "a list of {op: NAME, parameter: value, …}"
             )
-        if self.compile:  # Kornia reads its own draws, and a user's module is unknown
-            whole = ("none", "light", "standard", "strong")
-            self._require(self.preset in whole, "preset", self.preset, f"one of {whole} with augment.compile")
-            for name in ("ops", "module"):
-                self._require(not getattr(self, name), name, getattr(self, name), "empty with augment.compile")
 
 
 @dataclass(frozen=True)

@@ -125,11 +125,8 @@ def test_the_code_of_docs_running_trains_a_model_of_ones_own() -> None:
     """README.md's own code is run by tests/test_own_loop.py."""
     import torch
 
-    own, plain = blocks("python", ROOT / "docs" / "running.md")
-    loader = [(torch.ones(4, 3, 8, 8), torch.zeros(4))] * 3
-    names: dict[str, Any] = {"raypipe": raypipe, "loader": loader}
-    exec(compile(plain.replace('"cuda"', '"cpu"'), "running.md", "exec"), names)
-    assert names["image"].shape == (4, 3, 8, 8)
+    (own,) = blocks("python", ROOT / "docs" / "running.md")
+    names: dict[str, Any] = {"raypipe": raypipe}
     exec(compile(own, "running.md", "exec"), names)
     net = names["model"](5)
     logits = net(torch.randn(3, 3, 224, 224))

@@ -55,9 +55,8 @@ def convert_store(
     Example: raypipe convert imagenet.tar imagenet.lmdb --short-side 256 --quality 92
 
     Args:
-        run: settings, of which store.image_column and store.label_column matter; they name TFRecord's features and
-            HDF5's datasets too; and transform.apply_exif, for sizes.
-        src: a store of any format, TFRecord, HDF5 or zip, see docs/formats.md; several files as 'train-*.parquet'.
+        run: settings, of which store.image_column, store.label_column and, for sizes, transform.apply_exif matter.
+        src: a store of any format, or zip, see docs/formats.md; several files as 'train-*.parquet'.
         dst: a path or a URI, such as s3://bucket/train.lmdb, that ends in .lmdb or .parquet.
         short_side: decode once and store with this shorter side, in pixels; 0 = the bytes as they are.
         quality: of the JPEGs that short_side makes, 1 to 100.

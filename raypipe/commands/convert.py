@@ -32,7 +32,7 @@ from raypipe.stores import open_source, open_store
 from raypipe.stores.addresses import expand
 from raypipe.stores.base import Store
 from raypipe.stores.destination import new_path, new_remote
-from raypipe.stores.record import Fingerprint, RecordLayout, Sample, column_types, plain
+from raypipe.stores.record import ColumnValues, Fingerprint, RecordLayout, column_types, plain
 from raypipe.stores.scan import SIZE_COLUMNS
 from raypipe.stores.writers import WRITTEN_SUFFIXES, open_writer
 from raypipe.transform.decode import decode, encode_jpeg, resize_short_side
@@ -51,7 +51,7 @@ skipped, each with its reason."""
 
 
 def convert(
-    src: str | Path | Store | ray.data.Dataset | Iterable[Sample],
+    src: str | Path | Store | ray.data.Dataset | Iterable[ColumnValues],
     dst: str,
     *,
     classes: Sequence[str] | None = None,
@@ -155,7 +155,7 @@ def convert(
         }
 
 
-def _rows_of(src: ray.data.Dataset | Iterable[Sample]) -> Iterator[Sample]:
+def _rows_of(src: ray.data.Dataset | Iterable[ColumnValues]) -> Iterator[ColumnValues]:
     import ray.data
 
     if not isinstance(src, ray.data.Dataset):
@@ -170,7 +170,9 @@ def _rows_of(src: ray.data.Dataset | Iterable[Sample]) -> Iterator[Sample]:
 
 
 @contextlib.contextmanager
-def _kept_samples(samples: Iterator[Sample], classes: Sequence[str] | None, short_side: int) -> Iterator[Path]:
+def _kept_samples(
+    samples: Iterator[ColumnValues], classes: Sequence[str] | None, short_side: int
+) -> Iterator[Path]:
     """Keep the samples in a store in the cache folder, in their order: its file.
 
     Args:
@@ -200,7 +202,7 @@ def _kept_samples(samples: Iterator[Sample], classes: Sequence[str] | None, shor
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _encoded(sample: Sample) -> dict[str, Any]:
+def _encoded(sample: ColumnValues) -> dict[str, Any]:
     """A sample whose image is bytes, or None."""
     import cv2
 

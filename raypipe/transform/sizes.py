@@ -7,13 +7,11 @@ from collections.abc import Sequence
 
 from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError
-from raypipe.plan.places import Split
+from raypipe.plan.places import Sides, Split
 from raypipe.transform.image_header import MAX_PIXELS
 
-Sides = tuple[int, int]
-"""(height, width), pixels."""
 Size = int | Sides
-"""Of square images, or (height, width); pixels."""
+"""Of square images, or height and width; pixels."""
 
 
 def sides_of(size: Size) -> Sides:

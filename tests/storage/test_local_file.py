@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import tfrecords
 
 from raypipe.errors import StoreError
 from raypipe.storage.local_file import locked, make_cache_folder, open_lock, open_regular, try_lock
@@ -36,7 +35,7 @@ def _linked(path: Path, make: Callable[[Path], object]) -> None:
 # Each request is tried in a child: a read that waits ends with it, and so does one that takes all memory.
 SERVER = """
 import io, json, os, resource, signal, sys
-import h5py, numpy as np
+import numpy as np
 import raypipe.commands.convert, raypipe.commands.inspection
 from raypipe.commands.cli import main
 from raypipe.commands.settings import parse_command
@@ -44,11 +43,11 @@ from raypipe.config import RunConfig
 from raypipe.stores.record import read_bad_list
 from raypipe.streaming.digest import DigestFile
 from raypipe.stores import open_source, open_store
-from raypipe.stores import base, folder, hdf5, lmdb, parquet, tar, tfrecord, zip
+from raypipe.stores import base, folder, lmdb, parquet, tar, zip
 from raypipe.transform.transform_steps import read_steps
 
 def store(path):
-    if path.endswith((".h5", ".tfrecord", ".zip")) or os.path.exists(path + "/a.tfrecord"):
+    if path.endswith(".zip"):
         return list(open_source(path))
     opened = open_store(path)
     opened.read(np.arange(len(opened)), ("image",))
@@ -125,7 +124,7 @@ def check_refused(outcome: str, name: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-@pytest.mark.parametrize("suffix", ["tar", "zip", "parquet", "tfrecord", "h5", "lmdb"])
+@pytest.mark.parametrize("suffix", ["tar", "zip", "parquet", "lmdb"])
 def test_a_store(suffix: str, kind: str, read: Read, tmp_path: Path) -> None:
     path = tmp_path / f"train.{suffix}"
     KINDS[kind][0](path)
@@ -137,7 +136,7 @@ def test_a_store(suffix: str, kind: str, read: Read, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("reader", "suffix"),
-    [("inspect", "tar"), ("inspect", "parquet"), ("convert", "tar"), ("convert", "parquet"), ("convert", "h5")],
+    [("inspect", "tar"), ("inspect", "parquet"), ("convert", "tar"), ("convert", "parquet"), ("convert", "zip")],
 )
 def test_a_command(suffix: str, reader: str, read: Read, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / f"train.{suffix}")
@@ -151,13 +150,11 @@ def test_the_file_of_an_lmdb_environment(kind: str, read: Read, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "folder"])
-@pytest.mark.parametrize("suffix", ["tar", "parquet", "tfrecord", "lmdb"])
+@pytest.mark.parametrize("suffix", ["tar", "parquet", "lmdb"])
 def test_one_of_several_shards(suffix: str, kind: str, read: Read, tmp_path: Path) -> None:
     shards = tmp_path / "shards"
     shards.mkdir()
-    if suffix == "tfrecord":
-        (shards / "a.tfrecord").write_bytes(tfrecords.record(b""))
-    elif suffix == "tar":
+    if suffix == "tar":
         write_tar(shards / "a.tar", [{"image": b"x", "label": 1}])
     else:
         with open_writer(shards / f"a.{suffix}") as writer:

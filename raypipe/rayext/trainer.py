@@ -163,7 +163,8 @@ class OnlyDeathsPolicy(failure_handling.DefaultFailurePolicy):
 
 
 class FinalErrors(WorkerGroupCallback):
-    """Ends any run of Ray Train's at an error of raypipe's own that would come again.
+    """Ends any run of Ray Train's at an error of raypipe's own that would come again; what dies after a notice counts
+    as preempted.
 
     `raypipe` names it in RAY_TRAIN_CALLBACKS, from which each `fit` makes one; it works in Ray Train's controller.
     Errors of other code are retried as `FailureConfig` says.
@@ -171,6 +172,10 @@ class FinalErrors(WorkerGroupCallback):
 
     def __init__(self) -> None:
         self._has_failed = False
+        self._notice: Any = None  # of the trainers of now
+
+    def after_worker_group_start(self, worker_group: Any) -> None:
+        self._notice = None
 
     def after_worker_group_poll_status(self, worker_group_status: Any) -> None:
         failures = list(worker_group_status.errors.values())
@@ -179,6 +184,15 @@ class FinalErrors(WorkerGroupCallback):
         if error and not (self._has_failed and isinstance(error, ResourceError)):
             raise ControllerError(error)  # which Ray Train does not retry
         self._has_failed |= bool(failures)
+        if not hasattr(worker_group_status, "get_preemption_info"):  # before Ray 2.60
+            return
+        self._notice = worker_group_status.get_preemption_info() or self._notice
+        # Ray knows a node that was taken away by the end that it gave notice of. To a node that goes earlier, or a
+        # trainer that has lost its peer and says so first, it would take `max_failures`.
+        if failures and self._notice and not is_final(failures) and not worker_group_status.has_preempted_worker():
+            from ray.train.v2.api.exceptions import PreemptionError
+
+            raise PreemptionError(self._notice)
 
 
 class _Logs(ControllerCallback):

@@ -35,10 +35,10 @@ def noticed() -> Any:
 class Notice:
     """Decides when a run makes checkpoints because its nodes are about to go, and ends it before they do.
 
-    It makes one at each notice, and then every 15 s, or after half the time that is left, if that is less. The last
-    is made when there is no time for a further step and its checkpoint. Then the train function ends, in a way that
-    Ray Train counts as a preemption: a step that is finished later is lost, and so is a checkpoint that Ray Train
-    has not noted when it ends the trainers.
+    It makes one at each notice, and then every 15 s, or after half the time that is left, if that is less. The
+    last is made when there is no time for a further step and its checkpoint. Then the train function ends, in a
+    way that Ray Train counts as a preemption: a step that is finished later is lost, and so is a checkpoint that
+    Ray Train has not noted when it ends the trainers.
 
     Args:
         tell: called with the text of each new notice.

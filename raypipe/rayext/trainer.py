@@ -23,9 +23,9 @@ from raypipe.errors import ResourceError
 from raypipe.logs import LogFormat, configure_logs
 from raypipe.metrics.prometheus import Recorder
 from raypipe.metrics.run_log import append_fault
-from raypipe.rayext.cluster import largest_divisor, worker_resources
+from raypipe.rayext.allocation import largest_divisor, worker_resources
+from raypipe.rayext.cluster import started_here
 from raypipe.rayext.failures import is_final, is_lost, own_error, told
-from raypipe.rayext.local import started_here
 
 logger = logging.getLogger(__name__)
 

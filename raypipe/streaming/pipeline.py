@@ -20,7 +20,8 @@ from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.errors import ConfigError, ResourceError, SampleError
 from raypipe.plan.cursor import Cursor
 from raypipe.plan.schedule import WHOLE, Share, shares
-from raypipe.rayext.cluster import connect, largest_divisor, preflight
+from raypipe.rayext.allocation import largest_divisor, preflight
+from raypipe.rayext.cluster import connect
 from raypipe.rayext.execution import Settings, datasets_with
 from raypipe.rayext.iteration import Ended
 from raypipe.rayext.placement import placement

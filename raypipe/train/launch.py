@@ -12,8 +12,6 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from raypipe.config import AugmentConfig, RunConfig, TrainConfig
 from raypipe.errors import ConfigError, CursorError, OutageError, RaypipeError, RunError
 from raypipe.logs import begin_phases, configure_logs, end_phases, phase, progress
@@ -24,7 +22,7 @@ from raypipe.rayext.allocation import Allocation, check_elastic, preflight
 from raypipe.rayext.cluster import connect, started_here
 from raypipe.rayext.failures import cause_of, told
 from raypipe.rayext.waiting import Wait, is_head_lost, only_start
-from raypipe.storage.files import read_json, read_whole, write_text
+from raypipe.storage.files import read_json, write_text
 from raypipe.storage.filesystem import exists, is_remote, join, open_filesystem
 from raypipe.streaming.checkpoints import Checkpoint, find_newest, newest_name
 from raypipe.streaming.maker import differing, try_samples
@@ -32,11 +30,11 @@ from raypipe.streaming.opening import spec_of
 from raypipe.streaming.pipeline import check_memory
 from raypipe.streaming.spec import StreamSpec
 from raypipe.train.console import RunConsole
+from raypipe.train.description import changes, describe
 from raypipe.train.interrupts import Interrupts, Stopped
 from raypipe.train.learning import num_classes_of
 from raypipe.train.run_folder import (
     FIGURES_FILE,
-    as_plain,
     located,
     remove_stop,
     request_stop,
@@ -44,11 +42,8 @@ from raypipe.train.run_folder import (
     stop_requested,
     store_config,
 )
-from raypipe.transform.jpeg import missing_extension
 
 logger = logging.getLogger(__name__)
-
-_IN_A_LINE: dict[str, Any] = {"default_flow_style": True, "sort_keys": False, "width": 110, "allow_unicode": True}
 
 _ERROR_FILE = "error.txt"
 
@@ -85,50 +80,15 @@ def train(run: RunConfig) -> dict[str, Any]:
 
 def _train(run: RunConfig, run_uri: str, lease: str) -> dict[str, Any]:
     configure_logs(run.log, run=run.name)
-    phase(logger, "reading the stores")
-    spec = spec_of(run, run_uri)
-    num_classes = num_classes_of(run, spec)
-    check_augment(run.augment)
-    check_code(run.train, len(run.augment.mean))
-    if not any(is_remote(store.address) for store in spec.stores.values()):  # else whole shards would be fetched
-        sizes = try_samples(spec, num_classes, channels=len(run.augment.mean))
-        if words := differing(spec.transform, spec.transforms, sizes):
-            progress(logger, words)
-
+    spec, num_classes = _checked(run, run_uri)
     stop_was_asked = stop_requested(run_uri)  # of the run before it was stopped, and now goes on
-    changed = _changes(run, run_uri) if run.resume else ""
-    try:
-        find = functools.partial(find_newest, run_uri, spec.plan.check, start_from=run.train.start_from)
-        newest, passed_over = find()
-        if _has_ended(spec, newest):  # no trainer will read the state
-            newest, passed_over = find(with_state=True)
-    except CursorError as error:
-        raise CursorError(f"{error}{changed and f'. Changed: {changed}'}") from error
-    for name, reason in passed_over.items():
-        progress(logger, f"not resumed from {name}: {reason}")
-    if run.resume:
-        progress(
-            logger, f"resumed from {newest.name if newest else 'the beginning'}{changed and f', with {changed}'}"
-        )
-    elif newest:
-        progress(logger, f"starts from {newest.address}")
+    newest, passed_over = _found(run, run_uri, spec)
     if newest and _has_ended(spec, newest):
         progress(logger, f"this run has ended already, with {newest.name}: nothing is left to do")
         _leave_traces(run_uri)  # its process may have been killed before it did
         return _result(newest.metrics | {"stopped": False}, run_uri)
-    with Interrupts() as interrupts, contextlib.ExitStack() as held:
-        wait = functools.partial(Wait, run.train.start_timeout_s, interrupts.check, "train.start_timeout_s")
-        phase(logger, "connecting to Ray" if os.environ.get("RAY_ADDRESS") else "starting Ray on this machine")
-        connect(log=run.log, wait=wait())
-        interrupts.stand()
-        interrupts.check()
-        start = None if started_here() else held.enter_context(only_start(wait()))
-        allocation = preflight(run.pool, run.train, run.plan.per_step, wait())
-        spec.plan.check_workers(allocation.workers)
-        if allocation.min_workers:
-            check_elastic()
-        check_memory(spec, allocation.max_actors, allocation.workers)
-        interrupts.check()
+    with Interrupts() as interrupts, contextlib.ExitStack() as starting:
+        allocation, start = _allocated(run, spec, interrupts, starting)
         # Nothing of an earlier start is changed before this line: all that can refuse this one has passed, but for
         # the content of state.pt, which is read once, by the trainers.
         if stop_was_asked:
@@ -153,6 +113,59 @@ def _train(run: RunConfig, run_uri: str, lease: str) -> dict[str, Any]:
         finally:
             _leave_traces(run_uri)
     return _result(result, run_uri)
+
+
+def _checked(run: RunConfig, run_uri: str) -> tuple[StreamSpec, int]:
+    """The stream and the number of classes of a run; what is wrong with either is told before Ray starts."""
+    phase(logger, "reading the stores")
+    spec = spec_of(run, run_uri)
+    num_classes = num_classes_of(run, spec)
+    check_augment(run.augment)
+    check_code(run.train, len(run.augment.mean))
+    if not any(is_remote(store.address) for store in spec.stores.values()):  # else whole shards would be fetched
+        sizes = try_samples(spec, num_classes, channels=len(run.augment.mean))
+        if words := differing(spec.transform, spec.transforms, sizes):
+            progress(logger, words)
+    return spec, num_classes
+
+
+def _found(run: RunConfig, run_uri: str, spec: StreamSpec) -> tuple[Checkpoint | None, dict[str, str]]:
+    """The checkpoint that a run goes on from, if any, and why newer ones are passed over; tells of both."""
+    changed = changes(run, run_uri) if run.resume else ""
+    find = functools.partial(find_newest, run_uri, spec.plan.check, start_from=run.train.start_from)
+    try:
+        newest, passed_over = find()
+        if _has_ended(spec, newest):  # no trainer will read the state
+            newest, passed_over = find(with_state=True)
+    except CursorError as error:
+        raise CursorError(f"{error}{changed and f'. Changed: {changed}'}") from error
+    for name, reason in passed_over.items():
+        progress(logger, f"not resumed from {name}: {reason}")
+    if run.resume:
+        where = newest.name if newest else "the beginning"
+        progress(logger, f"resumed from {where}{changed and f', with {changed}'}")
+    elif newest:
+        progress(logger, f"starts from {newest.address}")
+    return newest, passed_over
+
+
+def _allocated(
+    run: RunConfig, spec: StreamSpec, interrupts: Interrupts, starting: contextlib.ExitStack
+) -> tuple[Allocation, Any]:
+    """Connect to Ray, and share out its cluster; also returns the actor that keeps other runs from starting."""
+    wait = functools.partial(Wait, run.train.start_timeout_s, interrupts.check, "train.start_timeout_s")
+    phase(logger, "connecting to Ray" if os.environ.get("RAY_ADDRESS") else "starting Ray on this machine")
+    connect(log=run.log, wait=wait())
+    interrupts.stand()
+    interrupts.check()
+    start = None if started_here() else starting.enter_context(only_start(wait()))
+    allocation = preflight(run.pool, run.train, run.plan.per_step, wait())
+    spec.plan.check_workers(allocation.workers)
+    if allocation.min_workers:
+        check_elastic()
+    check_memory(spec, allocation.max_actors, allocation.workers)
+    interrupts.check()
+    return allocation, start
 
 
 def _has_ended(spec: StreamSpec, newest: Checkpoint | None) -> bool:
@@ -216,73 +229,6 @@ def check_code(config: TrainConfig, channels: int) -> None:
     for name in ("loss", "optimizer", "schedule"):
         if ":" in (address := getattr(config, name)):
             import_name(address, f"train.{name}")
-
-
-def _changed(settings: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
-    """Those that are not as they are by default, section by section."""
-    changed = {}
-    for name, value in settings.items():
-        if isinstance(value, dict) and isinstance(defaults[name], dict):
-            value = _changed(value, defaults[name])
-            if not value:
-                continue
-        if value != defaults[name]:
-            changed[name] = value
-    return changed
-
-
-def _changes(run: RunConfig, run_uri: str) -> str:
-    """The settings that a resume has otherwise than the run, with both values; empty = none, or not known."""
-    try:
-        before = yaml.safe_load(read_whole(join(run_uri, "config.yaml")) or b"") or {}
-    except yaml.YAMLError:
-        return ""
-    then, now = _flat(before), _flat(as_plain(run))
-    names = [name for name in now if name in then and then[name] != now[name]]
-    return ", ".join(f"{name}={now[name]} (was {then[name]})" for name in names)
-
-
-def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """By their whole names, as `plan.seed`."""
-    flat: dict[str, Any] = {}
-    for name, value in settings.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
-    return flat
-
-
-def describe(run: RunConfig, spec: StreamSpec, allocation: Allocation, run_uri: str) -> str:
-    """What is about to run, for people: the settings that are not the defaults, and what was derived from them."""
-    plan = spec.plan
-    left_out = sum(kept.num_left_out for kept in plan.kept.values())
-    slower = missing_extension()
-    trainers = f"{allocation.workers} x {'GPU' if allocation.gpu else f'{allocation.cpus_per_worker:g} CPU'}"
-    if allocation.min_workers:
-        trainers = f"{allocation.min_workers} to {trainers}"
-    if allocation.idle_gpus:
-        all_gpus = allocation.workers + allocation.idle_gpus
-        all_at_once = all_gpus * plan.config.micro_batch_size
-        trainers += (
-            f"\nidle GPUs  {allocation.idle_gpus} of {all_gpus}, since the number of workers must divide the "
-            f"{plan.config.per_step} micro-batches of a step: set plan.global_batch_size to {all_at_once} or a "
-            f"multiple of it, or train.num_workers={allocation.workers} if this is meant"
-        )
-    actors = f"{run.pool.least_actors} to {allocation.max_actors} actors"
-    if run.pool.executions > 1:
-        actors += f" in {run.pool.executions} executions"
-    if run.pool.engine == "inline":
-        actors = "in the trainers themselves (pool.engine=inline)"
-    settings = _changed(as_plain(run), as_plain(RunConfig())) | {"name": run.name}
-    lines = [yaml.safe_dump({name: settings[name]}, **_IN_A_LINE).strip()[1:-1] for name in settings]
-    return (
-        "\n".join(lines) + "\n"
-        f"run        {run_uri}, whose config.yaml has all settings\n"
-        f"plan       {plan.fingerprint}: {plan.config.epochs} epochs of {plan.steps_per_epoch} steps of "
-        f"{plan.config.per_step} x {plan.config.micro_batch_size} = {plan.global_batch_size} samples "
-        f"({plan.num_train} train, {plan.num_val} val"
-        f"{f'; {left_out} left out' if left_out else ''})\n"
-        f"trainers   {trainers}\n"
-        f"transform  {actors}" + (f"\nslower     {slower}" if slower else "")
-    )
 
 
 def _fit(loop: dict[str, Any], allocation: Allocation, interrupts: Interrupts) -> dict[str, Any]:

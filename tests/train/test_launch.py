@@ -35,8 +35,9 @@ from raypipe.streaming.checkpoints import write_checkpoint
 from raypipe.streaming.opening import open_stream, spec_of
 from raypipe.streaming.pipeline import check_memory
 from raypipe.streaming.spec import StreamSpec
+from raypipe.train.description import changes, describe
 from raypipe.train.interrupts import Stopped
-from raypipe.train.launch import _changes, _leave_traces, _told, describe, train
+from raypipe.train.launch import _leave_traces, _told, train
 from raypipe.train.learning import num_classes_of
 from raypipe.train.run_folder import as_plain, located, store_config
 
@@ -108,9 +109,9 @@ def test_the_stored_configuration_is_the_one_that_a_resume_reads(tmp_path: Path)
 
 def test_describe_says_so_where_jpegs_are_decoded_slower(monkeypatch: pytest.MonkeyPatch) -> None:
     allocation = Allocation(2, True, 1.0, 5)
-    monkeypatch.setattr("raypipe.train.launch.missing_extension", lambda: "")
+    monkeypatch.setattr("raypipe.train.description.missing_extension", lambda: "")
     assert "slower" not in describe(RUN, spec(store(("a",))), allocation, "file:///runs/mine")
-    monkeypatch.setattr("raypipe.train.launch.missing_extension", lambda: "JPEGs: install libjpeg-dev")
+    monkeypatch.setattr("raypipe.train.description.missing_extension", lambda: "JPEGs: install libjpeg-dev")
     assert "\nslower     JPEGs: install libjpeg-dev" in describe(
         RUN, spec(store(("a",))), allocation, "file:///runs/mine"
     )
@@ -119,7 +120,8 @@ def test_describe_says_so_where_jpegs_are_decoded_slower(monkeypatch: pytest.Mon
 def test_describe_shows_the_settings_and_what_follows_from_them() -> None:
     shown = describe(RUN, spec(store(("a",)), store(("a",), 3)), Allocation(2, True, 1.0, 5), "file:///runs/mine")
     for part in (
-        "name: mine",
+        "settings   store.train=train.lmdb, store.val=val.lmdb, plan.epochs=1, plan.micro_batch_size=2",
+        "name=mine",
         "file:///runs/mine",
         "1 epochs of 2 steps of 1 x 2 = 2 samples",
         "(4 train, 3 val)",
@@ -252,12 +254,12 @@ def test_an_error_of_other_code_is_its_message_with_the_traceback_in_a_file(tmp_
 def test_a_resume_with_other_settings_names_them_with_both_values(tmp_path: Path) -> None:
     uri = tmp_path.as_uri()
     store_config(RUN, uri)
-    assert _changes(RUN, uri) == ""
+    assert changes(RUN, uri) == ""
     plan, train = dataclasses.replace(RUN.plan, seed=7), dataclasses.replace(RUN.train, lr=0.5)
-    changed = _changes(dataclasses.replace(RUN, plan=plan, train=train), uri)
+    changed = changes(dataclasses.replace(RUN, plan=plan, train=train), uri)
     assert changed == "plan.seed=7 (was 0), train.lr=0.5 (was 0.1)"
     (tmp_path / "config.yaml").write_text("{")
-    assert _changes(RUN, uri) == ""
+    assert changes(RUN, uri) == ""
 
 
 # Steps of a transform

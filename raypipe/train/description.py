@@ -1,0 +1,69 @@
+"""What a start tells of its run: its settings, what was derived from them, and what a resume changes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+from raypipe.config import RunConfig
+from raypipe.rayext.allocation import Allocation
+from raypipe.storage.files import read_whole
+from raypipe.storage.filesystem import join
+from raypipe.streaming.spec import StreamSpec
+from raypipe.train.run_folder import CONFIG_FILE, as_plain
+from raypipe.transform.jpeg import missing_extension
+
+
+def changes(run: RunConfig, run_uri: str) -> str:
+    """The settings that a resume has otherwise than the run, with both values; empty = none, or not known."""
+    try:
+        before = yaml.safe_load(read_whole(join(run_uri, CONFIG_FILE)) or b"") or {}
+    except yaml.YAMLError:
+        return ""
+    then, now = _flat(before), _flat(as_plain(run))
+    names = [name for name in now if name in then and then[name] != now[name]]
+    return ", ".join(f"{name}={now[name]} (was {then[name]})" for name in names)
+
+
+def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """By their whole names, as `plan.seed`."""
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return flat
+
+
+def describe(run: RunConfig, spec: StreamSpec, allocation: Allocation, run_uri: str) -> str:
+    """What is about to run, for people: the settings that are not the defaults, and what was derived from them."""
+    plan = spec.plan
+    left_out = sum(kept.num_left_out for kept in plan.kept.values())
+    slower = missing_extension()
+    trainers = f"{allocation.workers} x {'GPU' if allocation.gpu else f'{allocation.cpus_per_worker:g} CPU'}"
+    if allocation.min_workers:
+        trainers = f"{allocation.min_workers} to {trainers}"
+    if allocation.idle_gpus:
+        all_gpus = allocation.workers + allocation.idle_gpus
+        all_at_once = all_gpus * plan.config.micro_batch_size
+        trainers += (
+            f"\nidle GPUs  {allocation.idle_gpus} of {all_gpus}, since the number of workers must divide the "
+            f"{plan.config.per_step} micro-batches of a step: set plan.global_batch_size to {all_at_once} or a "
+            f"multiple of it, or train.num_workers={allocation.workers} if this is meant"
+        )
+    actors = f"{run.pool.least_actors} to {allocation.max_actors} actors"
+    if run.pool.executions > 1:
+        actors += f" in {run.pool.executions} executions"
+    if run.pool.engine == "inline":
+        actors = "in the trainers themselves (pool.engine=inline)"
+    defaults = _flat(as_plain(RunConfig()))
+    settings = [f"{name}={value}" for name, value in _flat(as_plain(run)).items() if value != defaults.get(name)]
+    return (
+        f"settings   {', '.join(settings)}\n"
+        f"run        {run_uri}, whose config.yaml has all settings\n"
+        f"plan       {plan.fingerprint}: {plan.config.epochs} epochs of {plan.steps_per_epoch} steps of "
+        f"{plan.config.per_step} x {plan.config.micro_batch_size} = {plan.global_batch_size} samples "
+        f"({plan.num_train} train, {plan.num_val} val"
+        f"{f'; {left_out} left out' if left_out else ''})\n"
+        f"trainers   {trainers}\n"
+        f"transform  {actors}" + (f"\nslower     {slower}" if slower else "")
+    )

@@ -43,6 +43,26 @@ class Content(Protocol):
         """The fields of one sample but label and columns; its image may be made in `out`."""
         ...
 
+    def at_once(
+        self,
+        samples: Sequence[EncodedSample | Decoded | None],
+        keys: np.ndarray,
+        arrays: dict[str, np.ndarray],
+        cached: Callable[[int], Decoded | None] | None,
+    ) -> np.ndarray:
+        """Make the images of a micro-batch in the arrays of its fields, where that can be done for all in one call.
+
+        Args:
+            samples: B; None = none is wanted for this row.
+            keys: uint64 (B, 2).
+            arrays: by field, (B, …).
+            cached: decodes the sample of a row, to keep it.
+
+        Returns:
+            bool (B,), whether a row has its images; of others `one` decides.
+        """
+        ...
+
 
 @dataclass(frozen=True)
 class Attempt:
@@ -124,12 +144,13 @@ class MicroBatchTransform:
             ConfigError: a result is of another kind or size than it must be.
         """
         rows, bad = Rows(memory or BlockMemory(self.content.fields), len(indices)), []
+        made = self._at_once(rows, samples, indices, keys, attempt)
         for row, (sample, index, key) in enumerate(zip(samples, indices.tolist(), keys.tolist(), strict=True)):
             if index == PADDING:
                 rows.leave_out(row)
                 continue
             try:
-                rows.put(row, index, self.one(sample, index, key, attempt, rows.image(row)))
+                rows.put(row, index, self.one(sample, index, key, attempt, rows.image(row), made[row]))
             except SampleError as error:
                 record = self._record(index, error)
                 bad.append(record)
@@ -151,10 +172,35 @@ class MicroBatchTransform:
             rows.begin(self._first())
         return rows, bad
 
+    def _at_once(
+        self, rows: Rows, samples: Sequence[Sample], indices: np.ndarray, keys: np.ndarray, attempt: Attempt
+    ) -> list[bool]:
+        """Have the images of all rows made in one call, as far as possible; whether a row has its own."""
+        if attempt.before_sample or not rows.has_begun:
+            return [False] * len(indices)
+        wanted = [
+            None if callable(sample) or index == PADDING or index in attempt.bad else sample
+            for sample, index in zip(samples, indices.tolist(), strict=True)
+        ]
+
+        def cached(row: int) -> Decoded | None:
+            assert self._decoded is not None
+            sample = wanted[row]
+            assert isinstance(sample, EncodedSample)
+            return self._decoded(int(indices[row]), sample.label, sample.image)
+
+        return self.content.at_once(wanted, keys, rows.arrays, cached if self._decoded else None).tolist()
+
     def one(
-        self, sample: Sample, index: int, key: Key, attempt: Attempt = FIRST_ATTEMPT, out: np.ndarray | None = None
+        self,
+        sample: Sample,
+        index: int,
+        key: Key,
+        attempt: Attempt = FIRST_ATTEMPT,
+        out: np.ndarray | None = None,
+        is_made: bool = False,
     ) -> dict[str, Any]:
-        """The fields of one sample.
+        """The fields of one sample; but not those of its images, if they are made.
 
         Raises:
             SampleError: it is bad.
@@ -174,9 +220,12 @@ class MicroBatchTransform:
             if self._columns is not None:
                 assert isinstance(sample, EncodedSample), "a cache of decoded samples keeps no columns"
                 columns = self._columns.one(sample.columns, key)  # first: it costs less than an image
-            if self._decoded is not None and isinstance(sample, EncodedSample):
-                sample = self._decoded(index, label, sample.image) or sample
-            made = self.content.one(sample, key, out)
+            if is_made:
+                made = {}
+            else:
+                if self._decoded is not None and isinstance(sample, EncodedSample):
+                    sample = self._decoded(index, label, sample.image) or sample
+                made = self.content.one(sample, key, out)
         except ConfigError as error:
             raise ConfigError(f"{self._title(index)}: {error}") from error
         made[LABEL] = label

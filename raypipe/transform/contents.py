@@ -11,25 +11,25 @@ Rows that are left out are black, without a class (IGNORE), and without boxes an
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError
+from raypipe.transform.at_once import ProgramsAtOnce, crops_of, shapes_of
 from raypipe.transform.batch import Content
 from raypipe.transform.columns import NO_COLUMNS, SampleColumns
 from raypipe.transform.decode import decode
 from raypipe.transform.decode_array import decode_array
-from raypipe.transform.direct import Undecoded, cut
 from raypipe.transform.encoded import ENCODED_FIELDS, EncodedTransform
 from raypipe.transform.fields import IMAGE, Field, learn
 from raypipe.transform.jpeg import open_for_crop
 from raypipe.transform.presets import build_transform
 from raypipe.transform.sample_transform import Key, SampleTransform
 from raypipe.transform.samples import Decoded, EncodedSample
-from raypipe.transform.sizes import Sides, Size
+from raypipe.transform.sizes import Sides, Size, Undecoded, cut
 from raypipe.transform.targets import TARGETS, decode_targets, target_pipeline
 from raypipe.transform.user_code import NOT_OF_A_SAMPLE, failed
 from raypipe.transform.views import View, ViewsTransform
@@ -48,13 +48,14 @@ def build_content(
     columns: SampleColumns = NO_COLUMNS,
     size: Size | None = None,
     sides: Sides | None = None,
+    threads: int = 1,
 ) -> Content:
     """What a transform makes of samples.
 
     Args:
         transform: as `transform.train` names it, or a callable.
         size: of the images; None = the config's last.
-        sides: see `Images`.
+        sides, threads: see `Images`.
 
     Raises:
         ConfigError: a setting is wrong, or the transform is of a kind that they do not go with.
@@ -62,7 +63,9 @@ def build_content(
     fields = stream_fields(config, columns)
     if config.decode == "gpu":
         return EncodedTransform(transform, config, size, fields)
-    return Images(build_transform(transform, size or config.final_size), config, fields, sides)
+    by_library = bool(config.target_columns) or config.decode_as == "array"
+    built = build_transform(transform, size or config.final_size, by_library)
+    return Images(built, config, fields, sides, threads)
 
 
 class Images:
@@ -73,6 +76,7 @@ class Images:
         config: how they are decoded, and which targets there are.
         fields: of the stream; None = by the config.
         sides: (height, width) that results must have; None = those of the first.
+        threads: that make the images of a micro-batch, where programs make them.
     """
 
     def __init__(
@@ -81,6 +85,7 @@ class Images:
         config: TransformConfig,
         fields: dict[str, Field] | None = None,
         sides: Sides | None = None,
+        threads: int = 1,
     ) -> None:
         self.fields = fields or stream_fields(config)
         self._targets = config.target_columns
@@ -95,6 +100,10 @@ class Images:
         self._config, self._sides = config, sides
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._dtypes: dict[str, np.dtype[Any]] = {}
+        crops = [] if self._targets else crops_of(self._transform)
+        self._at_once = ProgramsAtOnce(crops, config, threads) if crops else None
+        if not any(crop.transform.rest for crop in crops):  # sizes are known before the first sample
+            self._learn({name: np.empty(shape, np.uint8) for name, shape in shapes_of(crops).items()})
 
     def one(self, sample: EncodedSample | Decoded, key: Key, out: np.ndarray | None = None) -> dict[str, Any]:
         """Decode and transform one sample; its image may be put into `out`, uint8 (H, W, 3), or as arrays are.
@@ -128,10 +137,30 @@ class Images:
             finished = target.finish(made[target.keyword], value, result[IMAGE].shape, self.fields[name])
             result[name] = finished
         if not self._shapes:
-            self._shapes = {name: part.shape for name, part in result.items() if name not in targets}
-            self._dtypes = {name: result[name].dtype for name in self._shapes}
+            self._learn({name: part for name, part in result.items() if name not in targets})
             learn(self.fields, result)
         return result
+
+    def at_once(
+        self,
+        samples: Sequence[EncodedSample | Decoded | None],
+        keys: np.ndarray,
+        arrays: dict[str, np.ndarray],
+        cached: Callable[[int], Decoded | None] | None,
+    ) -> np.ndarray:
+        """Make the images of a micro-batch in one call, as far as programs can; see `ProgramsAtOnce.make`."""
+        if self._at_once is None:
+            return np.zeros(len(samples), bool)
+        return self._at_once.make(samples, keys, arrays, cached)
+
+    def _learn(self, images: dict[str, np.ndarray]) -> None:
+        """Note the shapes of an image, or of views, that all others must have."""
+        if not images:
+            return
+        self._shapes = {name: part.shape for name, part in images.items()}
+        self._dtypes = {name: part.dtype for name, part in images.items()}
+        self._check(images)
+        learn(self.fields, images)
 
     def _check(self, made: dict[str, np.ndarray]) -> None:
         """Raise ConfigError unless an image, or views, have the size that is asked for, and that of the others."""

@@ -212,6 +212,12 @@ class Rows:
                     array[row] = value
         self.index[row], self.weight[row] = index, 1
 
+    @property
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Of the fields, (B, …), once their shapes are known."""
+        assert self._arrays is not None
+        return self._arrays
+
     def leave_out(self, row: int, index: int = PADDING) -> None:
         """Fill a row that does not count: padding, or a sample that is bad."""
         self._missing.append(row)

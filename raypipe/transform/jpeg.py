@@ -24,8 +24,8 @@ import simplejpeg
 
 from raypipe.config import TransformConfig
 from raypipe.errors import SampleError
-from raypipe.transform.direct import Box, Undecoded, cut
 from raypipe.transform.image_header import jpeg_size, open_pillow
+from raypipe.transform.sizes import Box, Undecoded, cut
 
 WHOLE = 8
 """Eighths: full scale."""

@@ -1,10 +1,12 @@
 """One image, decoded or but for its crop, and its key → one image; history never shows.
 
-Three kinds of transform are told apart by the names of their classes, so that neither torch nor
+Kinds of transform are told apart by the names of their classes, so that neither torch nor
 Albumentations is imported for a user who has none of it:
 
     kind             is given                                its randomness, set from the key
-    Albumentations   image=uint8 HWC                         its own generators, shared and rewound
+    program          uint8 HWC                               drawn here, see `raypipe.transform.program`
+    Albumentations   image=uint8 HWC, from the first step    its own generators, shared and rewound
+                     on that is not known here
     torchvision      tv_tensors.Image, uint8 CHW             torch's, random's and numpy's global ones
     plain, rng=      uint8 HWC and rng=numpy Generator       the one that it is handed
     plain            uint8 HWC                               random's, numpy's and torch's global ones
@@ -21,21 +23,22 @@ import copy
 import inspect
 import random
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import cv2
 import numpy as np
 
 from raypipe.errors import ConfigError
-from raypipe.transform.direct import DecodeBox, Undecoded, direct_pipeline
 from raypipe.transform.fields import VIEW
 from raypipe.transform.process_state import seed_process
+from raypipe.transform.program import Program, find_program
+from raypipe.transform.sizes import Box, Sides, Undecoded
 
 Key = tuple[int, int]
 """Two integers in [0, 2^64), from `Plan.sample_keys`."""
 
-Kind = Literal["none", "albumentations", "torchvision", "plain"]
+Kind = Literal["none", "program", "albumentations", "torchvision", "plain"]
 
 
 class KeyedGenerator:
@@ -72,6 +75,8 @@ class SampleTransform:
         arrays: images are of any dtype and number of channels, here as in what is said below of uint8 RGB.
 
     Attributes:
+        program: its steps that are known, of images alone; None: there are none.
+        rest: the steps of Albumentations behind these.
         crop_target: (height, width) to which a random resized crop at the very beginning resizes; None: there is
             none.
         draws_globally: it may draw from the generators of the process.
@@ -88,10 +93,15 @@ class SampleTransform:
             # Not set_random_seed: it gives every child the same seed, so that two flips always agree.
             self.transform.set_random_state(*generators)
         self._arrays = arrays
-        # Both were held against the libraries on uint8 RGB alone.
-        self._direct = None if arrays else direct_pipeline(self.transform)
+        self.program: Program | None = None
+        self.rest: list[Any] = []
+        if self.kind == "program":
+            self.program = self.transform
+        elif not arrays:  # programs are of uint8 RGB
+            self.program, self.rest = find_program(self.transform)
         self._crop_first = None if arrays else _find_crop_first(self.transform, generators)
-        self.crop_target = self._crop_first.target if self._crop_first else None
+        first = self.program or self._crop_first
+        self.crop_target = first.crop_target if first else None
         self.draws_globally = self.kind == "torchvision" or (self.kind == "plain" and not self._rng)
 
     def __reduce__(self) -> Any:
@@ -123,15 +133,12 @@ class SampleTransform:
         if self.transform is None:
             assert isinstance(image, np.ndarray)
             return {"image": image, **targets}
-        k0, k1 = int(key[0]), int(key[1])
-        if self._direct is not None and not targets:
-            if self._direct.rest:
-                self._seed(k0, k1)
-                return {"image": _checked(self._direct(image), self.kind)}
-            if self._direct.is_random:
-                self._random.seed(k0 << 64 | k1)  # all that the steps known there draw from
-            return {"image": self._direct(image, out)}
-        self._seed(k0, k1)
+        if self.program is not None and not targets:
+            size = image.shape[:2] if isinstance(image, np.ndarray) else image[0]
+            params, _ = self.program.draw(np.array([key], np.uint64), np.array([size]))
+            image = self.program.apply(image, params[0], None if self.rest else out)
+            return {"image": self.finish(image, key) if self.rest else image}
+        self._seed(key)
         if not isinstance(image, np.ndarray):
             assert self._crop_first is not None
             made = self._crop_first(*image, **targets)
@@ -152,8 +159,17 @@ class SampleTransform:
         image = _checked(made["image"], self.kind, self._arrays)
         return made if image is made["image"] else {**made, "image": image}
 
-    def _seed(self, k0: int, k1: int) -> None:
+    def finish(self, image: np.ndarray, key: Key) -> np.ndarray:
+        """What the rest of the steps make of an image that the program has made."""
+        self._seed(key)
+        data = {"image": image}
+        for step in self.rest:
+            data = step(**data)
+        return _checked(data["image"], self.kind)
+
+    def _seed(self, key: Key) -> None:
         """Seed what the transform draws from: generators that it is handed (5 µs), or those of the process."""
+        k0, k1 = int(key[0]), int(key[1])
         if self.draws_globally:
             seed_process(k0, k1)
             return
@@ -165,6 +181,8 @@ class SampleTransform:
 def _kind_of(transform: Any) -> Kind:
     if transform is None:
         return "none"
+    if isinstance(transform, Program):
+        return "program"
     if not callable(transform):
         raise ConfigError(f"the transform is a {type(transform).__name__}, which cannot be called")
     for cls in type(transform).__mro__:
@@ -241,9 +259,9 @@ def _checked_views(made: Mapping[Any, Any], arrays: bool = False) -> dict[str, n
 
 
 class _AlbumentationsCropFirst:
-    """A copy of a Compose that begins with RandomResizedCrop, where `DirectPipeline` does not do: with targets.
+    """A copy of a Compose that begins with RandomResizedCrop, for images with targets.
 
-    Its transforms draw from the generators; `target` is the (height, width) to which the crop is resized.
+    Its transforms draw from the generators; `crop_target` is the (height, width) to which the crop is resized.
     """
 
     def __init__(self, pipeline: Any, generators: tuple[np.random.Generator, random.Random]) -> None:
@@ -251,10 +269,10 @@ class _AlbumentationsCropFirst:
         self._pipeline.set_random_state(*generators)
         self._first = self._pipeline.transforms[0]
         self._first.apply_with_params = self._decode_and_resize  # of this object alone, not of its class
-        self._decode_box: DecodeBox
-        self.target: tuple[int, int] = tuple(self._first.size)
+        self._decode_box: Callable[[Box], np.ndarray]
+        self.crop_target: Sides = tuple(self._first.size)
 
-    def __call__(self, size: tuple[int, int], decode_box: DecodeBox, **targets: Any) -> dict[str, Any]:
+    def __call__(self, size: tuple[int, int], decode_box: Callable[[Box], np.ndarray], **targets: Any) -> dict[str, Any]:
         """What the pipeline makes of an image of this (height, width), and of whole masks and boxes."""
         self._decode_box = decode_box
         nothing: np.ndarray = np.ndarray((*size, 3), np.uint8, b"\0", strides=(0, 0, 0))  # a byte for all
@@ -274,9 +292,9 @@ class _TorchvisionCropFirst:
 
     def __init__(self, pipeline: Any) -> None:
         self._first, *self._others = pipeline.transforms
-        self.target: tuple[int, int] = tuple(self._first.size) * (2 // len(self._first.size))
+        self.crop_target: Sides = tuple(self._first.size) * (2 // len(self._first.size))
 
-    def __call__(self, size: tuple[int, int], decode_box: DecodeBox) -> Any:
+    def __call__(self, size: tuple[int, int], decode_box: Callable[[Box], np.ndarray]) -> Any:
         """What the pipeline makes of an image of this (height, width)."""
         import torch
         from torchvision import tv_tensors

@@ -231,7 +231,10 @@ class Pad(Step):
     def draw(self, u: np.ndarray, sizes: np.ndarray) -> tuple[list[np.ndarray | int], np.ndarray]:
         given = (self.padding,) if isinstance(self.padding, int) else tuple(self.padding)
         left, top, right, bottom = given if len(given) == 4 else (given[0], given[-1]) * 2
-        return [top, bottom, left, right, self.border_mode, *_filled(self.fill)], sizes + (top + bottom, left + right)
+        return [top, bottom, left, right, self.border_mode, *_filled(self.fill)], sizes + (
+            top + bottom,
+            left + right,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -487,7 +490,9 @@ class CoarseDropout(Step):
         return [*_filled(self.fill), number, boxes], sizes
 
 
-_ORDERS = np.array([(a, b, c, 6 - a - b - c) for a in range(4) for b in range(4) for c in range(4) if len({a, b, c}) == 3])
+_ORDERS = np.array(
+    [(a, b, c, 6 - a - b - c) for a in range(4) for b in range(4) for c in range(4) if len({a, b, c}) == 3]
+)
 _TURNS = {
     "HorizontalFlip": ((1,), 0.5),
     "VerticalFlip": ((2,), 0.5),
@@ -568,7 +573,11 @@ def _of_axes(value: Any, default: float) -> tuple[Range, Range]:
 def _rgb(fill: Any) -> tuple[int, int, int] | None:
     """A fill as three bytes; None: it is none."""
     numbers = (fill,) * 3 if isinstance(fill, int | float) else fill
-    if isinstance(numbers, str) or not isinstance(numbers, tuple | list | np.ndarray) or len(numbers) not in (1, 3):
+    if (
+        isinstance(numbers, str)
+        or not isinstance(numbers, tuple | list | np.ndarray)
+        or len(numbers) not in (1, 3)
+    ):
         return None
     whole = [int(number) for number in (tuple(numbers) * 3)[:3] if 0 <= number <= 255 and number == int(number)]
     return (whole[0], whole[1], whole[2]) if len(whole) == 3 else None

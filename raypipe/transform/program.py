@@ -89,7 +89,9 @@ class Program:
             _, sizes = Program([step]).draw(keys, sizes)
         return ""
 
-    def apply(self, image: np.ndarray | Undecoded, params: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+    def apply(
+        self, image: np.ndarray | Undecoded, params: np.ndarray, out: np.ndarray | None = None
+    ) -> np.ndarray:
         """Carry it out on one image.
 
         Args:
@@ -124,7 +126,9 @@ class Program:
     def _find_size(self) -> Sides | None:
         """The size of all results: the same for images of two sizes, whatever is drawn."""
         keys = np.array([(k, 1) for k in range(16)], np.uint64)
-        sizes = np.concatenate([self.draw(keys, np.array([size] * 16))[1] for size in ((1009, 2003), (2003, 1009))])
+        sizes = np.concatenate(
+            [self.draw(keys, np.array([size] * 16))[1] for size in ((1009, 2003), (2003, 1009))]
+        )
         height, width = sizes[0].tolist()
         return (height, width) if (sizes == sizes[0]).all() else None
 

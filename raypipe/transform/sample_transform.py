@@ -272,7 +272,9 @@ class _AlbumentationsCropFirst:
         self._decode_box: Callable[[Box], np.ndarray]
         self.crop_target: Sides = tuple(self._first.size)
 
-    def __call__(self, size: tuple[int, int], decode_box: Callable[[Box], np.ndarray], **targets: Any) -> dict[str, Any]:
+    def __call__(
+        self, size: tuple[int, int], decode_box: Callable[[Box], np.ndarray], **targets: Any
+    ) -> dict[str, Any]:
         """What the pipeline makes of an image of this (height, width), and of whole masks and boxes."""
         self._decode_box = decode_box
         nothing: np.ndarray = np.ndarray((*size, 3), np.uint8, b"\0", strides=(0, 0, 0))  # a byte for all

@@ -151,9 +151,7 @@ class ViewsTransform:
         self.crops: dict[str, list[SampleTransform]] = {}
         for name, view in views.items():
             transforms = [SampleTransform(each, arrays) for each in view.transforms]
-            self.crops[f"{VIEW}.{name}"] = (
-                transforms if len(transforms) == view.count else transforms * view.count
-            )
+            self.crops[f"{VIEW}.{name}"] = transforms if len(transforms) == view.count else transforms * view.count
         self.parts = np.array([view_key(name, i) for name, view in views.items() for i in range(view.count)])
         self.draws_globally = any(each.draws_globally for crops in self.crops.values() for each in crops)
 

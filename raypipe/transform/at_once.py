@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from raypipe.transform.fields import IMAGE
 from raypipe.transform.program import Program
 from raypipe.transform.sample_transform import SampleTransform
 from raypipe.transform.samples import Decoded, EncodedSample
+from raypipe.transform.sizes import Sides
 from raypipe.transform.views import ViewsTransform
 
 _MAX_DECODED = 32 << 20  # bytes of pixels that are decoded before a call
@@ -61,7 +62,41 @@ class Crop:
         return array if self.number is None else array[:, self.number]
 
 
-def crops_of(transform: SampleTransform | ViewsTransform) -> list[Crop]:
+@dataclass(frozen=True)
+class MadeAtOnce:
+    """The images of a micro-batch that are made, and what was drawn for the first one of each sample.
+
+    Attributes:
+        rows: bool (B,), which have their images.
+        params: int64 (B, P), see `Program.draw`.
+        sizes: (height, width) of the images before, int32 (B, 2).
+    """
+
+    rows: np.ndarray
+    params: np.ndarray
+    sizes: np.ndarray
+
+    @staticmethod
+    def nothing(num: int) -> MadeAtOnce:
+        """No row is made."""
+        return MadeAtOnce(np.zeros(num, bool), np.zeros((num, 0), np.int64), np.zeros((num, 2), np.int32))
+
+    def drawn(self, row: int) -> Drawn | None:
+        """What was drawn for a row; None: it is not made."""
+        if not self.rows[row]:
+            return None
+        height, width = self.sizes[row].tolist()
+        return Drawn(self.params[row], (height, width))
+
+
+class Drawn(NamedTuple):
+    """What a program has drawn for an image that it made, int64 (P,), and the image's (height, width) before."""
+
+    params: np.ndarray
+    size: Sides
+
+
+def crops_of(transform: SampleTransform | ViewsTransform, has_targets: bool) -> list[Crop]:
     """The images that programs make of each sample; none where a part of them is made in another way."""
     if isinstance(transform, SampleTransform):
         crops = [Crop(IMAGE, transform)]
@@ -72,6 +107,8 @@ def crops_of(transform: SampleTransform | ViewsTransform) -> list[Crop]:
             for field, transforms in transform.crops.items()
             for number, each in enumerate(transforms)
         ]
+    if has_targets and any(crop.transform.has_rest for crop in crops):
+        return []  # the library does the rest with both at a time
     return crops if all(crop.transform.program for crop in crops) else []
 
 
@@ -102,7 +139,7 @@ class ProgramsAtOnce:
         keys: np.ndarray,
         arrays: Mapping[str, np.ndarray],
         cached: Callable[[int], Decoded | None] | None = None,
-    ) -> np.ndarray:
+    ) -> MadeAtOnce:
         """Make the images of B samples.
 
         Args:
@@ -112,15 +149,20 @@ class ProgramsAtOnce:
             cached: decodes the sample of a row, to keep it.
 
         Returns:
-            bool (B,), whether a row's images are made. Slots of others may hold anything.
+            Which are made. Slots of others may hold anything.
         """
-        made = np.zeros(len(samples), bool)
+        first = self._crops[0].program
+        made = MadeAtOnce(
+            np.zeros(len(samples), bool),
+            np.zeros((len(samples), first.num_params), np.int64),
+            np.zeros((len(samples), 2), np.int32),
+        )
         if cached is None:
-            images = [sample.image if isinstance(sample, EncodedSample) else None for sample in samples]
-            self._run(images, kernel.sizes(images, self._config), keys, arrays, made)
-        for images in self._decoded(samples, made, cached):
-            sizes = np.array([(0, 0) if image is None else image.shape[:2] for image in images])
-            self._run(images, sizes, keys, arrays, made)
+            encoded = [sample.image if isinstance(sample, EncodedSample) else None for sample in samples]
+            self._run(encoded, kernel.sizes(encoded, self._config), keys, arrays, made)
+        for decoded in self._decoded(samples, made.rows, cached):
+            sizes = np.array([(0, 0) if image is None else image.shape[:2] for image in decoded])
+            self._run(decoded, sizes, keys, arrays, made)
         return made
 
     def _run(
@@ -129,7 +171,7 @@ class ProgramsAtOnce:
         sizes: np.ndarray,
         keys: np.ndarray,
         arrays: Mapping[str, np.ndarray],
-        made: np.ndarray,
+        made: MadeAtOnce,
     ) -> None:
         """Make the images of the rows that have sizes, and note them."""
         (rows,) = np.nonzero(sizes[:, 0])
@@ -138,20 +180,23 @@ class ProgramsAtOnce:
         jobs = []
         for crop in self._crops:
             drawn, _ = crop.program.draw(crop.keys(keys[rows]), sizes[rows])
-            params = np.zeros((len(images), drawn.shape[1]), np.int64)
-            params[rows] = drawn
+            params = drawn
+            if len(rows) < len(images):
+                params = np.zeros((len(images), drawn.shape[1]), np.int64)
+                params[rows] = drawn
             slots = crop.slots(arrays)
-            if crop.transform.rest:
+            if crop.transform.has_rest:
                 slots = np.empty((len(images), *(crop.program.size or ()), 3), np.uint8)
             jobs.append((crop.program.ops, params, slots))
-        done = kernel.run(images, jobs, self._config, self._threads) == 0
+        done = kernel.run(images, sizes, jobs, self._threads)
         for row in rows[~done[rows]].tolist():
             if isinstance(images[row], np.ndarray):
                 done[row] = _by_reference(images[row], jobs, row)
-        made[rows] |= done[rows]
         for crop, (_, _, slots) in zip(self._crops, jobs, strict=True):
-            if crop.transform.rest:
-                _finish(crop, slots, keys, arrays, rows, made)
+            if crop.transform.has_rest:
+                _finish(crop, slots, keys, arrays, rows, done)
+        made.rows[done] = True
+        made.params[done], made.sizes[done] = jobs[0][1][done], sizes[done]
 
     def _decoded(
         self,
@@ -205,12 +250,12 @@ def _finish(
     keys: np.ndarray,
     arrays: Mapping[str, np.ndarray],
     rows: np.ndarray,
-    made: np.ndarray,
+    done: np.ndarray,
 ) -> None:
     """Have the library do the rest of the steps, sample by sample."""
     slots, own_keys = crop.slots(arrays), crop.keys(keys).tolist()
-    for row in rows[made[rows]].tolist():
+    for row in rows[done[rows]].tolist():
         try:
-            slots[row] = crop.transform.finish(images[row], own_keys[row])
+            slots[row] = crop.transform.finish(images[row], {}, own_keys[row])["image"]
         except Exception:  # the straight loop meets it again, and says what it is
-            made[row] = False
+            done[row] = False

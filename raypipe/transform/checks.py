@@ -13,8 +13,9 @@ from raypipe.stores.base import Store
 from raypipe.transform.crop_room import check_crops
 from raypipe.transform.encoded import EncodedTransform
 from raypipe.transform.presets import build_transform, check_transform, num_pixels, takes_size
+from raypipe.transform.sample_transform import SampleTransform
 from raypipe.transform.sizes import Sides, has_sizes
-from raypipe.transform.targets import check_columns, target_pipeline
+from raypipe.transform.targets import check_columns
 from raypipe.transform.transform_steps import brief
 from raypipe.transform.views import makes_views
 
@@ -32,7 +33,7 @@ def check_transforms(
             _check_views(config, split)
         check_columns(store, config.target_columns)
         if config.target_columns:
-            target_pipeline(build_transform(transform, config.final_size), set(config.target_columns))
+            SampleTransform(build_transform(transform, config.final_size), targets=tuple(config.target_columns))
 
 
 def check_follows(transform: Any, config: TransformConfig) -> None:

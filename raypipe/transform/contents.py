@@ -18,19 +18,20 @@ import numpy as np
 
 from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError
-from raypipe.transform.at_once import ProgramsAtOnce, crops_of, shapes_of
+from raypipe.transform.at_once import Drawn, MadeAtOnce, ProgramsAtOnce, crops_of, shapes_of
 from raypipe.transform.batch import Content
 from raypipe.transform.columns import NO_COLUMNS, SampleColumns
 from raypipe.transform.decode import decode
 from raypipe.transform.decode_array import decode_array
 from raypipe.transform.encoded import ENCODED_FIELDS, EncodedTransform
 from raypipe.transform.fields import IMAGE, Field, learn
+from raypipe.transform.follow import follow
 from raypipe.transform.jpeg import open_for_crop
 from raypipe.transform.presets import build_transform
 from raypipe.transform.sample_transform import Key, SampleTransform
 from raypipe.transform.samples import Decoded, EncodedSample
 from raypipe.transform.sizes import Sides, Size, Undecoded, cut
-from raypipe.transform.targets import TARGETS, decode_targets, target_pipeline
+from raypipe.transform.targets import TARGETS, decode_targets
 from raypipe.transform.user_code import NOT_OF_A_SAMPLE, failed
 from raypipe.transform.views import View, ViewsTransform
 
@@ -63,8 +64,7 @@ def build_content(
     fields = stream_fields(config, columns)
     if config.decode == "gpu":
         return EncodedTransform(transform, config, size, fields)
-    by_library = bool(config.target_columns) or config.decode_as == "array"
-    built = build_transform(transform, size or config.final_size, by_library)
+    built = build_transform(transform, size or config.final_size, by_library=config.decode_as == "array")
     return Images(built, config, fields, sides, threads)
 
 
@@ -89,20 +89,21 @@ class Images:
     ) -> None:
         self.fields = fields or stream_fields(config)
         self._targets = config.target_columns
-        if self._targets:
-            transform = target_pipeline(transform, set(self._targets))
+        self.makes_images_alone = not self._targets
         self._transform: SampleTransform | ViewsTransform
         arrays = self._is_array = config.decode_as == "array"
-        make: Any = ViewsTransform if isinstance(transform, dict) else SampleTransform
-        self._transform = make(transform, arrays)
+        if isinstance(transform, dict):
+            self._transform = ViewsTransform(transform, arrays)
+        else:
+            self._transform = SampleTransform(transform, arrays, tuple(self._targets))
         self.draws_globally = self._transform.draws_globally
         self._crop_target = self._transform.crop_target if config.crop_decode != "off" else None
         self._config, self._sides = config, sides
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._dtypes: dict[str, np.dtype[Any]] = {}
-        crops = [] if self._targets else crops_of(self._transform)
+        crops = crops_of(self._transform, bool(self._targets))
         self._at_once = ProgramsAtOnce(crops, config, threads) if crops else None
-        if not any(crop.transform.rest for crop in crops):  # sizes are known before the first sample
+        if not any(crop.transform.has_rest for crop in crops):  # sizes are known before the first sample
             self._learn({name: np.empty(shape, np.uint8) for name, shape in shapes_of(crops).items()})
 
     def one(self, sample: EncodedSample | Decoded, key: Key, out: np.ndarray | None = None) -> dict[str, Any]:
@@ -123,7 +124,7 @@ class Images:
             assert isinstance(sample, EncodedSample)
             size = image.shape[:2] if isinstance(image, np.ndarray) else image[0]
             targets = decode_targets(sample.columns, self._targets, size)
-        given = {TARGETS[name].keyword: value for name, value in targets.items()}
+        given = _by_keyword(targets)
         try:
             made = self._transform.with_targets(image, given, key, out)
         except NOT_OF_A_SAMPLE:
@@ -132,10 +133,8 @@ class Images:
             raise failed("the transform", error) from error
         result = {IMAGE: made[IMAGE]} if IMAGE in made else made
         self._check(result)
-        for name, value in targets.items():
-            target = TARGETS[name]
-            finished = target.finish(made[target.keyword], value, result[IMAGE].shape, self.fields[name])
-            result[name] = finished
+        if targets:
+            result |= self._finished(made, targets, result[IMAGE].shape)
         if not self._shapes:
             self._learn({name: part for name, part in result.items() if name not in targets})
             learn(self.fields, result)
@@ -147,11 +146,31 @@ class Images:
         keys: np.ndarray,
         arrays: dict[str, np.ndarray],
         cached: Callable[[int], Decoded | None] | None,
-    ) -> np.ndarray:
+    ) -> MadeAtOnce:
         """Make the images of a micro-batch in one call, as far as programs can; see `ProgramsAtOnce.make`."""
         if self._at_once is None:
-            return np.zeros(len(samples), bool)
+            return MadeAtOnce.nothing(len(samples))
         return self._at_once.make(samples, keys, arrays, cached)
+
+    def following(self, sample: EncodedSample | Decoded, drawn: Drawn) -> dict[str, Any]:
+        """What goes with an image that `at_once` has made."""
+        if not self._targets:
+            return {}
+        assert isinstance(sample, EncodedSample) and isinstance(self._transform, SampleTransform)
+        program = self._transform.program
+        assert program is not None and program.size is not None
+        targets = decode_targets(sample.columns, self._targets, drawn.size)
+        made = follow(program, drawn.params, drawn.size, _by_keyword(targets))
+        return self._finished(made, targets, program.size)
+
+    def _finished(
+        self, made: dict[str, np.ndarray], targets: dict[str, np.ndarray], shape: tuple[int, ...]
+    ) -> dict[str, np.ndarray]:
+        """The fields of targets behind the transform; `shape` is that of the image."""
+        return {
+            name: TARGETS[name].finish(made[TARGETS[name].keyword], value, shape, self.fields[name])
+            for name, value in targets.items()
+        }
 
     def _learn(self, images: dict[str, np.ndarray]) -> None:
         """Note the shapes of an image, or of views, that all others must have."""
@@ -199,6 +218,10 @@ class Images:
             return decode_array(sample.image)
         jpeg = open_for_crop(sample.image, self._config, self._crop_target) if self._crop_target else None
         return jpeg or decode(sample.image, min_side=self._config.decode_min_side, exif=self._config.apply_exif)
+
+
+def _by_keyword(targets: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {TARGETS[name].keyword: value for name, value in targets.items()}
 
 
 def _sizes(shapes: dict[str, tuple[int, ...]]) -> str:

@@ -212,6 +212,13 @@ class Rows:
                     array[row] = value
         self.index[row], self.weight[row] = index, 1
 
+    def put_labels(self, rows: np.ndarray, indices: np.ndarray, labels: np.ndarray, none: int) -> np.ndarray:
+        """Fill those of some rows, bool (B,), that have a label: all else of them is there. Which, bool (B,)."""
+        filled = rows & (labels != none)
+        self.arrays[LABEL][filled] = labels[filled]
+        self.index[filled], self.weight[filled] = indices[filled], 1
+        return filled
+
     @property
     def arrays(self) -> dict[str, np.ndarray]:
         """Of the fields, (B, …), once their shapes are known."""

@@ -24,6 +24,7 @@ NEAREST, LINEAR, CUBIC = 0, 1, 2
 """OpenCV's numbers of interpolations."""
 _INTERPOLATIONS = (NEAREST, LINEAR, CUBIC)
 _BORDERS = (0, 1, 2, 3, 4)  # OpenCV's numbers: constant, replicate, reflect, wrap, reflect 101
+_WITHOUT_COPIES = (0, 1)
 _ONE = 1 << 16  # in Q16
 _MAX_HOLES = 64
 
@@ -57,6 +58,16 @@ class Step:
         """Of an operation of its own, beside `apply`."""
         return NUM_PARAMS[op]
 
+    @property
+    def mask_fill(self) -> int | None:
+        """What it puts into a mask where it has no pixel for it; None: nothing."""
+        return None
+
+    @property
+    def takes_points(self) -> bool:
+        """Whether boxes and keypoints can follow: a border that repeats pixels would repeat them, too."""
+        return True
+
     def draw(self, u: np.ndarray, sizes: np.ndarray) -> tuple[list[np.ndarray | int], np.ndarray]:
         """Draw parameters for B samples, as if it applied to all.
 
@@ -83,6 +94,7 @@ class RandomResizedCrop(Step):
     scale: Range = (0.08, 1.0)
     ratio: Range = (0.75, 1.3333333333333333)
     interpolation: int = LINEAR
+    mask_interpolation: int = NEAREST
     area_for_downscale: str | None = None
 
     ops = Op.CROP, Op.RESIZE
@@ -91,7 +103,7 @@ class RandomResizedCrop(Step):
 
     @property
     def is_known(self) -> bool:
-        return self.p >= 1 and self.interpolation in _INTERPOLATIONS and not self.area_for_downscale
+        return self.p >= 1 and _is_plain_resize(self)
 
     def draw(self, u: np.ndarray, sizes: np.ndarray) -> tuple[list[np.ndarray | int], np.ndarray]:
         boxes, fits = self._boxes(u[:, 0], u[:, 1], sizes)
@@ -175,13 +187,14 @@ class Resize(Step):
     height: int
     width: int
     interpolation: int = LINEAR
+    mask_interpolation: int = NEAREST
     area_for_downscale: str | None = None
 
     ops = (Op.RESIZE,)
 
     @property
     def is_known(self) -> bool:
-        return self.p >= 1 and self.interpolation in _INTERPOLATIONS and not self.area_for_downscale
+        return self.p >= 1 and _is_plain_resize(self)
 
     def draw(self, u: np.ndarray, sizes: np.ndarray) -> tuple[list[np.ndarray | int], np.ndarray]:
         return [self.height, self.width, self.interpolation], _all((self.height, self.width), len(u))
@@ -194,6 +207,7 @@ class SmallestMaxSize(Step):
     max_size: int | None = None
     max_size_hw: tuple[int | None, int | None] | None = None
     interpolation: int = LINEAR
+    mask_interpolation: int = NEAREST
     area_for_downscale: str | None = None
 
     ops = (Op.RESIZE,)
@@ -201,7 +215,7 @@ class SmallestMaxSize(Step):
     @property
     def is_known(self) -> bool:
         sides = [self.max_size] if self.max_size_hw is None else self.max_size_hw
-        known = self.p >= 1 and self.interpolation in _INTERPOLATIONS and not self.area_for_downscale
+        known = self.p >= 1 and _is_plain_resize(self)
         return known and all(isinstance(side, int) for side in sides)
 
     def draw(self, u: np.ndarray, sizes: np.ndarray) -> tuple[list[np.ndarray | int], np.ndarray]:
@@ -220,13 +234,23 @@ class Pad(Step):
 
     padding: int | tuple[int, ...] = 0
     fill: float | tuple[float, ...] = 0
+    fill_mask: float | tuple[float, ...] = 0
     border_mode: int = 0
 
     ops = (Op.PAD,)
 
     @property
     def is_known(self) -> bool:
-        return self.p >= 1 and self.border_mode in _BORDERS and _rgb(self.fill) is not None
+        fills = _rgb(self.fill) is not None and _rgb(self.fill_mask) is not None
+        return self.p >= 1 and self.border_mode in _BORDERS and fills
+
+    @property
+    def mask_fill(self) -> int | None:
+        return _filled(self.fill_mask)[0]
+
+    @property
+    def takes_points(self) -> bool:
+        return self.border_mode in _WITHOUT_COPIES
 
     def draw(self, u: np.ndarray, sizes: np.ndarray) -> tuple[list[np.ndarray | int], np.ndarray]:
         given = (self.padding,) if isinstance(self.padding, int) else tuple(self.padding)
@@ -274,6 +298,9 @@ class Affine(Step):
     balanced_scale: bool = False
     border_mode: int = 0
     fill: float | tuple[float, ...] = 0
+    fill_mask: float | tuple[float, ...] = 0
+    mask_interpolation: int = NEAREST
+    rotate_method: str = "largest_box"
     p: float = 0.5
 
     ops = (Op.AFFINE,)
@@ -282,7 +309,17 @@ class Affine(Step):
     @property
     def is_known(self) -> bool:
         plain = not self.fit_output and not self.balanced_scale and self.interpolation in (NEAREST, LINEAR)
-        return plain and self.border_mode in _BORDERS and _rgb(self.fill) is not None
+        of_targets = self.mask_interpolation == NEAREST and self.rotate_method == "largest_box"
+        fills = _rgb(self.fill) is not None and _rgb(self.fill_mask) is not None
+        return plain and of_targets and self.border_mode in _BORDERS and fills
+
+    @property
+    def mask_fill(self) -> int | None:
+        return _filled(self.fill_mask)[0]
+
+    @property
+    def takes_points(self) -> bool:
+        return self.border_mode in _WITHOUT_COPIES
 
     def draw(self, u: np.ndarray, sizes: np.ndarray) -> tuple[list[np.ndarray | int], np.ndarray]:
         height, width = sizes.astype(np.float64).T
@@ -458,13 +495,19 @@ class CoarseDropout(Step):
     hole_height_range: Range = (0.1, 0.2)
     hole_width_range: Range = (0.1, 0.2)
     fill: Any = 0
+    fill_mask: Any = None
     p: float = 0.5
 
     ops = (Op.DROPOUT,)
 
     @property
     def is_known(self) -> bool:
-        return _rgb(self.fill) is not None and self.num_holes_range[1] <= _MAX_HOLES
+        fills = _rgb(self.fill) is not None and (self.fill_mask is None or _rgb(self.fill_mask) is not None)
+        return fills and self.num_holes_range[1] <= _MAX_HOLES
+
+    @property
+    def mask_fill(self) -> int | None:
+        return None if self.fill_mask is None else _filled(self.fill_mask)[0]
 
     @property
     def num_uniforms(self) -> int:  # type: ignore[override]
@@ -536,6 +579,11 @@ def native_step(name: str, arguments: Mapping[str, Any]) -> Step | None:
         return None
     step = kind(**{each.name: arguments[each.name] for each in fields(kind) if each.name in arguments})
     return step if step.is_known else None
+
+
+def _is_plain_resize(step: Any) -> bool:
+    is_plain = step.interpolation in _INTERPOLATIONS and step.mask_interpolation == NEAREST
+    return is_plain and not step.area_for_downscale
 
 
 def _all(size: tuple[int, int], num: int) -> np.ndarray:

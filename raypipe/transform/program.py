@@ -10,14 +10,14 @@ raypipe's own (`raypipe.transform.draws`), and operations are integer arithmetic
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from raypipe.transform import kernel, reference
 from raypipe.transform.draws import uniforms
-from raypipe.transform.native_steps import CenterCrop, RandomCrop, Resize, Step, native_step
+from raypipe.transform.native_steps import CenterCrop, RandomCrop, RandomResizedCrop, Step, native_step
 from raypipe.transform.ops import Op
 from raypipe.transform.sizes import Sides, Undecoded
 
@@ -28,8 +28,10 @@ class Program:
     Attributes:
         steps: of the pipeline.
         ops: int32 (n, 2): the code of each operation, and where its parameters begin.
+        num_params: P, see `draw`.
         size: (height, width) of what it makes of any image; None: it depends on the image.
         is_random: a draw decides something.
+        takes_points: boxes and keypoints can follow, see `raypipe.transform.follow`.
         crop_target: (height, width) to which the first step resizes the crop that it begins with; None: it begins
             with another.
     """
@@ -42,13 +44,15 @@ class Program:
                 ops.append((int(op), offset))
                 offset += 1 + step.num_params(op)
         self.ops = np.array(ops, np.int32).reshape(-1, 2)
-        self._num_params = offset
+        self.num_params = offset
         self._num_uniforms = sum(1 + step.num_uniforms for step in self.steps)
         self.is_random = any(step.is_random for step in self.steps)
+        self.takes_points = all(step.takes_points for step in self.steps)
         self.size = self._find_size()
         first = self.steps[0] if self.steps else None
-        crops_and_resizes = first is not None and first.ops == (Op.CROP, Op.RESIZE)
-        self.crop_target: Sides | None = first.size if crops_and_resizes else None
+        self.crop_target: Sides | None = None
+        if isinstance(first, RandomResizedCrop):
+            self.crop_target = first.size[0], first.size[1]
 
     def draw(self, keys: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Draw the parameters of B samples.
@@ -60,7 +64,7 @@ class Program:
         Returns:
             The parameters, int64 (B, P), see `raypipe.transform.ops`; and the (height, width) of what they make.
         """
-        params = np.empty((len(keys), self._num_params), np.int64)
+        params = np.empty((len(keys), self.num_params), np.int64)
         u = uniforms(keys, self._num_uniforms) if self.is_random else np.zeros((len(keys), self._num_uniforms))
         sizes, column, place = sizes.astype(np.int64), 0, 0
         for step in self.steps:
@@ -79,6 +83,16 @@ class Program:
                     column += width
             sizes = resized if step.p >= 1 else np.where(applies[:, None], resized, sizes)
         return params, sizes
+
+    def applied(self, params: np.ndarray) -> Iterator[tuple[Step, Op, list[int]]]:
+        """The operations that apply to an image, in order, with their steps and parameters."""
+        column = 0
+        for step in self.steps:
+            for op in step.ops:
+                end = column + 1 + step.num_params(op)
+                if params[column]:
+                    yield step, op, params[column + 1 : end].tolist()
+                column = end
 
     def no_room(self, size: Sides) -> str:
         """Why an image of this size is too small for a crop; empty = it is not."""
@@ -113,7 +127,7 @@ class Program:
         if out is None or out.shape[:2] != self.size:
             out = np.empty((*self.size, 3), np.uint8)
         image = np.ascontiguousarray(image)
-        if kernel.run([image], [(self.ops, params[None], out[None])])[0]:
+        if not kernel.run([image], np.array([image.shape[:2]]), [(self.ops, params[None], out[None])])[0]:
             out[...] = reference.apply_all(image, self.ops, params)
         return out
 
@@ -149,6 +163,8 @@ def find_program(pipeline: Any) -> tuple[Program | None, list[Any]]:
     Args:
         pipeline: any transform.
     """
+    if isinstance(pipeline, Program):
+        return pipeline, []
     library = sys.modules.get("albumentations")
     if library is None or type(pipeline) is not library.Compose:
         return None, []

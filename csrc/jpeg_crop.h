@@ -215,13 +215,20 @@ static int decode_crop(
     return (int)(crop.left - left);
 }
 
-/* (height, width) by the frame's header, of a JPEG that decode_crop may take; 0: it is another, or damaged. */
-static int jpeg_sides(const unsigned char *data, size_t size, int *height, int *width)
+/* What the headers of a JPEG say. */
+typedef struct {
+    int height, width;
+    int has_one_scan; /* its first scan, which is baseline, has all components: libjpeg refuses a second one */
+} Frame;
+
+/* 0: not a JPEG that decode_crop takes, or damaged before its first scan. */
+static int read_frame(const unsigned char *data, size_t size, Frame *frame)
 {
+    int num_components = 0, is_progressive = 0;
     size_t at = 2;
     if (size < 4 || data[0] != 0xFF || data[1] != 0xD8)
         return 0;
-    while (at + 4 <= size) {
+    while (at + 5 <= size) {
         if (data[at] != 0xFF)
             return 0;
         const int marker = data[at + 1];
@@ -230,17 +237,23 @@ static int jpeg_sides(const unsigned char *data, size_t size, int *height, int *
             continue;
         }
         const size_t length = (size_t)data[at + 2] << 8 | data[at + 3];
-        if (marker >= 0xC0 && marker <= 0xC2) {
-            if (at + 9 > size || data[at + 4] != 8)
-                return 0;
-            *height = data[at + 5] << 8 | data[at + 6];
-            *width = data[at + 7] << 8 | data[at + 8];
-            return *height > 0 && *width > 0;
+        if (marker == 0xDA) {
+            frame->has_one_scan = !is_progressive && data[at + 4] == num_components;
+            return num_components > 0;
         }
-        /* Other frames, and what stands alone or where it should not, among them the first scan. */
-        if ((marker >= 0xC3 && marker <= 0xCF && marker != 0xC4 && marker != 0xCC) || marker < 0xC0 ||
-            (marker >= 0xD0 && marker <= 0xDA) || length < 2)
+        if (marker >= 0xC0 && marker <= 0xC2) {
+            if (num_components || at + 10 > size || data[at + 4] != 8)
+                return 0;
+            frame->height = data[at + 5] << 8 | data[at + 6];
+            frame->width = data[at + 7] << 8 | data[at + 8];
+            num_components = data[at + 9];
+            is_progressive = marker == 0xC2;
+            if (frame->height < 1 || frame->width < 1)
+                return 0;
+        } else if ((marker >= 0xC3 && marker <= 0xCF && marker != 0xC4 && marker != 0xCC) || marker < 0xC0 ||
+                   (marker >= 0xD0 && marker <= 0xD9) || length < 2) { /* other frames; what has no place here */
             return 0;
+        }
         at += 2 + length;
     }
     return 0;

@@ -377,15 +377,16 @@ static PyObject *py_sizes(PyObject *self, PyObject *args)
             Py_DECREF(result);
             return NULL;
         }
-        int height, width;
-        if (jpeg_sides(buffer.buf, (size_t)buffer.len, &height, &width)) {
-            const int64_t pixels = (int64_t)height * width;
-            const int short_side = height < width ? height : width;
-            if (pixels <= MAX_PLAIN_PIXELS && buffer.len / SCAN_BYTES <= MAX_SCANNED_PIXELS / pixels &&
-                height <= MAX_SIDE && width <= MAX_SIDE && !(min_side > 0 && short_side >= 2 * (int64_t)min_side) &&
+        Frame frame;
+        if (read_frame(buffer.buf, (size_t)buffer.len, &frame)) {
+            const int64_t pixels = (int64_t)frame.height * frame.width;
+            const int short_side = frame.height < frame.width ? frame.height : frame.width;
+            const int has_few_scans = frame.has_one_scan || buffer.len / SCAN_BYTES <= MAX_SCANNED_PIXELS / pixels;
+            if (pixels <= MAX_PLAIN_PIXELS && has_few_scans && frame.height <= MAX_SIDE && frame.width <= MAX_SIDE &&
+                !(min_side > 0 && short_side >= 2 * (int64_t)min_side) &&
                 !(refuse_oriented && has_orientation(buffer.buf, (size_t)buffer.len))) {
-                sizes[2 * i] = height;
-                sizes[2 * i + 1] = width;
+                sizes[2 * i] = frame.height;
+                sizes[2 * i + 1] = frame.width;
             }
         }
         PyBuffer_Release(&buffer);

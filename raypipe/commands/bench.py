@@ -209,7 +209,7 @@ def stream_once(
     from raypipe.streaming.opening import open_stream
     from raypipe.streaming.pipeline import splits
     from raypipe.streaming.row import host_blocks
-    from raypipe.transform.fields import IMAGE, VIEW
+    from raypipe.transform.fields import is_image
 
     # The same transform in both splits, so that every micro-batch costs the same.
     transform = dataclasses.replace(transform, val=transform.train)
@@ -225,9 +225,7 @@ def stream_once(
         arrived, batches = time.perf_counter(), list(block)
         num_images = sum(int((batch.weight > 0).sum()) for batch in batches)
         blocks.append((arrived, num_images))
-        images = {
-            name: each for name, each in batches[0].arrays().items() if name.partition(".")[0] in (IMAGE, VIEW)
-        }
+        images = {name: each for name, each in batches[0].arrays().items() if is_image(name)}
         num_bytes = sum(each.nbytes for each in images.values())
         if arrived - blocks[0][0] > seconds:
             break

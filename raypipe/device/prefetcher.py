@@ -29,7 +29,7 @@ from raypipe.device.ring import CLOSE_S, Item, OnCopied, Ring, hand_over, new_ev
 from raypipe.metrics.timing import mark
 from raypipe.plan.places import MicroBatchId
 from raypipe.transform.encoded import CROP, DATA, ENCODED_FIELDS, FLIP
-from raypipe.transform.fields import COLUMN, IMAGE, LABEL, VIEW, MicroBatch, Ragged, in_group
+from raypipe.transform.fields import COLUMN, IMAGE, LABEL, VIEW, MicroBatch, Ragged, in_group, is_image
 from raypipe.transform.sizes import Size
 
 Used = TypeVar("Used")
@@ -308,9 +308,8 @@ def _batch(
             unpacked = values.unpacked()
             fields[name] = [view(each) for each in unpacked] if values.kind == "ragged" else unpacked
         else:
-            is_image = name == IMAGE or name.partition(".")[0] == VIEW
             # NHWC in memory is channels_last as it stands.
-            fields[name] = tensors[name].movedim(-1, -3) if is_image else tensors[name]
+            fields[name] = tensors[name].movedim(-1, -3) if is_image(name) else tensors[name]
     same = {name: getattr(host, name) for name in ("at", "index", "num_bad", "read_s", "work_s")}
     return Batch(seed=seed_of(host.at), fields=fields, weight=weight, label=host[LABEL], **same)
 

@@ -128,7 +128,7 @@ class LMDBFile:
             return self._value(page, start) if found == key else None
 
     def records(self, keys: np.ndarray, layout: Layout) -> tuple[bytes, list[list[bytes | None]], np.ndarray]:
-        """Read many records of raypipe's own in one call, where the compiled reader is there, and finds them sound.
+        """Read many records of raypipe's own in one call, by the compiled reader, which takes sound ones alone.
 
         Args:
             keys: int64 (n,).

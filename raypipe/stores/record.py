@@ -115,7 +115,7 @@ class RecordLayout:
         return b"".join(parts)
 
     def native(self, wanted: Collection[str]) -> tuple[int, int, int]:
-        """How a compiled reader is told of it: the fixed columns, the variable ones, a bit for each of those wanted."""
+        """Numbers of fixed and of variable columns, and a bit for each of these that is wanted."""
         bits = (1 << number for number, name in enumerate(self._variable_names) if name in wanted)
         return len(self._fixed_names), len(self._variable_names), sum(bits)
 

@@ -4,7 +4,8 @@
     other encoded images, and those    decoded here, some at a time, and transformed by it; or, where there is
     of a cache                         no kernel, by the reference
 
-A row for which neither will do (it is damaged, or too small for a crop) is left to the straight loop, which says why.
+A row for which neither will do (it is damaged, or too small for a crop) is left to the straight loop, which says
+why.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ import numpy as np
 from raypipe.config import TransformConfig
 from raypipe.errors import SampleError
 from raypipe.plan.order import mix64
+from raypipe.plan.places import Sides
 from raypipe.transform import kernel, reference
 from raypipe.transform.decode import decode
 from raypipe.transform.fields import IMAGE
 from raypipe.transform.program import Program
 from raypipe.transform.sample_transform import SampleTransform
 from raypipe.transform.samples import Decoded, EncodedSample
-from raypipe.transform.sizes import Sides
 from raypipe.transform.views import ViewsTransform
 
 _MAX_DECODED = 32 << 20  # bytes of pixels that are decoded before a call

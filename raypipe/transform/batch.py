@@ -53,7 +53,7 @@ class Content(Protocol):
         arrays: dict[str, np.ndarray],
         cached: Callable[[int], Decoded | None] | None,
     ) -> MadeAtOnce:
-        """Make the images of a micro-batch in the arrays of its fields, where that can be done for all in one call.
+        """Make the images of a micro-batch in the arrays of its fields, as far as one call can make them.
 
         Args:
             samples: B; None = none is wanted for this row.

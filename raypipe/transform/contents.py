@@ -18,6 +18,7 @@ import numpy as np
 
 from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError
+from raypipe.plan.places import Sides
 from raypipe.transform.at_once import Drawn, MadeAtOnce, ProgramsAtOnce, crops_of, shapes_of
 from raypipe.transform.batch import Content
 from raypipe.transform.columns import NO_COLUMNS, SampleColumns
@@ -30,7 +31,7 @@ from raypipe.transform.jpeg import open_for_crop
 from raypipe.transform.presets import build_transform
 from raypipe.transform.sample_transform import Key, SampleTransform
 from raypipe.transform.samples import Decoded, EncodedSample
-from raypipe.transform.sizes import Sides, Size, Undecoded, cut
+from raypipe.transform.sizes import Size, Undecoded, cut
 from raypipe.transform.targets import TARGETS, decode_targets
 from raypipe.transform.user_code import NOT_OF_A_SAMPLE, failed
 from raypipe.transform.views import View, ViewsTransform

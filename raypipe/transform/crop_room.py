@@ -9,13 +9,13 @@ import numpy as np
 
 from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError, SampleError
-from raypipe.plan.places import Split
+from raypipe.plan.places import Sides, Split
 from raypipe.plan.selection import JoinedSelection, Selection
 from raypipe.stores.base import Store
 from raypipe.transform.decode_array import header_size
 from raypipe.transform.presets import build_transform
 from raypipe.transform.program import Program, find_program
-from raypipe.transform.sizes import Sides, Size, sizes_of
+from raypipe.transform.sizes import Size, sizes_of
 
 _NUM_TRIED = 8
 

@@ -1,7 +1,7 @@
 """Numbers that are drawn under the keys of samples, for a whole micro-batch at once.
 
-A counter-based generator: number j of a sample is a hash of its key and j, and depends on nothing else. So a number
-has its place, whatever else a program draws, and a micro-batch is drawn in a few calls of NumPy.
+A counter-based generator: number j of a sample is a hash of its key and j, and depends on nothing else. So a
+micro-batch is drawn in a few calls of NumPy.
 """
 
 from __future__ import annotations

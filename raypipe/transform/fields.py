@@ -31,8 +31,13 @@ from raypipe.transform.memory import reused_arrays
 Kind = Literal["array", "ragged", "text", "bytes", "json"]
 
 IMAGE, LABEL = "image", "label"
-VIEW, COLUMN, ENCODED = "view", "column", "encoded"
+VIEW, COLUMN = "view", "column"
 """Groups of fields, whose names are GROUP.NAME."""
+
+
+def is_image(name: str) -> bool:
+    """Whether a field of this name is an image: the sample's, or a view of it."""
+    return name == IMAGE or name.startswith(f"{VIEW}.")
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Masks, boxes and keypoints follow an image through a program: with the numbers that were drawn for it.
 
-Points are counted from the image's upper left corner, so that the middle of its first pixel is (0.5, 0.5). Boxes are
-cut at the image's edges behind each step, and dropped where less than a pixel of width or height is left, as by
+Points are counted from the image's upper left corner, so that the middle of its first pixel is (0.5, 0.5). Boxes
+are cut at the image's edges behind each step, and dropped where less than a pixel of width or height is left, as by
 Albumentations; keypoints are all kept.
 """
 
@@ -12,11 +12,11 @@ from collections.abc import Mapping
 import cv2
 import numpy as np
 
+from raypipe.plan.places import Sides
 from raypipe.transform import reference
 from raypipe.transform.native_steps import NEAREST, Step
 from raypipe.transform.ops import Op
 from raypipe.transform.program import Program
-from raypipe.transform.sizes import Sides
 
 _LEAST = 1 - 1e-6  # pixels of a box's width and height
 _ALL_IN_ONE = ("mask", "bboxes", "keypoints")
@@ -70,11 +70,11 @@ def _points(points: np.ndarray, op: Op, p: list[int], size: Sides) -> np.ndarray
     """Points (n, 2), (x, y), behind an operation on an image of this size."""
     height, width = size
     if op == Op.CROP:
-        return points - (p[1], p[0])
+        return points - np.array([p[1], p[0]])
     if op == Op.RESIZE:
         return points * (p[1] / width, p[0] / height)
     if op == Op.PAD:
-        return points + (p[2], p[0])
+        return points + np.array([p[2], p[0]])
     if op == Op.TURN:
         if p[0] & 4:
             points, height, width = points[:, ::-1], width, height

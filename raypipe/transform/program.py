@@ -15,11 +15,12 @@ from typing import Any
 
 import numpy as np
 
+from raypipe.plan.places import Sides
 from raypipe.transform import kernel, reference
 from raypipe.transform.draws import uniforms
 from raypipe.transform.native_steps import CenterCrop, RandomCrop, RandomResizedCrop, Step, native_step
 from raypipe.transform.ops import Op
-from raypipe.transform.sizes import Sides, Undecoded
+from raypipe.transform.sizes import Undecoded
 
 
 class Program:

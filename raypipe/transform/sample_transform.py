@@ -30,11 +30,12 @@ import cv2
 import numpy as np
 
 from raypipe.errors import ConfigError
+from raypipe.plan.places import Sides
 from raypipe.transform.fields import VIEW
 from raypipe.transform.follow import follow
 from raypipe.transform.process_state import seed_process
 from raypipe.transform.program import Program, find_program
-from raypipe.transform.sizes import Box, Sides, Undecoded
+from raypipe.transform.sizes import Box, Undecoded
 from raypipe.transform.targets import target_pipeline
 
 Key = tuple[int, int]

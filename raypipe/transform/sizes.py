@@ -9,11 +9,9 @@ import numpy as np
 
 from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError
-from raypipe.plan.places import Split
+from raypipe.plan.places import Sides, Split
 from raypipe.transform.image_header import MAX_PIXELS
 
-Sides = tuple[int, int]
-"""(height, width), pixels."""
 Size = int | Sides
 """Of square images, or (height, width); pixels."""
 Box = tuple[int, int, int, int]

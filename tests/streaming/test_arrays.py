@@ -104,8 +104,8 @@ def test_uint8_rgb_as_an_array_has_the_pixels_and_the_digests_that_it_has_as_rgb
 def test_a_row_of_the_stream_keeps_dtype_and_channels() -> None:
     spec = spec_of(store_of("float32", 5), train="light")
     maker, places = MicroBatchMaker(spec), list(spec.plan.micro_batches(spec.plan.start()))
-    memory = maker.memory(places)
-    row = block_row([maker.make(at, memory=memory).batch for at in places], memory)
+    all_made, memory = maker.block(places)
+    row = block_row([made.batch for made in all_made], memory)
     assert row["image"].shape == (1, 3, 4, 16, 16, 5) and row["image"].dtype == np.float32
     assert list(map(batch_digest, batches_of(row))) == without_ray.digests(spec)
 

@@ -18,7 +18,7 @@ from ray import cloudpickle
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.device.prefetcher import Batch
 from raypipe.errors import BadSamplesError, ConfigError, CursorError, ResourceError, SampleError, TransformError
-from raypipe.plan.cursor import Cursor
+from raypipe.plan.places import Cursor
 from raypipe.rayext.cluster import preflight
 from raypipe.rayext.splits import begun
 from raypipe.stores import open_store

@@ -27,7 +27,7 @@ from raypipe.config import (
 )
 from raypipe.errors import ConfigError, CursorError
 from raypipe.metrics.records import read_records
-from raypipe.plan.cursor import Cursor
+from raypipe.plan.places import Cursor
 from raypipe.rayext.cluster import Allocation
 from raypipe.stores import open_store
 from raypipe.stores.base import MemoryStore

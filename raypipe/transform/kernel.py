@@ -1,7 +1,7 @@
 """The compiled kernel, called for a micro-batch at a time: csrc/kernel.c. Without it, it refuses all images.
 
-What it refuses is decoded in Python, and transformed by it as pixels or by `raypipe.transform.reference`. Pixels, and
-which samples are bad, are the same either way.
+What it refuses is decoded in Python, and transformed by it as pixels or by `raypipe.transform.reference`. Pixels,
+and which samples are bad, are the same either way.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def sizes(images: Sequence[Any], config: TransformConfig) -> np.ndarray:
         images: B, bytes or None.
 
     Returns:
-        (height, width), int32 (B, 2), pixels; zeros for those that it does not take: other formats, unusual JPEGs, and
-        those to be turned upright, or decoded at a reduced scale.
+        (height, width), int32 (B, 2), pixels; zeros for those that it does not take: other formats, unusual
+        JPEGs, and those to be turned upright, or decoded at a reduced scale.
     """
     kernel = native.module()
     if kernel is None:

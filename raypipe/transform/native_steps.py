@@ -1,4 +1,4 @@
-"""The steps of a program: Albumentations' by name, arguments and distributions, drawn here and carried out natively.
+"""The steps of a program: Albumentations' by name, arguments and distributions, but drawn here.
 
 Each draws its parameters for all samples of a micro-batch at once, as integers (`raypipe.transform.ops`), and says
 of what size it leaves them. Arguments are the library's, with its defaults. Values that are not known here make

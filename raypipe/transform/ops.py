@@ -1,7 +1,7 @@
 """The operations of a program on an image, which the kernel and the reference carry out alike.
 
-docs/transforms.md defines each in integers. A program's parameters are int64 (B, P): for each operation in turn, whether
-it applies to the image (0 or 1), and the numbers that `NUM_PARAMS` counts.
+docs/transforms.md defines each in integers. A program's parameters are int64 (B, P): for each operation in turn,
+whether it applies to the image (0 or 1), and the numbers that `NUM_PARAMS` counts.
 """
 
 from __future__ import annotations

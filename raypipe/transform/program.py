@@ -156,13 +156,13 @@ def program_of(steps: Sequence[Mapping[str, Mapping[str, Any]]]) -> Program:
 
 
 def find_program(pipeline: Any) -> tuple[Program | None, list[Any]]:
-    """The program of an Albumentations Compose, as far as its steps are known, and the library's others after them.
+    """The program that a pipeline begins with, and the steps of Albumentations' that are left after it.
 
     None: the library does it all. That is so where the first step is not known, where what the program would make
     has no fixed size, and where the pipeline is more than its steps (a chance, boxes, saved parameters, …).
 
     Args:
-        pipeline: any transform.
+        pipeline: a program, an Albumentations Compose, or any transform.
     """
     if isinstance(pipeline, Program):
         return pipeline, []

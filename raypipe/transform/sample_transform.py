@@ -265,7 +265,7 @@ def _checked_views(made: Mapping[Any, Any], arrays: bool = False) -> dict[str, n
 
 
 class _TorchvisionCropFirst:
-    """A v2.Compose that begins with RandomResizedCrop, which is used as it is; draws from torch's global generator.
+    """A v2.Compose that begins with RandomResizedCrop, used as it is; it draws from torch's global generator.
 
     `crop_target` is the (height, width) to which the crop is resized.
     """
@@ -294,8 +294,8 @@ def _find_crop_first(pipeline: Any) -> _TorchvisionCropFirst | None:
     """A pipeline by which a crop is drawn before the image is decoded; None = it does not surely begin with one.
 
     The library draws the crop itself, by its own code, from an image that has the size alone; the crop is then
-    decoded, and the library resizes it and goes on. Recognised is a `v2.Compose([RandomResizedCrop(…), …])` without
-    hooks, and nothing that only looks like it (a subclass may do as it likes with the pixels outside).
+    decoded, and the library resizes it and goes on. `v2.Compose([RandomResizedCrop(…), …])` without hooks is
+    recognised, and nothing that only looks like it (a subclass may do as it likes with the pixels outside).
     """
     steps = getattr(pipeline, "transforms", None)
     v2 = sys.modules.get("torchvision.transforms.v2")

@@ -1,4 +1,4 @@
-"""The sizes of images: of an epoch, where `transform.size` is a schedule, and of a bucket of (height, width); boxes."""
+"""Sizes of images, by epoch where `transform.size` is a schedule, and by bucket; boxes in images."""
 
 from __future__ import annotations
 

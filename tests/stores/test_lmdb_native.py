@@ -1,4 +1,4 @@
-"""Records that the compiled reader (csrc/lmdb.h) reads: those of the Python reader, in sound files and damaged ones."""
+"""The compiled reader of records (csrc/lmdb.h) gives what the Python reader gives, of damaged files too."""
 
 from __future__ import annotations
 

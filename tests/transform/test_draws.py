@@ -1,4 +1,4 @@
-"""What programs draw: evenly distributed, each number by its key and place alone, and distributed as the library's."""
+"""What programs draw: by key and place alone, evenly, and from the library's distributions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
-import albumentations as A
+import albumentations as A  # noqa: N812
 
 from raypipe.transform.draws import integers, uniforms
 from raypipe.transform.native_steps import Step, native_step

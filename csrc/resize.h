@@ -1,9 +1,10 @@
-/* cv2.resize of 8-bit RGB: nearest, linear and area to the bit, cubic within 1 level (its own fixed-point code, which
- * OpenCV uses only for the last columns of a row; the others it computes with floats).
+/* cv2.resize of 8-bit RGB: nearest, linear and area to the bit, cubic within 1 level (OpenCV computes most
+ * columns with floats, and the last ones of a row in fixed point).
  *
  *     linear, area that enlarges    rows are interpolated horizontally into 16 bits and kept for the next row of
  *                                   the result, then vertically; coefficients have 11 bits
- *     cubic                         the same with 4 taps and 32 bits
+ *     cubic                         the same with 4 taps, its own definition: of the columns' sums (Q11) 6 bits of
+ *                                   the fraction are kept, (sum + 16) >> 5, and rows are (sum + 2^16) >> 17
  *     area that shrinks             by whole numbers; others are refused, the caller has OpenCV
  *
  * Coefficients are made of doubles and floats exactly as OpenCV makes them, and are integers from there on. So this
@@ -125,24 +126,26 @@ static void linear_rows(const int16_t *above, const int16_t *below, int a, int b
         to[i] = (uint8_t)(((above[i] * a >> 16) + (below[i] * b >> 16) + 2) >> 2);
 }
 
-static void cubic_columns(const uint8_t *row, int source, const Taps *columns, int first, int end, int32_t *to)
+/* Intermediate results of cubic lose 5 of their bits, rounded: 16 bits hold what overshoots, 19,400 at most. */
+static void cubic_columns(const uint8_t *row, int source, const Taps *columns, int first, int end, int16_t *to)
 {
     for (int x = first; x < end; x++)
         for (int c = 0; c < CHANNELS; c++) {
             int sum = 0;
             for (int k = 0; k < 4; k++)
                 sum += row[bound(columns[x].at - 1 + k, source) * CHANNELS + c] * columns[x].coefficients[k];
-            to[x * CHANNELS + c] = sum;
+            to[x * CHANNELS + c] = (int16_t)((sum + 16) >> 5);
         }
 }
 
-static inline __attribute__((always_inline)) void cubic_rows(
-    void *const *rows, const int16_t *coefficients, int num, uint8_t *to)
+static void cubic_rows(const int16_t *const *rows, const int16_t *coefficients, int first, int num, uint8_t *to)
 {
-    const int32_t *r0 = rows[0], *r1 = rows[1], *r2 = rows[2], *r3 = rows[3];
-    const int a = coefficients[0], b = coefficients[1], c = coefficients[2], d = coefficients[3];
-    for (int i = 0; i < num; i++)
-        to[i] = clip((r0[i] * a + r1[i] * b + r2[i] * c + r3[i] * d + (1 << 21)) >> 22);
+    for (int i = first; i < num; i++) {
+        int sum = 1 << 16;
+        for (int k = 0; k < 4; k++)
+            sum += rows[k][i] * coefficients[k];
+        to[i] = clip(sum >> 17);
+    }
 }
 
 #include "resize_simd.h"
@@ -151,10 +154,10 @@ static inline __attribute__((always_inline)) void cubic_rows(
 typedef struct {
     int num_taps;
     int numbers[MAX_TAPS];
-    void *rows[MAX_TAPS];
+    int16_t *rows[MAX_TAPS];
 } Ring;
 
-static void *cached_row(
+static const int16_t *cached_row(
     Ring *ring, int number, const Image *from, const Taps *columns, int width, const Scratch *scratch)
 {
     const int at = number % ring->num_taps;
@@ -174,21 +177,21 @@ static int interpolate(const Image *from, const Image *to, int num_taps, int is_
 {
     const Axis across = axis_of(from->width, to->width, is_area), down = axis_of(from->height, to->height, is_area);
     const size_t num = (size_t)to->width * CHANNELS;
-    const size_t row_bytes = (num + ROW_PADDING) * (num_taps == 2 ? sizeof(int16_t) : sizeof(int32_t));
-    uint8_t *work = work_memory(scratch, num_taps * row_bytes + (size_t)to->width * sizeof(Taps));
+    const size_t row_size = (num + ROW_PADDING + 1) / 2 * 2; /* what is behind it is aligned to 4 bytes */
+    uint8_t *work = work_memory(scratch, num_taps * row_size * sizeof(int16_t) + (size_t)to->width * sizeof(Taps));
     if (!work)
         return NO_MEMORY;
     Ring ring = {.num_taps = num_taps};
     for (int k = 0; k < num_taps; k++) {
         ring.numbers[k] = -1;
-        ring.rows[k] = work + k * row_bytes;
+        ring.rows[k] = (int16_t *)work + k * row_size;
     }
-    Taps *columns = (Taps *)(work + num_taps * row_bytes);
+    Taps *columns = (Taps *)((int16_t *)work + num_taps * row_size);
     for (int x = 0; x < to->width; x++)
         columns[x] = num_taps == 2 ? linear_column(&across, x) : cubic_taps(&across, x);
     for (int y = 0; y < to->height; y++) {
         const Taps taps = num_taps == 2 ? linear_taps(&down, y) : cubic_taps(&down, y);
-        void *rows[MAX_TAPS] = {NULL};
+        const int16_t *rows[MAX_TAPS] = {NULL};
         uint8_t *out = to->pixels + y * to->stride;
         for (int k = 0; k < num_taps; k++) {
             const int number = bound(taps.at + k - (num_taps == 2 ? 0 : 1), from->height);

@@ -117,27 +117,75 @@ __attribute__((target("avx2"))) static int linear_rows_avx2(
     return i;
 }
 
+/* Two pixels at a time, of 4 taps each. */
 __attribute__((target("ssse3"))) static int cubic_columns_ssse3(
-    const uint8_t *row, const Taps *columns, int first, int num, int32_t *to)
+    const uint8_t *row, const Taps *columns, int first, int num, int16_t *to)
 {
     const __m128i spread_first = _mm_setr_epi8(SPREAD_FIRST), spread_last = _mm_setr_epi8(SPREAD_LAST);
+    const __m128i join = _mm_setr_epi8(JOIN), half = _mm_set1_epi32(16);
     int x = first;
-    for (; x < num; x++) {
-        const Taps *taps = columns + x;
-        const __m128i pixels = _mm_loadu_si128((const __m128i *)(row + (taps->at - 1) * CHANNELS));
-        const __m128i a = _mm_madd_epi16(
-            _mm_shuffle_epi8(pixels, spread_first), _mm_set1_epi32(coefficient_pair(taps, 0)));
-        const __m128i b = _mm_madd_epi16(
-            _mm_shuffle_epi8(pixels, spread_last), _mm_set1_epi32(coefficient_pair(taps, 2)));
-        _mm_storeu_si128((__m128i *)(to + x * CHANNELS), _mm_add_epi32(a, b));
+    for (; x + 2 <= num; x += 2) {
+        __m128i sums[2];
+        for (int k = 0; k < 2; k++) {
+            const Taps *taps = columns + x + k;
+            const __m128i pixels = _mm_loadu_si128((const __m128i *)(row + (taps->at - 1) * CHANNELS));
+            const __m128i a = _mm_madd_epi16(
+                _mm_shuffle_epi8(pixels, spread_first), _mm_set1_epi32(coefficient_pair(taps, 0)));
+            const __m128i b = _mm_madd_epi16(
+                _mm_shuffle_epi8(pixels, spread_last), _mm_set1_epi32(coefficient_pair(taps, 2)));
+            sums[k] = _mm_srai_epi32(_mm_add_epi32(_mm_add_epi32(a, b), half), 5);
+        }
+        _mm_storeu_si128((__m128i *)(to + x * CHANNELS), _mm_shuffle_epi8(_mm_packs_epi32(sums[0], sums[1]), join));
     }
     return x;
 }
 
-__attribute__((target("avx2"))) static void cubic_rows_avx2(
-    void *const *rows, const int16_t *coefficients, int num, uint8_t *to)
+static int cubic_rows_sse2(const int16_t *const *rows, const int16_t *coefficients, int num, uint8_t *to)
 {
-    cubic_rows(rows, coefficients, num, to);
+    Taps taps;
+    memcpy(taps.coefficients, coefficients, sizeof taps.coefficients);
+    const __m128i first = _mm_set1_epi32(coefficient_pair(&taps, 0));
+    const __m128i last = _mm_set1_epi32(coefficient_pair(&taps, 2)), half = _mm_set1_epi32(1 << 16);
+    int i = 0;
+    for (; i + 8 <= num; i += 8) {
+        __m128i r[4];
+        for (int k = 0; k < 4; k++)
+            r[k] = _mm_loadu_si128((const __m128i *)(rows[k] + i));
+        __m128i low = _mm_add_epi32(_mm_madd_epi16(_mm_unpacklo_epi16(r[0], r[1]), first),
+                                    _mm_madd_epi16(_mm_unpacklo_epi16(r[2], r[3]), last));
+        __m128i high = _mm_add_epi32(_mm_madd_epi16(_mm_unpackhi_epi16(r[0], r[1]), first),
+                                     _mm_madd_epi16(_mm_unpackhi_epi16(r[2], r[3]), last));
+        low = _mm_srai_epi32(_mm_add_epi32(low, half), 17);
+        high = _mm_srai_epi32(_mm_add_epi32(high, half), 17);
+        const __m128i words = _mm_packs_epi32(low, high);
+        _mm_storel_epi64((__m128i *)(to + i), _mm_packus_epi16(words, words));
+    }
+    return i;
+}
+
+__attribute__((target("avx2"))) static int cubic_rows_avx2(
+    const int16_t *const *rows, const int16_t *coefficients, int num, uint8_t *to)
+{
+    Taps taps;
+    memcpy(taps.coefficients, coefficients, sizeof taps.coefficients);
+    const __m256i first = _mm256_set1_epi32(coefficient_pair(&taps, 0));
+    const __m256i last = _mm256_set1_epi32(coefficient_pair(&taps, 2)), half = _mm256_set1_epi32(1 << 16);
+    int i = 0;
+    for (; i + 16 <= num; i += 16) {
+        __m256i r[4];
+        for (int k = 0; k < 4; k++)
+            r[k] = _mm256_loadu_si256((const __m256i *)(rows[k] + i));
+        __m256i low = _mm256_add_epi32(_mm256_madd_epi16(_mm256_unpacklo_epi16(r[0], r[1]), first),
+                                       _mm256_madd_epi16(_mm256_unpacklo_epi16(r[2], r[3]), last));
+        __m256i high = _mm256_add_epi32(_mm256_madd_epi16(_mm256_unpackhi_epi16(r[0], r[1]), first),
+                                        _mm256_madd_epi16(_mm256_unpackhi_epi16(r[2], r[3]), last));
+        low = _mm256_srai_epi32(_mm256_add_epi32(low, half), 17);
+        high = _mm256_srai_epi32(_mm256_add_epi32(high, half), 17);
+        const __m256i words = _mm256_packs_epi32(low, high); /* in order within each half */
+        const __m256i bytes = _mm256_permute4x64_epi64(_mm256_packus_epi16(words, words), 0x08);
+        _mm_storeu_si128((__m128i *)(to + i), _mm256_castsi256_si128(bytes));
+    }
+    return i;
 }
 #endif
 
@@ -156,7 +204,7 @@ static void columns_by_linear(
     linear_columns(row, source > 1 ? CHANNELS : 0, columns, x, width, to);
 }
 
-static void rows_by_linear(void *const *rows, const int16_t *coefficients, int num, uint8_t *to, int simd)
+static void rows_by_linear(const int16_t *const *rows, const int16_t *coefficients, int num, uint8_t *to, int simd)
 {
     const int a = coefficients[0], b = coefficients[1];
     int i = 0;
@@ -171,7 +219,7 @@ static void rows_by_linear(void *const *rows, const int16_t *coefficients, int n
 }
 
 static void columns_by_cubic(
-    const uint8_t *row, int source, const Taps *columns, int width, int32_t *to, int simd)
+    const uint8_t *row, int source, const Taps *columns, int width, int16_t *to, int simd)
 {
     int first = 0, x = 0;
 #ifdef HAS_X86_SIMD
@@ -187,15 +235,16 @@ static void columns_by_cubic(
     cubic_columns(row, source, columns, x, width, to);
 }
 
-static void rows_by_cubic(void *const *rows, const int16_t *coefficients, int num, uint8_t *to, int simd)
+static void rows_by_cubic(const int16_t *const *rows, const int16_t *coefficients, int num, uint8_t *to, int simd)
 {
+    int i = 0;
 #ifdef HAS_X86_SIMD
-    if (simd >= SIMD_AVX2) {
-        cubic_rows_avx2(rows, coefficients, num, to);
-        return;
-    }
+    if (simd >= SIMD_AVX2)
+        i = cubic_rows_avx2(rows, coefficients, num, to);
+    else if (simd >= SIMD_SSSE3)
+        i = cubic_rows_sse2(rows, coefficients, num, to);
 #endif
     (void)simd;
-    cubic_rows(rows, coefficients, num, to);
+    cubic_rows(rows, coefficients, i, num, to);
 }
 #endif

@@ -6,7 +6,7 @@
     scaled    the same, at 1/2, 1/4 or 1/8 where the crop stays at      others: less aliased; the same with and
               least as large as what it is resized to                   without the extension, to the bit
 
-The optional extension (csrc/jpeg_extension.c) gives simplejpeg's pixels, to the bit, in less time: of any box, at
+The optional extension (csrc/kernel.c) gives simplejpeg's pixels, to the bit, in less time: of any box, at
 any scale. It is used only after it has agreed with simplejpeg on a few images in the same process, and refuses
 what is unusual or damaged; simplejpeg then has the last word. So a mode fixes the pixels, and which samples are
 bad, and nodes with and without the extension can make one run together.
@@ -34,7 +34,7 @@ SCALES = (1, 2, 4)
 
 _MIN_SCALED_SIDE = 16  # pixels: below, two scales can give the same size, by which simplejpeg is told the scale
 _ORIENTATION_TAG = 0x0112  # of EXIF
-_INTERFACE_VERSION = 1  # of the extension that this module can call
+_INTERFACE_VERSION = 2  # of the extension that this module can call
 _EXTRA_COLUMNS = 39  # it decodes 4 more on each side, and begins at a block's edge, up to 31 before
 
 
@@ -149,14 +149,14 @@ def _by_extension(
 @functools.cache
 def extension() -> Callable[..., int] | None:
     """The compiled decoder; None: there is none to use, and `why_no_extension` says why."""
-    return None if why_no_extension() else importlib.import_module("_raypipe_jpeg").decode_crop
+    return None if why_no_extension() else importlib.import_module("_raypipe_kernel").decode_crop
 
 
 @functools.cache
 def why_no_extension() -> str:
     """Why the compiled decoder is not used; empty = it is."""
     try:
-        module = importlib.import_module("_raypipe_jpeg")
+        module = importlib.import_module("_raypipe_kernel")
     except ImportError as error:
         return f"not built, or its libjpeg-turbo is missing ({error})"
     if module.INTERFACE_VERSION != _INTERFACE_VERSION:

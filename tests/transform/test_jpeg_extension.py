@@ -109,7 +109,7 @@ def test_a_whole_image_is_decoded_by_it_and_what_it_refuses_by_simplejpeg(monkey
     ],
 )
 def test_a_box_outside_of_the_image_is_refused(arguments: tuple[int, int, int, int]) -> None:
-    from _raypipe_jpeg import decode_crop
+    from _raypipe_kernel import decode_crop
 
     data = simplejpeg.encode_jpeg(noise(64, 64), 90, "RGB", "420")
     for columns in (120, 1, 0):
@@ -126,7 +126,7 @@ def test_a_box_outside_of_the_image_is_refused(arguments: tuple[int, int, int, i
 
 def test_without_the_extension_there_is_a_reason_and_the_same_pixels() -> None:
     code = (
-        "import sys; sys.modules['_raypipe_jpeg'] = None\n"
+        "import sys; sys.modules['_raypipe_kernel'] = None\n"
         "from raypipe.config import TransformConfig\n"
         "from raypipe.transform.jpeg import extension, open_for_crop, why_no_extension\n"
         "assert extension() is None and open_for_crop(b'', TransformConfig(), (8, 8)) is None\n"
@@ -159,7 +159,7 @@ def test_an_extension_that_disagrees_is_not_used(
     monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], reason: str
 ) -> None:
     other = type("Changed", (Other,), {name: staticmethod(v) if callable(v) else v for name, v in change.items()})
-    monkeypatch.setitem(sys.modules, "_raypipe_jpeg", other)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "_raypipe_kernel", other)  # type: ignore[arg-type]
     assert why_no_extension.__wrapped__().startswith(reason)
 
 

@@ -1,8 +1,4 @@
-/* A rectangle of a JPEG, decoded without the rest: the optional extension behind raypipe/transform/decode.py.
- *
- *     _raypipe_jpeg.decode_crop(data, left, top, width, height, eighths, to_end, out, columns) -> first
- *
- * `out` is height x columns x 3 bytes, a few columns wider than the rectangle, which begins in column `first`.
+/* A rectangle of a JPEG, decoded without the rest.
  *
  * Columns outside the rectangle are entropy-decoded only, and so are rows above and below it: the inverse DCT,
  * upsampling and colour conversion are left out there, and jpeg_huffman.h reads the codes. With `to_end` the file is
@@ -11,14 +7,17 @@
  * libjpeg treats the edge of what it decodes as the edge of the image when it upsamples chroma, so MARGIN more columns
  * are decoded on each side.
  *
- * Whatever is unusual (a colour space, a sampling, an unfinished progressive file) or wrong (any warning) is refused
- * with ValueError; the caller then decodes the whole image by its usual way, which has the last word.
+ * Whatever is unusual (a colour space, a sampling, an unfinished progressive file) or wrong (any warning) is refused;
+ * the caller then decodes the whole image by its usual way, which has the last word.
  *
  * Bytes are untrusted: libjpeg's errors come back through longjmp, its messages are never printed, and no size is
- * used before it has been compared with what libjpeg says of the image. The GIL is released while decoding.
+ * used before it has been compared with what libjpeg says of the image.
+ *
+ * A Decoder is used for one image after the other, since making one costs as much as decoding a tiny image. Nothing
+ * of an image must reach the next: libjpeg keeps tables, see forget_tables; and an error ends its decompressor.
  */
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
+#ifndef RAYPIPE_JPEG_CROP_H
+#define RAYPIPE_JPEG_CROP_H
 
 #include <setjmp.h>
 #include <stdio.h>
@@ -34,12 +33,12 @@
 
 #include "jpeg_huffman.h"
 
-/* Of the interface above; decode.py asks for it. */
-#define INTERFACE_VERSION 1
-
 /* Output columns. Chroma's interpolation reaches 1 chroma sample to each side, which is 2 pixels; and rows of fewer
  * than 3 chroma samples, 5 pixels, are not interpolated at all. */
 #define MARGIN 4
+
+/* Columns of the output beside the rectangle, at most: MARGIN on each side, and up to 31 to a block's edge. */
+#define EXTRA_COLUMNS 39
 
 /* Rows that libjpeg may give at one time. */
 #define LINES 16
@@ -56,6 +55,14 @@ typedef struct {
     int to_end;
     JDIMENSION columns; /* of the output */
 } Crop;
+
+typedef struct {
+    struct jpeg_decompress_struct info;
+    Trouble trouble;
+    Entropy entropy;
+    HuffmanTables tables; /* most files of a store have the same ones */
+    int is_made;
+} Decoder;
 
 static void refuse(Trouble *trouble, const char *message)
 {
@@ -129,134 +136,138 @@ static JDIMENSION read_rows(struct jpeg_decompress_struct *info, JSAMPARRAY line
     return got;
 }
 
-/* The column of `out`, height x columns x 3 bytes, in which the rectangle begins; or -1, and trouble->message. */
-static int decode_crop(const unsigned char *data, size_t size, Crop crop, unsigned char *out, Trouble *trouble)
+/* Frees what libjpeg holds; the next image makes it anew. */
+static void end_decoder(Decoder *decoder)
 {
-    struct jpeg_decompress_struct info;
-    Entropy entropy;
-    memset(&info, 0, sizeof info); /* jpeg_destroy may come before jpeg_create is through */
-    info.err = jpeg_std_error(&trouble->manager);
-    trouble->manager.error_exit = on_error;
-    trouble->manager.emit_message = on_message;
-    trouble->manager.output_message = on_output;
+    jpeg_destroy_decompress(&decoder->info);
+    decoder->is_made = 0;
+}
+
+static void begin_decoder(Decoder *decoder)
+{
+    memset(&decoder->info, 0, sizeof decoder->info); /* end_decoder may come before jpeg_create is through */
+    decoder->info.err = jpeg_std_error(&decoder->trouble.manager);
+    decoder->trouble.manager.error_exit = on_error;
+    decoder->trouble.manager.emit_message = on_message;
+    decoder->trouble.manager.output_message = on_output;
+    jpeg_create_decompress(&decoder->info);
+    decoder->is_made = 1;
+}
+
+/* In places of a table that a file's own always changes, or hardly ever leaves as it is. */
+#define STALE_HUFFMAN 1 /* bits[0]: libjpeg sets it to 0 */
+#define STALE_QUANT(k) ((UINT16)(0xDEAD + (k) * 257))
+
+/* Marks the tables that the decompressor still has, of the image before. */
+static void mark_tables(struct jpeg_decompress_struct *info)
+{
+    for (int i = 0; i < NUM_HUFF_TBLS; i++) {
+        if (info->dc_huff_tbl_ptrs[i])
+            info->dc_huff_tbl_ptrs[i]->bits[0] = STALE_HUFFMAN;
+        if (info->ac_huff_tbl_ptrs[i])
+            info->ac_huff_tbl_ptrs[i]->bits[0] = STALE_HUFFMAN;
+    }
+    for (int i = 0; i < NUM_QUANT_TBLS; i++)
+        for (int k = 0; info->quant_tbl_ptrs[i] && k < DCTSIZE2; k++)
+            info->quant_tbl_ptrs[i]->quantval[k] = STALE_QUANT(k);
+}
+
+/* Takes away those that the header has not replaced: an image without tables must not be read by another one's. */
+static void forget_tables(struct jpeg_decompress_struct *info)
+{
+    for (int i = 0; i < NUM_HUFF_TBLS; i++) {
+        if (info->dc_huff_tbl_ptrs[i] && info->dc_huff_tbl_ptrs[i]->bits[0] == STALE_HUFFMAN)
+            info->dc_huff_tbl_ptrs[i] = NULL;
+        if (info->ac_huff_tbl_ptrs[i] && info->ac_huff_tbl_ptrs[i]->bits[0] == STALE_HUFFMAN)
+            info->ac_huff_tbl_ptrs[i] = NULL;
+    }
+    for (int i = 0; i < NUM_QUANT_TBLS; i++) {
+        int k = 0;
+        while (info->quant_tbl_ptrs[i] && k < DCTSIZE2 && info->quant_tbl_ptrs[i]->quantval[k] == STALE_QUANT(k))
+            k++;
+        if (k == DCTSIZE2)
+            info->quant_tbl_ptrs[i] = NULL;
+    }
+}
+
+/* The column of `out`, height x columns x 3 bytes, in which the rectangle begins; or -1, and trouble->message. */
+static int decode_crop(Decoder *decoder, const unsigned char *data, size_t size, Crop crop, unsigned char *out)
+{
+    struct jpeg_decompress_struct *info = &decoder->info;
+    Trouble *trouble = &decoder->trouble;
+    Entropy *entropy = &decoder->entropy;
     trouble->message[0] = 0;
-    if (setjmp(trouble->escape)) { /* of what is set below, only what `info` owns is used here */
-        jpeg_destroy_decompress(&info);
+    if (setjmp(trouble->escape)) { /* of what is set below, only what the decoder owns is used here */
+        end_decoder(decoder);
         return -1;
     }
-    jpeg_create_decompress(&info);
-    jpeg_mem_src(&info, (unsigned char *)data, (unsigned long)size);
-    jpeg_read_header(&info, TRUE);
-    if (!is_usual(&info))
+    if (!decoder->is_made)
+        begin_decoder(decoder);
+    mark_tables(info);
+    jpeg_mem_src(info, (unsigned char *)data, (unsigned long)size);
+    jpeg_read_header(info, TRUE);
+    forget_tables(info);
+    if (!is_usual(info))
         refuse(trouble, "an unusual kind of JPEG");
-    const int is_own = !info.progressive_mode && !info.arith_code && !jpeg_has_multiple_scans(&info);
-    info.out_color_space = JCS_RGB;
-    info.dct_method = JDCT_ISLOW;
-    info.scale_num = crop.eighths;
-    info.scale_denom = 8;
-    jpeg_start_decompress(&info); /* of a file of several scans, this decodes all coefficients */
-    if (!is_complete(&info))
+    const int is_own = !info->progressive_mode && !info->arith_code && !jpeg_has_multiple_scans(info);
+    info->out_color_space = JCS_RGB;
+    info->dct_method = JDCT_ISLOW;
+    info->scale_num = crop.eighths;
+    info->scale_denom = 8;
+    jpeg_start_decompress(info); /* of a file of several scans, this decodes all coefficients */
+    if (!is_complete(info))
         refuse(trouble, "a progressive JPEG that lacks scans");
-    const JDIMENSION rows = info.output_height, columns = info.output_width;
+    const JDIMENSION rows = info->output_height, columns = info->output_width;
     if (crop.left > columns || crop.width > columns - crop.left || crop.top > rows ||
-        crop.height > rows - crop.top || info.output_components != 3)
+        crop.height > rows - crop.top || info->output_components != 3)
         refuse(trouble, "the crop is not inside of the image");
 
     JDIMENSION left = crop.left > MARGIN ? crop.left - MARGIN : 0;
     JDIMENSION end = crop.left + crop.width;
     end = columns - end > MARGIN ? end + MARGIN : columns;
     JDIMENSION width = end - left;
-    jpeg_crop_scanline(&info, &left, &width); /* moves `left` down to a block's edge, and widens */
-    if (left > crop.left || width != info.output_width || width < crop.left - left + crop.width)
+    jpeg_crop_scanline(info, &left, &width); /* moves `left` down to a block's edge, and widens */
+    if (left > crop.left || width != info->output_width || width < crop.left - left + crop.width)
         refuse(trouble, "libjpeg decodes other columns than it was asked for");
     if (width > crop.columns)
         refuse(trouble, "out has too few columns");
 
     /* The columns of MCUs that jpeg_crop_scanline has chosen, by its own rule. */
-    const JDIMENSION mcu_columns = (JDIMENSION)info.max_h_samp_factor * crop.eighths;
+    const JDIMENSION mcu_columns = (JDIMENSION)info->max_h_samp_factor * crop.eighths;
     if (is_own) {
-        if (!begin_scan(&entropy, &info, left / mcu_columns, (left + width - 1) / mcu_columns))
+        if (!begin_scan(entropy, &decoder->tables, info, left / mcu_columns, (left + width - 1) / mcu_columns))
             refuse(trouble, "unusual Huffman tables");
-        info.client_data = &entropy;
-        info.entropy->decode_mcu = on_mcu;
+        info->client_data = entropy;
+        info->entropy->decode_mcu = on_mcu;
     }
-    skip_rows(&info, crop.top, trouble);
+    skip_rows(info, crop.top, trouble);
     const size_t row_bytes = (size_t)crop.columns * 3;
     for (JDIMENSION y = 0; y < crop.height;) {
         JSAMPROW lines[LINES];
         const JDIMENSION num = crop.height - y < LINES ? crop.height - y : LINES;
         for (JDIMENSION line = 0; line < num; line++)
             lines[line] = out + (y + line) * row_bytes;
-        y += read_rows(&info, lines, num, trouble);
+        y += read_rows(info, lines, num, trouble);
     }
     const JDIMENSION bottom = crop.top + crop.height;
-    const JDIMENSION block_rows = (JDIMENSION)info.max_v_samp_factor * crop.eighths;
+    const JDIMENSION block_rows = (JDIMENSION)info->max_v_samp_factor * crop.eighths;
     const JDIMENSION end_of_blocks = (bottom + block_rows - 1) / block_rows * block_rows;
     if (is_own && (crop.to_end || end_of_blocks >= rows)) {
-        if (!end_scan(&entropy))
+        if (!end_scan(entropy))
             refuse(trouble, "damaged, or unusual, behind the crop");
     } else if (crop.to_end || end_of_blocks >= rows) {
         /* All but the last row: libjpeg does not read what it would skip at the very end, damaged or not. */
         if (rows - bottom > 1)
-            skip_rows(&info, rows - bottom - 1, trouble);
+            skip_rows(info, rows - bottom - 1, trouble);
         if (rows > bottom) {
-            JSAMPARRAY line = (*info.mem->alloc_sarray)((j_common_ptr)&info, JPOOL_IMAGE, width * 3, 1);
-            read_rows(&info, line, 1, trouble);
+            JSAMPARRAY line = (*info->mem->alloc_sarray)((j_common_ptr)info, JPOOL_IMAGE, width * 3, 1);
+            read_rows(info, line, 1, trouble);
         }
-        jpeg_finish_decompress(&info);
+        jpeg_finish_decompress(info);
     } else {
-        skip_rows(&info, end_of_blocks - bottom, trouble);
+        skip_rows(info, end_of_blocks - bottom, trouble);
     }
-    jpeg_destroy_decompress(&info);
+    jpeg_abort_decompress(info);
     return (int)(crop.left - left);
 }
-
-static PyObject *py_decode_crop(PyObject *self, PyObject *args)
-{
-    (void)self;
-    Py_buffer data, out;
-    unsigned int left, top, width, height, eighths, columns;
-    int to_end;
-    if (!PyArg_ParseTuple(args, "y*IIIIIpw*I", &data, &left, &top, &width, &height, &eighths, &to_end, &out, &columns))
-        return NULL;
-    PyObject *result = NULL;
-    /* Sizes that cannot overflow: JPEG_MAX_DIMENSION is 65,500. */
-    if (width < 1 || height < 1 || width > JPEG_MAX_DIMENSION || height > JPEG_MAX_DIMENSION ||
-        left > JPEG_MAX_DIMENSION || top > JPEG_MAX_DIMENSION || columns > JPEG_MAX_DIMENSION || eighths < 1 ||
-        eighths > 8) {
-        PyErr_SetString(PyExc_ValueError, "no such crop or scale");
-    } else if ((unsigned long long)out.len != (unsigned long long)height * columns * 3) {
-        PyErr_Format(PyExc_ValueError, "out has %zd bytes, not %u x %u x 3", out.len, height, columns);
-    } else {
-        Crop crop = {left, top, width, height, eighths, to_end, columns};
-        Trouble trouble;
-        int first;
-        Py_BEGIN_ALLOW_THREADS
-        first = decode_crop(data.buf, (size_t)data.len, crop, out.buf, &trouble);
-        Py_END_ALLOW_THREADS
-        if (first < 0)
-            PyErr_SetString(PyExc_ValueError, trouble.message);
-        else
-            result = PyLong_FromLong(first);
-    }
-    PyBuffer_Release(&data);
-    PyBuffer_Release(&out);
-    return result;
-}
-
-static PyMethodDef methods[] = {
-    {"decode_crop", py_decode_crop, METH_VARARGS,
-     "RGB of a rectangle of a JPEG at a scale of eighths/8; see jpeg_extension.c"},
-    {NULL, NULL, 0, NULL},
-};
-
-static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_raypipe_jpeg", NULL, 0, methods, NULL, NULL, NULL, NULL};
-
-PyMODINIT_FUNC PyInit__raypipe_jpeg(void)
-{
-    PyObject *made = PyModule_Create(&module);
-    if (made && (PyModule_AddIntConstant(made, "INTERFACE_VERSION", INTERFACE_VERSION) < 0 ||
-                 PyModule_AddIntConstant(made, "LIBJPEG_TURBO_VERSION_NUMBER", LIBJPEG_TURBO_VERSION_NUMBER) < 0))
-        Py_CLEAR(made);
-    return made;
-}
+#endif

@@ -1,0 +1,112 @@
+"""The compiled kernel: the images of a micro-batch in one call, by as many threads as wanted (csrc/kernel.c).
+
+    sizes    heights and widths by the headers, of what it takes
+    run      encoded images, or pixels → uint8 (B, H, W, 3), by programs of integer operations
+
+It is used only after it has agreed with simplejpeg and with OpenCV in this process. What it refuses, image by image,
+is left to the caller: `decode.decode` and `reference` have the same pixels, and the last word on bad samples.
+Without the extension it refuses everything.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from raypipe.transform import reference
+from raypipe.transform.jpeg import jpeg_orientation, why_no_extension
+
+DONE, SKIPPED, UNREADABLE, BAD_PARAMS, WRONG_SIZE, NO_MEMORY = range(6)
+"""Statuses of an image, as csrc/image.h has them; all but DONE leave it to the caller."""
+
+Image = bytes | bytearray | memoryview | np.ndarray | None
+"""Encoded; or decoded, uint8 (H, W, 3); or None: there is none."""
+
+
+class Job(NamedTuple):
+    """One image of each image.
+
+    Attributes:
+        ops: int32 (n, 2), C-contiguous: codes, and where in a row of params the `apply` of each is.
+        params: int64 (B, P), C-contiguous.
+        out: uint8 (B, H, W, 3), writable, C-contiguous but for its first axis.
+    """
+
+    ops: np.ndarray
+    params: np.ndarray
+    out: np.ndarray
+
+
+def sizes(images: Sequence[Image], *, apply_exif: bool = False, decode_min_side: int = 0) -> np.ndarray:
+    """Height and width of each image, int32 (B, 2); 0, 0 of those that `run` does not take.
+
+    Args:
+        apply_exif: refuse JPEGs that their EXIF orientation turns.
+        decode_min_side: refuse JPEGs that are decoded at a reduced scale; 0 = none is.
+    """
+    if not available():
+        return np.zeros((len(images), 2), np.int32)
+    sides = np.frombuffer(bytearray(_module().sizes(images)), np.int32).reshape(-1, 2)
+    encoded = np.array([not isinstance(image, np.ndarray) for image in images], bool)
+    if decode_min_side:
+        sides[encoded & (sides.min(1) >= 2 * decode_min_side)] = 0
+    if apply_exif:
+        for row in np.flatnonzero(encoded & (sides[:, 0] > 0)):
+            data = bytes(images[row])  # type: ignore[arg-type]
+            if b"Exif\0\0" in data and 2 <= jpeg_orientation(data) <= 8:
+                sides[row] = 0
+    return sides
+
+
+def run(images: Sequence[Image], jobs: Sequence[Job], threads: int = 1, to_end: bool = True) -> np.ndarray:
+    """Make the images of a micro-batch.
+
+    Args:
+        images: B. With one job, a crop that comes first is all that is decoded of a JPEG.
+        jobs: several of them make several views of each image.
+        threads: among them the caller's, which goes on when all are done.
+        to_end: read JPEGs to their end, so that damage behind a crop is found.
+
+    Returns:
+        Statuses, uint8 (B,). Slots of `out` whose status is not DONE may hold anything.
+
+    Raises:
+        ValueError: ops or arrays that do not fit together.
+    """
+    if not available():
+        return np.array([SKIPPED if image is None else UNREADABLE for image in images], np.uint8)
+    return np.frombuffer(_module().run(images, jobs, threads, to_end), np.uint8)
+
+
+def available() -> bool:
+    """Whether the kernel is used here; see `why_no_kernel`."""
+    return not why_no_kernel()
+
+
+@functools.cache
+def why_no_kernel() -> str:
+    """Why the kernel is not used; empty = it is."""
+    return why_no_extension() or ("" if _agrees() else "it gives other pixels than OpenCV")
+
+
+@functools.cache
+def _module() -> object:
+    return importlib.import_module("_raypipe_kernel")
+
+
+def _agrees() -> bool:
+    """Whether it resizes as cv2 does here, which has code of its own for each processor."""
+    noise = np.random.default_rng(0).integers(0, 256, (37, 53, 3), np.uint8)
+    for height, width in ((20, 21), (64, 90), (111, 30)):
+        out = np.zeros((1, height, width, 3), np.uint8)
+        row = [height, width, reference.LINEAR]
+        job = Job(np.array([[reference.RESIZE, 0]], np.int32), np.array([[1, *row]], np.int64), out)
+        if _module().run([noise], [job], 1, True) != b"\0":  # type: ignore[attr-defined]
+            return False
+        if not np.array_equal(out[0], reference.resize(noise, row)):
+            return False
+    return True

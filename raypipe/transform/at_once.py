@@ -25,6 +25,7 @@ from raypipe.transform.decode import decode
 from raypipe.transform.fields import IMAGE
 from raypipe.transform.program import Program
 from raypipe.transform.sample_transform import SampleTransform
+from raypipe.transform.kernel import DONE, Job
 from raypipe.transform.samples import Decoded, EncodedSample
 from raypipe.transform.views import ViewsTransform
 
@@ -160,11 +161,16 @@ class ProgramsAtOnce:
         )
         if cached is None:
             encoded = [sample.image if isinstance(sample, EncodedSample) else None for sample in samples]
-            self._run(encoded, kernel.sizes(encoded, self._config), keys, arrays, made)
+            self._run(encoded, self._sizes(encoded), keys, arrays, made)
         for decoded in self._decoded(samples, made.rows, cached):
             sizes = np.array([(0, 0) if image is None else image.shape[:2] for image in decoded])
             self._run(decoded, sizes, keys, arrays, made)
         return made
+
+    def _sizes(self, encoded: Sequence[bytes | None]) -> np.ndarray:
+        """(height, width), int32 (B, 2), of those that the kernel decodes; zeros of others."""
+        least = self._config.decode_min_side or 0
+        return kernel.sizes(encoded, apply_exif=self._config.apply_exif, decode_min_side=least)
 
     def _run(
         self,
@@ -188,8 +194,8 @@ class ProgramsAtOnce:
             slots = crop.slots(arrays)
             if crop.transform.has_rest:
                 slots = np.empty((len(images), *(crop.program.size or ()), 3), np.uint8)
-            jobs.append((crop.program.ops, params, slots))
-        done = kernel.run(images, sizes, jobs, self._threads)
+            jobs.append(Job(crop.program.ops, params, slots))
+        done = kernel.run(images, jobs, self._threads) == DONE
         for row in rows[~done[rows]].tolist():
             if isinstance(images[row], np.ndarray):
                 done[row] = _by_reference(images[row], jobs, row)

@@ -129,11 +129,13 @@ def _mask(mask: np.ndarray, step: Step, op: Op, p: list[int]) -> np.ndarray:
         top, bottom, left, right, border, *_ = p
         return cv2.copyMakeBorder(mask, top, bottom, left, right, border, value=step.mask_fill or 0)
     if op == Op.AFFINE:
-        return reference.affine(mask, [*p[:6], NEAREST, p[7], *[step.mask_fill] * 3])
+        fill = step.mask_fill or 0
+        as_image = np.broadcast_to(mask[:, :, None], (*mask.shape, 3))
+        return reference.affine(as_image, [*p[:6], NEAREST, p[7], fill, fill, fill])[:, :, 0]
     if op == Op.DROPOUT and step.mask_fill is not None:
         mask = mask.copy()
         for top, left, bottom, right in np.array(p[4 : 4 + 4 * p[3]]).reshape(-1, 4).tolist():
             mask[top:bottom, left:right] = step.mask_fill
     if op in (Op.CROP, Op.TURN):
-        return reference.apply(mask, op, p)
+        return reference.GEOMETRY[op](mask[:, :, None], p)[:, :, 0]
     return mask

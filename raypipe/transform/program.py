@@ -18,6 +18,7 @@ import numpy as np
 from raypipe.plan.places import Sides
 from raypipe.transform import kernel, reference
 from raypipe.transform.draws import uniforms
+from raypipe.transform.kernel import DONE, Job
 from raypipe.transform.native_steps import CenterCrop, RandomCrop, RandomResizedCrop, Step, native_step
 from raypipe.transform.ops import Op
 from raypipe.transform.sizes import Undecoded
@@ -128,7 +129,7 @@ class Program:
         if out is None or out.shape[:2] != self.size:
             out = np.empty((*self.size, 3), np.uint8)
         image = np.ascontiguousarray(image)
-        if not kernel.run([image], np.array([image.shape[:2]]), [(self.ops, params[None], out[None])])[0]:
+        if kernel.run([image], [Job(self.ops, params[None], out[None])])[0] != DONE:
             out[...] = reference.apply_all(image, self.ops, params)
         return out
 

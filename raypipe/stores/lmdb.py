@@ -49,14 +49,14 @@ class LMDBStore(FileStore["_Shards"]):
         (label_column,) = self._options
         if not is_remote(self.address):
             return _Shards([_open_file(file.address) for file in lmdb_files(self.address)], label_column)
-        if self._found is None:
-            self._found = in_threads(_look_up, lmdb_files(self.address))
-        return _Shards(self._found, label_column)
+        if self._listing is None:
+            self._listing = in_threads(_look_up, lmdb_files(self.address))
+        return _Shards(self._listing, label_column)
 
     def close(self) -> None:
         super().close()
-        if self._found:
-            shared_cache().close([shard.file for shard in self._found])
+        if self._listing:
+            shared_cache().close([shard.file for shard in self._listing])
 
 
 def lmdb_files(address: str) -> list[RemoteFile]:
@@ -64,10 +64,10 @@ def lmdb_files(address: str) -> list[RemoteFile]:
     if Path(address, "data.mdb").exists():
         return [RemoteFile(f"{address}/data.mdb")]
     what = "data.mdb of an LMDB environment, and no *.lmdb"
-    found = list_files(address, lambda name: name.endswith(".lmdb"), what, folders=True)
+    files = list_files(address, lambda name: name.endswith(".lmdb"), what, folders=True)
     return [
         replace(file, address=f"{file.address}/data.mdb") if Path(file.address).is_dir() else file
-        for file in found
+        for file in files
     ]
 
 
@@ -100,12 +100,12 @@ class _Shard:
 
     def _open_cached(self, path: Path) -> LMDBFile:
         try:
-            found = _open_file(path)
+            shard = _open_file(path)
         except StoreError as error:
             raise StoreError(f"{self.path}, in the cache: {error}") from error
-        if found.metadata.fingerprint != self.metadata.fingerprint:
+        if shard.metadata.fingerprint != self.metadata.fingerprint:
             raise StoreError(f"{self.path} has changed since the store was opened: start a new run")
-        return found.open()
+        return shard.open()
 
 
 class _Shards:
@@ -227,14 +227,14 @@ def _open_file(path: Path | str, source: pa.NativeFile | None = None) -> _Shard:
         raise StoreError(
             f"{path} is truncated: {file.num_bytes} bytes, needs {file.declared_bytes}; copy or convert it again"
         )
-    found = Metadata.from_json(bytes(record), f"{path} has a bad {METADATA_KEY.decode()} record")
-    if file.num_entries != found.count + 1:
+    metadata = Metadata.from_json(bytes(record), f"{path} has a bad {METADATA_KEY.decode()} record")
+    if file.num_entries != metadata.count + 1:
         raise StoreError(
-            f"{path} holds {file.num_entries - 1} samples, but was written with {found.count}; convert it again"
+            f"{path} holds {file.num_entries - 1} samples, but was written with {metadata.count}; convert it again"
         )
-    return _Shard(str(path), found, file)
+    return _Shard(str(path), metadata, file)
 
 
 def _look_up(listed: RemoteFile) -> _Shard:
-    with opened(listed.address) as (source, found):
-        return replace(_open_file(listed.address, source), file=listed.checked(found))
+    with opened(listed.address) as (source, current):
+        return replace(_open_file(listed.address, source), file=listed.checked(current))

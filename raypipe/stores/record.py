@@ -38,8 +38,8 @@ COLUMN_TYPES = ("int64", "float64", "binary", "string")
 _ARRAY = re.compile(r"(bool|u?int(?:8|16|32|64)|float(?:16|32|64))\[([0-9]{1,9}(?:,[0-9]{1,9})*)\]")
 DEFAULT_COLUMNS = {"image": "binary", "label": "int64"}
 
-Sample = Mapping[str, Any]
-"""Columns and their values, as samples come from others."""
+ColumnValues = Mapping[str, Any]
+"""Columns and their values: a sample as it comes from others."""
 
 KEY = struct.Struct(">Q")
 """In LMDB: that of a record, by its index."""
@@ -83,10 +83,10 @@ class RecordLayout:
         self.types = dict(types)
         self._fixed_names = [name for name, kind in types.items() if kind in _FIXED_CODES]
         self._variable_names = [name for name, kind in types.items() if kind not in _FIXED_CODES]
-        self._arrays = {name: found for name, kind in types.items() if (found := array_type(kind)) is not None}
+        self._arrays = {name: array for name, kind in types.items() if (array := array_type(kind)) is not None}
         self._fixed = struct.Struct("<" + "".join(_FIXED_CODES[types[name]] for name in self._fixed_names))
 
-    def pack(self, sample: Mapping[str, Any]) -> bytes:
+    def pack(self, sample: ColumnValues) -> bytes:
         """The record of a sample; raises StoreError where its columns, or their types, are not those declared."""
         if sample.keys() != self.types.keys():
             raise StoreError(f"a sample has the columns {sorted(sample)}, but {sorted(self.types)} were declared")
@@ -261,7 +261,7 @@ def column_types(first: Mapping[str, Iterable[Any]], where: str, short_side: int
         if name == "image" or isinstance(value, bytes):
             types[name] = "binary"
         elif isinstance(value, bool | int | np.integer | np.bool_):
-            no_integer = (each is None or isinstance(each, float | np.floating) for each in values)
+            no_integer = (number is None or isinstance(number, float | np.floating) for number in values)
             types[name] = "float64" if any(no_integer) else "int64"
         elif isinstance(value, float | np.floating):
             types[name] = "float64"
@@ -280,7 +280,7 @@ def column_types(first: Mapping[str, Iterable[Any]], where: str, short_side: int
     return types
 
 
-def plain(sample: Sample, types: Mapping[str, str] | None = None) -> dict[str, Any]:
+def plain(sample: ColumnValues, types: Mapping[str, str] | None = None) -> dict[str, Any]:
     """A sample with values of their columns' types; where these are given, arrays stay, and no float is None."""
     plain = dict(sample)
     for name, value in sample.items():

@@ -403,7 +403,7 @@ class Loader:
                     self._stand_at(Cursor(epoch + 1, 0, self.plan.fingerprint))
                 yield replace(batch, ends_step=ends_step)
                 is_last = step + 1 == segment.num_steps
-                is_due = is_last or self._meter.interval()[1] >= self.interval_s
+                is_due = is_last or self._meter.interval_age_s >= self.interval_s
                 if ends_step and split == "train" and is_due and records and not self._meter.skips:
                     self.interval()
         self._export()

@@ -118,8 +118,8 @@ def test_a_batch_has_room_for_them_and_the_ring_and_any_reader_have_the_same() -
     ring = list(on_device(iter(hosts), torch.device("cpu"), lambda at: 0, keep=20, ring=True))
     fed = list(without_ray.every_batch(loader(spec)))
     for host, one, other in zip(hosts, ring, fed, strict=True):
-        assert np.array_equal(one.keypoints, host["keypoints"]) and np.array_equal(
-            other.keypoints, host["keypoints"]
+        assert np.array_equal(one.fields["keypoints"], host["keypoints"]) and np.array_equal(
+            other.fields["keypoints"], host["keypoints"]
         )
     maker, block = MicroBatchMaker(spec), [batch.at for batch in hosts[:2]]
     reads = [read_samples(spec.stores["train"], spec.plan.indices(at), spec.wanted) for at in block]

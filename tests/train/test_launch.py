@@ -11,11 +11,10 @@ import pytest
 import without_ray
 import yaml
 from full_disk import fill, make_room
-from small_runs import small_run
+from small_runs import parse_run, small_run
 
 from raypipe import logs
 from raypipe.commands.cli import _finish
-from raypipe.commands.settings import parse_run
 from raypipe.config import (
     AugmentConfig,
     PlanConfig,

@@ -5,8 +5,8 @@ import os
 from pathlib import Path
 
 import pytest
+from small_runs import parse_run
 
-from raypipe.commands.settings import parse_run
 from raypipe.config import RunConfig
 from raypipe.errors import ConfigError
 from raypipe.plan.places import Cursor

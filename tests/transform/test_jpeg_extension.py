@@ -18,6 +18,7 @@ import simplejpeg
 from PIL import Image
 
 from raypipe.errors import SampleError
+from raypipe import native
 from raypipe.transform import jpeg
 from raypipe.transform.decode import decode
 from raypipe.transform.jpeg import decode_box, missing_extension, why_no_extension
@@ -139,7 +140,7 @@ def test_without_the_extension_there_is_a_reason_and_the_same_pixels() -> None:
 class Other:
     """An extension that differs in one thing."""
 
-    INTERFACE_VERSION = jpeg._INTERFACE_VERSION
+    INTERFACE_VERSION = native.INTERFACE_VERSION
 
     @staticmethod
     def decode_crop(data: bytes, *arguments: Any) -> int:
@@ -160,7 +161,11 @@ def test_an_extension_that_disagrees_is_not_used(
 ) -> None:
     other = type("Changed", (Other,), {name: staticmethod(v) if callable(v) else v for name, v in change.items()})
     monkeypatch.setitem(sys.modules, "_raypipe_kernel", other)  # type: ignore[arg-type]
-    assert why_no_extension.__wrapped__().startswith(reason)
+    native.why_missing.cache_clear()
+    try:
+        assert why_no_extension.__wrapped__().startswith(reason)
+    finally:
+        native.why_missing.cache_clear()
 
 
 def test_a_user_without_it_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,7 +103,7 @@ def agrees(data: bytes, rng: np.random.Generator) -> bool | None:
 
 def random_program(rng: np.random.Generator) -> list[tuple[int, list[int]]]:
     """Operations with params of all sizes, most of which are good."""
-    small = (lambda low, high, num: [int(n) for n in rng.integers(low, high, num)])  # noqa: E731
+    small = lambda low, high, num: [int(n) for n in rng.integers(low, high, num)]  # noqa: E731
     program = []
     for _ in range(int(rng.integers(0, 4))):
         code = int(rng.integers(1, 8))

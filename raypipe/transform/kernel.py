@@ -3,9 +3,9 @@
     sizes    heights and widths by the headers, of what it takes
     run      encoded images, or pixels → uint8 (B, H, W, 3), by programs of integer operations
 
-It is used only after it has agreed with simplejpeg and with OpenCV in this process. What it refuses, image by image,
-is left to the caller: `decode.decode` and `reference` have the same pixels, and the last word on bad samples.
-Without the extension it refuses everything.
+It is used only after it has agreed with simplejpeg and with OpenCV in this process. What it refuses, image by
+image, is left to the caller: `decode.decode` and `reference` have the same pixels, and the last word on bad
+samples. Without the extension it refuses everything.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Sequence
+from types import ModuleType
 from typing import NamedTuple
 
 import numpy as np
@@ -55,7 +56,7 @@ def sizes(images: Sequence[Image], *, apply_exif: bool = False, decode_min_side:
     if decode_min_side:
         sides[encoded & (sides.min(1) >= 2 * decode_min_side)] = 0
     if apply_exif:
-        for row in np.flatnonzero(encoded & (sides[:, 0] > 0)):
+        for row in np.flatnonzero(encoded & (sides[:, 0] > 0)).tolist():
             data = bytes(images[row])  # type: ignore[arg-type]
             if b"Exif\0\0" in data and 2 <= jpeg_orientation(data) <= 8:
                 sides[row] = 0
@@ -94,7 +95,7 @@ def why_no_kernel() -> str:
 
 
 @functools.cache
-def _module() -> object:
+def _module() -> ModuleType:
     return importlib.import_module("_raypipe_kernel")
 
 
@@ -105,7 +106,7 @@ def _agrees() -> bool:
         out = np.zeros((1, height, width, 3), np.uint8)
         row = [height, width, reference.LINEAR]
         job = Job(np.array([[reference.RESIZE, 0]], np.int32), np.array([[1, *row]], np.int64), out)
-        if _module().run([noise], [job], 1, True) != b"\0":  # type: ignore[attr-defined]
+        if _module().run([noise], [job], 1, True) != b"\0":
             return False
         if not np.array_equal(out[0], reference.resize(noise, row)):
             return False

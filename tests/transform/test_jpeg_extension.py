@@ -1,4 +1,7 @@
-"""The compiled decoder, csrc/jpeg_crop.h and csrc/jpeg_huffman.h. What needs it is skipped where it is not built, and says so."""
+"""The compiled decoder, csrc/jpeg_crop.h and csrc/jpeg_huffman.h.
+
+What needs it is skipped where it is not built, and says so.
+"""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ DONE, SKIPPED, UNREADABLE, BAD_PARAMS, WRONG_SIZE, NO_MEMORY = range(6)
 """Statuses of an image, as csrc/image.h has them; all but DONE leave it to the caller."""
 
 Image = bytes | bytearray | memoryview | np.ndarray | None
-"""Encoded; or decoded, uint8 (H, W, 3); or None: there is none."""
+"""Encoded; or decoded, uint8 (H, W, 3), C-contiguous; or None: there is none."""
 
 
 class Job(NamedTuple):

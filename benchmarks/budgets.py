@@ -9,7 +9,7 @@
     images moved  what all of them read and write, in bytes, over the bytes of the images in float32
     host ms       a call's median time on this CPU, with images so small that the arithmetic hardly counts
 
-Of presets whose operations are drawn, the counts are the largest of SEEDS micro-batches. The last line is JSON.
+The last line is JSON.
 `tests/device/test_budgets.py` holds the counts against the table in docs/gpu.md.
 """
 
@@ -35,7 +35,6 @@ from raypipe.train.learning import build_model
 from raypipe.train.ordered import StepBatchNorm
 
 CPU = torch.device("cpu")
-SEEDS = 24
 # Memory that nothing has been written to.
 _ALLOCATES = ("aten.empty", "aten.new_empty")
 
@@ -118,27 +117,21 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "light": {"preset": "light"},
     "standard": {"preset": "standard"},
     "strong": {"preset": "strong"},
-    "randaugment": {"preset": "randaugment"},
-    "trivialaugment": {"preset": "trivialaugment"},
 }
 
 
-def counted(part: Callable[[int], Any], image_elements: int = 0, seeds: int = 1) -> Budget:
-    """The largest counts of some seeds."""
-    part(0)  # what is done at the first call alone
-    found = []
-    for seed in range(seeds):
-        with Counted(image_elements) as seen:
-            part(seed)
-        found.append(astuple(seen.budget()))
-    return Budget(*map(max, zip(*found, strict=True)))
+def counted(part: Callable[[int], Any], image_elements: int = 0) -> Budget:
+    """The counts of a call that is not the first."""
+    part(0)
+    with Counted(image_elements) as seen:
+        part(0)
+    return seen.budget()
 
 
 def budgets(rows: int = 8, size: int = 32) -> Iterator[tuple[str, Budget]]:
     """The name and the counts of each part."""
     for name, config in CONFIGS.items():
-        seeds = SEEDS if name.endswith("augment") else 1
-        yield name, counted(augmented(rows, size, **config), rows * size * size * 3, seeds)
+        yield name, counted(augmented(rows, size, **config), rows * size * size * 3)
     # Nothing is computed on "meta": the counts are the same.
     yield "statistics of ResNet-50", counted(batch_norm("resnet50", "meta"))
 

@@ -35,7 +35,7 @@ import torch
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raypipe.plan.cursor import Cursor
+from raypipe.plan.places import Cursor
 from raypipe.streaming.blocks import MAX_BYTES
 from raypipe.streaming.checkpoints import write_checkpoint
 from raypipe.train.background import CheckpointWriter

@@ -40,7 +40,7 @@ class DecodeTransform:
         from raypipe.transform.presets import build_transform
 
         cv2.setNumThreads(0)
-        return build_transform(self._name, self._size)
+        return build_transform(self._name, self._size, by_library=True)
 
     def __call__(self, data: bytes) -> np.ndarray:
         import simplejpeg
@@ -51,7 +51,7 @@ class DecodeTransform:
 def raypipe_exact(work: Work, crop_decode: Any = "exact") -> Start:
     from raypipe.config import PlanConfig, PoolConfig, TransformConfig
     from raypipe.rayext.cluster import connect
-    from raypipe.streaming.arrival import Source
+    from raypipe.streaming.arrival import Feed
     from raypipe.streaming.loader import Loader
     from raypipe.streaming.opening import open_stream
     from raypipe.streaming.pipeline import splits
@@ -68,7 +68,7 @@ def raypipe_exact(work: Work, crop_decode: Any = "exact") -> Start:
         )
         (iterator,) = splits(spec, spec.plan.start(), max_actors=work.workers)
         start = spec.plan.start()
-        loader = Loader(spec, lambda _: Source(host_batches(iterator)), cursor=start)
+        loader = Loader(spec, lambda _: Feed(host_batches(iterator)), cursor=start)
         for epoch in loader.epochs():
             yield ((batch.image, batch.target) for batch in epoch.train)
 

@@ -1,4 +1,4 @@
-/* The images of a micro-batch in one call: the optional extension behind raypipe/transform/kernel.py and jpeg.py.
+/* The images of a micro-batch in one call: the optional extension behind raypipe/transform/kernel.py, jpeg.py and stores/lmdb_pages.py.
  *
  *     sizes(images) -> bytes
  *         int32 (B, 2): height and width; 0, 0 of what run() does not take, by its header
@@ -11,6 +11,8 @@
  *     decode_crop(data, left, top, width, height, eighths, to_end, out, columns) -> first
  *         A rectangle of a JPEG. `out` is height x columns x 3 bytes, a few columns wider than the rectangle, which
  *         begins in column `first`. ValueError: refused.
+ *     lmdb_open, lmdb_read
+ *         Records of LMDB, see lmdb.h.
  *     set_simd(level) -> level
  *         Use no more than these vector instructions (0 none, 1 SSSE3, 2 AVX2), for tests; what will be used.
  *
@@ -20,6 +22,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include "lmdb.h"
 #include "program.h"
 
 #include <pthread.h>
@@ -304,6 +307,8 @@ static PyMethodDef methods[] = {
     {"sizes", py_sizes, METH_O, "Heights and widths of images, by their headers; see kernel.c"},
     {"run", py_run, METH_VARARGS, "Make the images of a micro-batch; see kernel.c"},
     {"decode_crop", py_decode_crop, METH_VARARGS, "RGB of a rectangle of a JPEG at a scale of eighths/8; see kernel.c"},
+    {"lmdb_open", py_lmdb_open, METH_VARARGS, "A reader of an open file; see lmdb.h"},
+    {"lmdb_read", py_lmdb_read, METH_VARARGS, "Columns of many records; see lmdb.h"},
     {"set_simd", py_set_simd, METH_O, "Use no more than these vector instructions; see kernel.c"},
     {NULL, NULL, 0, NULL},
 };

@@ -8,11 +8,10 @@
 #include "jpeg_crop.h"
 #include "jpeg_header.h"
 
+#include "colour.h"
+#include "filter.h"
 #include "geometry.h"
 #include "resize.h"
-#if __has_include("colour.h")
-#include "colour.h"
-#endif
 
 /* A worker keeps buffers up to this size from a call to the next, bytes: an image of 512 x 512 has 0.8 million. */
 #define KEPT_BYTES ((size_t)4 << 20)
@@ -41,19 +40,11 @@ static const struct {
     [5] = {turn, 1, 0},
     [6] = {affine, 11, 0},
     [7] = {dropout, 4, 1},
-#if __has_include("colour.h")
     [8] = {jitter, 8, 1},
     [9] = {grey, 0, 1},
     [10] = {table, 4, 1},
     [11] = {blur, 2 + MAX_RADIUS + 1, 0},
     [12] = {filter, 2 + MAX_FILTER * MAX_FILTER, 0},
-#else
-    [8] = {not_on_pixels, 8, 1},
-    [9] = {not_on_pixels, 0, 1},
-    [10] = {not_on_pixels, 4, 1},
-    [11] = {not_on_pixels, 35, 0},
-    [12] = {not_on_pixels, 227, 0},
-#endif
 };
 
 typedef struct {

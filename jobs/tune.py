@@ -34,13 +34,29 @@ from raypipe.train.loop import Trainer
 from raypipe.train.run_folder import CONFIG_FILE, CONFIG_HEAD, as_plain, located, store_config
 from raypipe.transform.presets import check_transform
 
+_JITTER = {"op": "ColorJitter", "brightness": 0.2, "contrast": 0.2, "saturation": 0.2, "p": 0.8}
+_ERASE = {"op": "RandomErasing", "p": 0.25, "scale": [0.02, 0.2]}
+WITHOUT_FLIP: list[list[dict[str, Any]]] = [  # the presets by Kornia's operations: a flip makes other digits
+    [],
+    [],
+    [_JITTER | {"order": [0, 1, 2]}, _ERASE],
+    [
+        {"op": "RandomAffine", "degrees": 15.0, "translate": [0.1, 0.1], "scale": [0.8, 1.2], "p": 0.5},
+        _JITTER | {"brightness": 0.4, "contrast": 0.4, "saturation": 0.4, "hue": 0.1},
+        {"op": "RandomGrayscale", "p": 0.1},
+        {"op": "RandomGaussianBlur", "kernel_size": [5, 5], "sigma": [0.1, 2.0], "p": 0.2},
+        _ERASE,
+    ],
+    [{"op": "RandAugment", "n": 2, "m": 9}],
+    [{"op": "TrivialAugment"}],
+]
+
 
 def policies(run: RunConfig, trials: int, transforms: tuple[Any, ...]) -> list[RunConfig]:
     """The run with each policy: its own, none, and those that its seed draws; more trials only add some."""
     rng, plain = np.random.default_rng(run.plan.seed), AugmentConfig(mean=run.augment.mean, std=run.augment.std)
     sets = [plain, run.augment, *(replace(plain, preset=each) for each in PRESETS)]  # type: ignore[arg-type]
-    for ops in PRESETS.values():  # a flip makes other digits
-        sets.append(replace(plain, ops=[dict(op) for op in ops if op["op"] != "RandomHorizontalFlip"]))
+    sets += [replace(plain, ops=ops) for ops in WITHOUT_FLIP]
     found, drawn = [run], replace(run, augment=plain)
     while len(found) < trials:
         found += [drawn] if drawn not in found else []

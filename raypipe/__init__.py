@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from raypipe.config import PoolConfig as PoolConfig
     from raypipe.config import StrengthConfig as StrengthConfig
     from raypipe.config import TransformConfig as TransformConfig
-    from raypipe.device.prefetcher import prefetch as prefetch
     from raypipe.errors import RaypipeError as RaypipeError
     from raypipe.plan.schedule import Cursor as Cursor
     from raypipe.plan.schedule import Plan as Plan
@@ -55,7 +54,6 @@ _NAMES = {
     "commands.inspection": ["describe", "verify"],
     "commands.preview": ["preview"],
     "config": ["AugmentConfig", "PlanConfig", "PoolConfig", "StrengthConfig", "TransformConfig"],
-    "device.prefetcher": ["prefetch"],
     "errors": ["RaypipeError"],
     "plan.schedule": ["Cursor", "Plan"],
     "rayext.cluster": ["connect"],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, cast
 
 from raypipe.errors import ConfigError
@@ -17,7 +17,7 @@ Shuffle = Literal["auto", "global", "window", "off"]
 Cache = Literal["off", "disk"]
 CropDecode = Literal["off", "exact", "scaled"]
 
-_MAX_PIXELS = (1 << 30) // 6  # of an image, as of one that is decoded
+_MAX_PIXELS = (1 << 30) // 6  # the most that an image may have, before and after its decoding
 
 AtLeast1 = Annotated[int, Limits(1, MAX_INT)]
 AtLeastMinus1 = Annotated[int, Limits(-1, MAX_INT)]
@@ -31,7 +31,7 @@ Crops = Annotated[int, Limits(1, 1 << 12)]
 Room = Annotated[int, Limits(1, 1 << 16)]
 Seconds = Annotated[float, Limits(0, 1e9, above=True)]
 Alpha = Annotated[float, Limits(0, 1e6)]
-Pixel = Annotated[float, Limits(-1e30, 1e30)]  # of float32
+Pixel = Annotated[float, Limits(-1e30, 1e30)]  # within float32
 
 # A number and its unit.
 _TIME = re.compile(r"(\d{1,9}(?:\.\d{1,9})?) ?(s|min|h)", re.ASCII)
@@ -43,7 +43,7 @@ _DTYPES += ["float16", "float32", "float64"]
 
 @dataclass(frozen=True)
 class ColumnOptions(Section, prefix="store.columns.NAME."):
-    """How the lists and the numbers of a column reach the batch; see docs/columns.md.
+    """Options of a column's lists and numbers in the batch; see docs/columns.md.
 
     Attributes:
         length: numbers in each list; without `fill` each must have so many; 0 = any number, as a list on the host.
@@ -68,20 +68,19 @@ Columns = list[str] | dict[str, dict[str, Any] | None]
 def column_options(columns: Any) -> dict[str, ColumnOptions]:
     """The options of each column; raises ConfigError where one is wrong."""
     columns = check("store.columns", columns, Columns)
-    given = columns if isinstance(columns, dict) else dict.fromkeys(columns)
-    found = {}
-    for name, options in given.items():
-        known = list(kinds_of(ColumnOptions))
+    by_name = columns if isinstance(columns, dict) else dict.fromkeys(columns)
+    columns, known = {}, list(kinds_of(ColumnOptions))
+    for name, options in by_name.items():
         if set(options or {}) - set(known):
             raise ConfigError(
-                f"store.columns has {name!r}: {shown(options)}; expected are names, or {{NAME: {{option: value}}}}"
+                f"store.columns has {name!r}: {shown(options)}; it must be names, or {{NAME: {{option: value}}}}"
                 f" with {', '.join(known)}"
             )
         try:
-            found[name] = ColumnOptions(**(options or {}))
+            columns[name] = ColumnOptions(**(options or {}))
         except ConfigError as error:
             raise ConfigError(str(error).replace("NAME", name)) from None
-    return found
+    return columns
 
 
 @dataclass(frozen=True)
@@ -133,7 +132,7 @@ class PlanConfig(Section, prefix="plan."):
         window_groups: groups in a shuffle window; 0 = at least 10 groups and at least 4096 rows.
         val_interval: epochs between validations, the last epoch always has one; 0 = never.
         epoch_samples: samples that an epoch draws; 0 = the store once, or a mixture until its first store ends
-            ("shortest"), which may also be its last ("longest"). See docs/plans.md for this and what follows.
+            ("shortest"), which may also be its last ("longest"). docs/plans.md describes this and the next ones.
         mixture: weights of the stores that store.train names, or from epoch → such; empty = by their sizes.
         weights: how often each sample is drawn: a column of numbers, or a file *.npy; empty = all alike.
         class_balance: exponent, in [0, 8]: a class of n samples is drawn in proportion to n^(1 - exponent);
@@ -194,23 +193,23 @@ class PlanConfig(Section, prefix="plan."):
     @property
     def bucket_sides(self) -> list[tuple[int, int]]:
         """Height and width of each bucket."""
-        pairs = (each.split("x") for each in self.buckets)
+        pairs = (bucket.split("x") for bucket in self.buckets)
         return [(int(height), int(width)) for height, width in pairs]
 
     def sides_in(self, split: Literal["train", "val"]) -> list[tuple[int, int]]:
-        """The same of the buckets that a split has."""
+        """Height and width of each bucket that a split has."""
         return self.bucket_sides if split == "train" or self.val_buckets else []
 
     @property
     def is_plain(self) -> bool:
-        """Whether an epoch is each sample of one store once."""
+        """Return whether an epoch is each sample of one store once."""
         plain = not (self.weights or self.class_balance or self.mixture or self.buckets)
         return plain and self.repeats == 1 and not (isinstance(self.epoch_samples, int) and self.epoch_samples)
 
     @property
     def mixture_by_epoch(self) -> dict[int, dict[str, float]]:
         """From epoch → weight by store, ascending; empty where no weights are given."""
-        if not all(isinstance(each, dict) for each in self.mixture.values()):
+        if not all(isinstance(weights, dict) for weights in self.mixture.values()):
             return {0: cast(dict[str, float], self.mixture)}
         return dict(sorted(cast(dict[int, dict[str, float]], self.mixture).items()))
 
@@ -227,7 +226,7 @@ class PlanConfig(Section, prefix="plan."):
 
 @dataclass(frozen=True)
 class TransformConfig(Section, prefix="transform."):
-    """What the CPU actors do with each sample; docs/transforms.md has the presets, docs/targets.md the targets.
+    """The work of the CPU actors on each sample; docs/transforms.md has the presets, docs/targets.md the targets.
 
     Attributes:
         train: preset; `module:function`; a list of Albumentations transforms; a file of one (*.yaml, *.json); or
@@ -239,16 +238,16 @@ class TransformConfig(Section, prefix="transform."):
         decode_as: "rgb": images become uint8 RGB; "array": PNG, TIFF and .npy keep their dtype and their channels
             (docs/arrays.md).
         decode_min_side: decode JPEGs at the least of 1/8, 2/8, … that keeps this short side, pixels; 0 = whole.
-        crop_decode: "exact": decode a JPEG's crop alone, same pixels as "off"; "scaled": reduced (docs/decode.md).
+        crop_decode: "exact": decode only a JPEG's crop, same pixels as "off"; "scaled": reduced (docs/decode.md).
         apply_exif: turn images by their EXIF orientation; if off, use pixels as stored, as torchvision does.
         mask_column: column of a mask per sample, a PNG of one channel, transformed with the image; empty = none.
-        boxes_column: column of boxes per sample, `[x0, y0, x1, y1, label]` in pixels, likewise; empty = none.
+        boxes_column: column of boxes per sample, `[x0, y0, x1, y1, label]` in pixels, the same; empty = none.
         max_boxes: room for boxes in a row; a sample with more ends the run.
-        keypoints_column: column of keypoints per sample, `[x, y, label]` in pixels, likewise; empty = none.
+        keypoints_column: column of keypoints per sample, `[x, y, label]` in pixels, the same; empty = none.
         max_keypoints: room for keypoints in a row; a sample with more ends the run.
         make_columns: `module:function` that makes a sample's columns of those of store.columns, such as tokens of
             a caption; empty = they are taken as they are.
-        on_bad_sample: "substitute" another sample, chosen by the plan (in validation: weight 0), or "raise".
+        on_bad_sample: "substitute" another sample, chosen by the plan (during validation: weight 0), or "raise".
         max_bad_fraction: the run ends if an actor sees a larger share of bad samples than this.
         bad_grace: bad samples per actor that are always tolerated.
         time_limit_s: seconds for a micro-batch, or for one sample, which then counts as bad; 0 = no limit.
@@ -280,18 +279,18 @@ class TransformConfig(Section, prefix="transform."):
         self._require(0 in self.size_by_epoch, "size", self.size, "one, or {EPOCH: SIZE, …} from epoch 0 on")
         if self.crop_decode == "scaled":  # it chooses the scale by the crop
             self._only({"decode_min_side": 0, "decode": "cpu"}, "transform.crop_decode='scaled'")
-        if self.decode_as == "array":  # of which nothing is a JPEG that could be decoded in part
+        if self.decode_as == "array":  # and no JPEG, so it is decoded whole
             self._only({"decode": "cpu", "decode_min_side": 0, "apply_exif": False}, "transform.decode_as='array'")
             ok = self.crop_decode != "scaled"
             self._require(ok, "crop_decode", "scaled", "'exact' or 'off' with transform.decode_as='array'")
-        if self.target_columns:  # which are in pixels of the image as it is stored
+        if self.target_columns:  # in pixels of the stored image
             only = {"decode": "cpu", "decode_min_side": 0, "apply_exif": False}
             self._only(only, self.target_settings)
 
     def _only(self, values: dict[str, Any], with_what: str) -> None:
         for name, value in values.items():
-            found = getattr(self, name)
-            self._require(found == value, name, found, f"{value!r} with {with_what}")
+            own = getattr(self, name)
+            self._require(own == value, name, own, f"{value!r} with {with_what}")
 
     @property
     def size_by_epoch(self) -> dict[int, int]:
@@ -300,7 +299,7 @@ class TransformConfig(Section, prefix="transform."):
 
     @property
     def final_size(self) -> int:
-        """The side of the images in the last epochs, and in validations."""
+        """The side of the images in the last epochs, and during validation."""
         return list(self.size_by_epoch.values())[-1]
 
     @property
@@ -315,8 +314,8 @@ class TransformConfig(Section, prefix="transform."):
     @property
     def target_columns(self) -> dict[str, str]:
         """Store columns of the image's targets, by "mask", "boxes" and "keypoints"; mostly empty."""
-        named = [each.name for each in fields(self) if each.name.endswith("_column")]
-        return {name.removesuffix("_column"): column for name in named if (column := getattr(self, name))}
+        named = {name: getattr(self, f"{name}_column") for name in ("mask", "boxes", "keypoints")}
+        return {name: column for name, column in named.items() if column}
 
     @property
     def target_settings(self) -> str:
@@ -334,7 +333,7 @@ class PoolConfig(Section, prefix="pool."):
         executions: Ray Data executions that share the ranks, each with a pool; must divide W (docs/scale.md).
         min_actors: actors of each execution that must run before the stream starts.
         max_actors: actors that the pool may grow to; 0 = all that the cluster can hold beside the trainers.
-        cpus_per_actor: CPUs that Ray reserves for each.
+        cpus_per_actor: CPUs that Ray reserves for each, which makes images with as many threads.
         grow_after_s: the pool grows if ranks waited for half of this many seconds; at most once in this time.
         shrink_after_s: seconds without waiting after which idle actors are given back.
         label_selector: `label=value` of the nodes that actors prefer, and alone ask for; empty = any node.
@@ -363,6 +362,11 @@ class PoolConfig(Section, prefix="pool."):
     cache_bytes: Annotated[int, Limits(0, (1 << 63) - 1)] = 0
     max_attempts: AtLeast1 = 6
     stall_timeout_s: Seconds = 900.0
+
+    @property
+    def kernel_threads(self) -> int:
+        """Threads of an actor that make a micro-batch: one for each whole CPU that it has."""
+        return max(1, int(self.cpus_per_actor))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -398,7 +402,7 @@ class PoolConfig(Section, prefix="pool."):
 
 @dataclass(frozen=True)
 class StrengthConfig(Section, prefix="augment.strength."):
-    """How the strength of the augmentation changes over the run: linearly up from 0, constant, linearly down to 0.
+    """The augmentation's strength over the run: linearly up from 0, constant, linearly down to 0.
 
     Attributes:
         ramp_up: share of the run in which it rises from 0 to `peak`.
@@ -426,32 +430,29 @@ class StrengthConfig(Section, prefix="augment.strength."):
 
 @dataclass(frozen=True)
 class AugmentConfig(Section, prefix="augment."):
-    """What happens to whole micro-batches on the training device. Validation batches are only normalised.
+    """The augmentation of whole micro-batches on the training device. Validation batches are only normalised.
 
     Attributes:
         mean: normalisation, per channel, of pixels scaled to [0, 1], or floats as they are; ImageNet's by default.
         std: the same.
-        preset: of operations: none, light, standard, strong, randaugment or trivialaugment.
+        preset: of operations: none, light, standard or strong.
         ops: Kornia operations after those of the preset, each `{op: NAME, parameter: value, …}`.
         module: `module:name` of a torch module, its class or a function, run after the operations: float images
             (B, 3, H, W) in [0, 1] → the same, random by torch's global generators; it may take `strength`.
         mixup_alpha: of MixUp's Beta distribution; 0 = no MixUp.
         cutmix_alpha: of CutMix's; 0 = no CutMix. If both are on, each gets half of the mixed micro-batches.
         mix_prob: share of micro-batches that are mixed.
-        compile: make one program of the preset and the normalisation (torch.compile), with the same draws; for
-            presets that are no policies, without ops and module.
         strength: scales the probability of every operation and of mixing over the run.
     """
 
     mean: tuple[Pixel, ...] = (0.485, 0.456, 0.406)
     std: tuple[Annotated[float, Limits(1e-30, 1e30)], ...] = (0.229, 0.224, 0.225)
-    preset: Literal["none", "light", "standard", "strong", "randaugment", "trivialaugment"] = "none"
+    preset: Literal["none", "light", "standard", "strong"] = "none"
     ops: list[dict[str, Any]] = field(default_factory=list)
     module: str = ""
     mixup_alpha: Alpha = 0.0
     cutmix_alpha: Alpha = 0.0
     mix_prob: Share = 1.0
-    compile: bool = False
     strength: StrengthConfig = field(default_factory=StrengthConfig)
 
     def __post_init__(self) -> None:
@@ -463,11 +464,6 @@ class AugmentConfig(Section, prefix="augment."):
             self._require(
                 isinstance(entry.get("op"), str), "ops", entry, "a list of {op: NAME, parameter: value, …}"
             )
-        if self.compile:  # Kornia reads what it has drawn, and what a user's module does is not known
-            whole = ("none", "light", "standard", "strong")
-            self._require(self.preset in whole, "preset", self.preset, f"one of {whole} with augment.compile")
-            for name in ("ops", "module"):
-                self._require(not getattr(self, name), name, getattr(self, name), "empty with augment.compile")
 
 
 @dataclass(frozen=True)
@@ -477,8 +473,8 @@ class TrainConfig(Section, prefix="train."):
     Attributes:
         model: "small" (a convolutional net for tiny images), any torchvision classification model, or a
             `module:function` that makes one for `num_classes`.
-        loss: "cross_entropy", or `module:function` of logits and targets, with a loss for each sample; what
-            targets that are no classes need.
+        loss: "cross_entropy", or `module:function` of logits and targets, with a loss for each sample; needed by
+            targets other than classes.
         optimizer: "sgd" (Nesterov momentum), "adamw", or `module:function` of parameter groups and `lr`.
         schedule: "cosine", or `module:function` of the step, all steps, those of warm-up and `lr`.
         num_classes: number of classes, or of the model's outputs; 0 = as many as the store names, or as a target
@@ -557,13 +553,13 @@ class TrainConfig(Section, prefix="train."):
     @property
     def checkpoint_s(self) -> float:
         """Seconds between checkpoints within an epoch."""
-        found = _TIME.fullmatch(str(self.checkpoint_interval))
-        return float(found[1]) * {"s": 1, "min": 60, "h": 3600}[found[2]] if found else math.inf
+        time = _TIME.fullmatch(str(self.checkpoint_interval))
+        return float(time[1]) * {"s": 1, "min": 60, "h": 3600}[time[2]] if time else math.inf
 
 
 @dataclass(frozen=True)
 class RunConfig(Section, prefix=""):
-    """One run: its sections `store`, `plan`, `transform`, `pool`, `augment` and `train`, its name and its folder.
+    """A run: its sections `store`, `plan`, `transform`, `pool`, `augment` and `train`, its name and its folder.
 
     Attributes:
         storage_path: folder or URI (s3://, gs://, az://, abfs://) under which runs are kept.

@@ -19,14 +19,14 @@ from __future__ import annotations
 
 import re
 
-# What stands before a host: a login, whose password may hold slashes, but for anonymous@ and Azure's container@.
+# The part before a host: a login, whose password may hold slashes, but for anonymous@ and Azure's container@.
 _LOGIN = re.compile(r"://[^\s@/:]*:\S*@|(?<!abfs)(?<!abfss)://(?!anonymous@)[^\s@/]+@")
 # The value of an option, such as a token's `sig`.
 _OPTION = re.compile(r"(?<=[?&])([\w.-]+=)[^\s&'\"]+")
 
 
 def without_credentials(text: str) -> str:
-    """A text with … in place of the logins and the options of addresses in it."""
+    """Replace with … the logins and the options of addresses in a text."""
     return _OPTION.sub(r"\1…", _LOGIN.sub("://…@", text))
 
 
@@ -46,22 +46,22 @@ class StoreError(RaypipeError):
 
 
 class SampleError(RaypipeError):
-    """One sample cannot be read, decoded or transformed.
+    """A sample cannot be read, decoded or transformed.
 
     Attributes:
         fault: whose fault it is, for records of bad samples.
-        advice: how to mend it.
+        advice: the remedy.
     """
 
     fault = "store"
-    advice = "mend the store"
+    advice = "repair the store"
 
 
 class TransformError(SampleError):
     """The user's transform, or function of columns, failed on a sample."""
 
     fault = "transform"
-    advice = "mend the transform: with pool.engine=inline a debugger stops in it"
+    advice = "fix the transform: with pool.engine=inline a debugger stops in it"
 
 
 class BadSamplesError(RaypipeError):

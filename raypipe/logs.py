@@ -1,10 +1,10 @@
-"""What raypipe tells people: log lines and progress, as text or one JSON object each, and the tables of commands.
+"""Output for people: log lines and progress, as text or one JSON object each, and the tables of commands.
 
     {"time": "2026-11-21T10:46:00.123Z", "level": "WARNING", "logger": "raypipe.train.loop", "message": "…",
      "run": "resnet", "rank": 0, "split": "train", "epoch": 3, "step": 1250}
 
-`step` is counted through the run, as in metrics.jsonl; in a validation through the validation. What is not known
-in a process is left out. Lines of progress go to standard output, all others to standard error.
+`step` is counted through the run, as in metrics.jsonl; during validation through the validation. A process
+leaves out what it does not know. Lines of progress go to standard output, all others to standard error.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ STAGES = ("wait", "transfer", "decode", "augment", "compute", "checkpoint")
 """What a trainer's time goes by: NAME_s in progress, records, `StageTimes` and exported metrics."""
 
 _ROOT = logging.getLogger("raypipe")
-# They write to standard error by handlers of their own.
+# They write to standard error with their own handlers.
 _RAYS_OWN = ("ray.data", "ray.train")
 # Of this process: it is at one place of one run.
 _place: dict[str, Any] = {}
 _RELAY = "\x02"  # before a line of progress on its way to the process that shows it
 _relays = False
-_begun = 0.0  # of time.time(); 0 = no run has
+_begun = 0.0  # by time.time(); 0 = before any run
 
 
 class JsonFormatter(logging.Formatter):
@@ -56,7 +56,7 @@ _handler.setFormatter(JsonFormatter())
 
 
 def configure_logs(log: LogFormat, **place: Any) -> None:
-    """Set the format of this process's lines, and what is known of where it is: run, rank.
+    """Set the format of this process's lines, and its place: run, rank.
 
     Text lines are left to the handlers of whoever owns the process, and have no place. With JSON, lines that Ray
     Data and Ray Train write to this process's standard error are the same, from then on.
@@ -67,7 +67,7 @@ def configure_logs(log: LogFormat, **place: Any) -> None:
         _ROOT.setLevel(logging.INFO if is_json else logging.NOTSET)
         _ROOT.propagate = not is_json
     if is_json:
-        # Ray Data sets up its handlers anew when it starts something: so does this, whenever it is called.
+        # Ray Data sets up its handlers again when it starts something, so each call does this again.
         for theirs in (handler for name in _RAYS_OWN for handler in logging.getLogger(name).handlers):
             if isinstance(theirs, logging.StreamHandler) and not isinstance(theirs, logging.FileHandler):
                 theirs.setFormatter(_handler.formatter)
@@ -75,12 +75,12 @@ def configure_logs(log: LogFormat, **place: Any) -> None:
 
 
 def is_json() -> bool:
-    """Whether this process's lines are JSON."""
+    """Return whether this process's lines are JSON."""
     return _handler in _ROOT.handlers
 
 
 def log_place(**place: Any) -> None:
-    """From now on this process is at split, epoch, step, …; what is not named stays."""
+    """From now on this process is at split, epoch, step, …; other values stay."""
     _place.update(place)
 
 
@@ -107,7 +107,7 @@ def relay_progress(relays: bool) -> None:
 
 
 def relayed(line: str) -> tuple[str, dict[str, Any]] | None:
-    """A line of progress that a process relays: its text and values. None where it is no such line."""
+    """A line of progress that a process relays: its text and values. None for any other line."""
     if not line.startswith(_RELAY):
         return None
     text, values = json.loads(line.removeprefix(_RELAY))
@@ -115,9 +115,9 @@ def relayed(line: str) -> tuple[str, dict[str, Any]] | None:
 
 
 def begin_phases(begun: float = 0.0) -> float:
-    """The phases of a run's start are told with the seconds since then, of time.time(), which is returned.
+    """Begin the phases of a run's start: each is shown with its seconds since this time.time(), which is returned.
 
-    Without it they have begun with the first that was told, or begin now.
+    By default they have begun with the first that was shown, or begin now.
     """
     global _begun
     _begun = begun or _begun or time.time()
@@ -125,7 +125,7 @@ def begin_phases(begun: float = 0.0) -> float:
 
 
 def end_phases() -> None:
-    """The next one is of another run."""
+    """End the phases of a run: the next one belongs to another run."""
     global _begun
     _begun = 0.0
 
@@ -142,8 +142,8 @@ _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-
 
 
 def printable(text: str) -> str:
-    """Text for people, in which names may come from anywhere: what is no character is written as an escape."""
-    return _UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)
+    """Text for people, in which names may come from anywhere: control characters are written as escapes."""
+    return _UNPRINTABLE.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 def number(value: float) -> str:
@@ -156,7 +156,7 @@ def number(value: float) -> str:
 def shown(value: Any) -> str:
     """A value of a command's result: a list of numbers is a range, a tuple two values, a dict counts or words."""
     if isinstance(value, dict):
-        named = ((name.replace("_", " "), each) for name, each in value.items())
+        named = ((name.replace("_", " "), part) for name, part in value.items())
         return ", ".join(f"{n:,} {name}" if type(n) is int else f"{name} ({shown(n)})" for name, n in named)
     if isinstance(value, tuple):
         return " / ".join(map(shown, value))
@@ -168,7 +168,7 @@ def shown(value: Any) -> str:
     return f"{value:,}" if type(value) is int else "none" if value is None else str(value)
 
 
-def table(heading: str, found: Mapping[str, Any]) -> None:
+def table(heading: str, rows: Mapping[str, Any]) -> None:
     """Print names and values as a table, on standard output; a dict of dicts or lists takes several rows."""
     from rich.console import Console
     from rich.markup import escape
@@ -177,11 +177,13 @@ def table(heading: str, found: Mapping[str, Any]) -> None:
     drawn = Table(show_header=False)
     drawn.add_column()
     drawn.add_column(justify="right")
-    for name, value in found.items():
+    for name, value in rows.items():
         values = value if isinstance(value, Mapping) else {}
-        several = any(isinstance(each, Mapping | list | tuple) for each in values.values())
+        several = any(isinstance(part, Mapping | list | tuple) for part in values.values())
         title = name.replace("_", " ")
-        for row, cell in [(f"{title} {each}", values[each]) for each in values] if several else [(title, value)]:
+        for row, cell in (
+            {f"{title} {key}": values[key] for key in values}.items() if several else [(title, value)]
+        ):
             drawn.add_row(escape(printable(row)), escape(printable(shown(cell))))
     print(printable(heading))  # not the table's own, which would be broken to the table's width
     Console().print(drawn)

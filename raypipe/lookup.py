@@ -1,4 +1,4 @@
-"""What there is: user code and installed packages, by name, and CPUs."""
+"""Look-ups of user code and installed packages, by name, and of CPUs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from raypipe.errors import ConfigError
 DISTRIBUTION = "raypipe-data"
 """What pip calls raypipe. The package `raypipe` of PyPI is another one."""
 
-# Whatever reads, decodes, transforms or draws at random on the CPU, beside raypipe.
+# Whatever reads, decodes, transforms or draws at random on the CPU, besides raypipe.
 _PACKAGES = (
     "ray",
     "numpy",
@@ -47,7 +47,7 @@ def search_here() -> bool:
 
 
 def import_name(address: str, setting: str) -> Any:
-    """What `module:name` names; the name may have dots.
+    """Import the value of `module:name`; the name may have dots.
 
     The module is looked for where Python looks, and then in the current folder, unless that is closed: a script's
     own folder, or that of a command, is where Python begins, and not where the user is.
@@ -57,14 +57,14 @@ def import_name(address: str, setting: str) -> Any:
         setting: whose value it is, for the error.
 
     Raises:
-        ConfigError: there is no such thing.
+        ConfigError: it does not exist.
     """
     module_name, _, name = address.partition(":")
     is_open = search_here()
     try:
-        found: Any = importlib.import_module(module_name)
+        value: Any = importlib.import_module(module_name)
         for part in name.split("."):
-            found = getattr(found, part)
+            value = getattr(value, part)
     except (ImportError, AttributeError, ValueError) as error:
         why = f"{type(error).__name__}: {error}"
         if not is_open and isinstance(error, ModuleNotFoundError):
@@ -73,23 +73,23 @@ def import_name(address: str, setting: str) -> Any:
                 "Set PYTHONPATH to the folder of your code"
             )
         raise ConfigError(f"{setting} {address!r} cannot be imported: {why}") from error
-    return found
+    return value
 
 
 def choices(name: str, known: Collection[str], those: str = "known are") -> str:
     """The names that could have been meant by a name, and all that there are, to end a message with.
 
     Args:
-        known: names, or name → what stands behind it in parentheses.
+        known: names, or name → the words behind it in parentheses.
     """
     close = get_close_matches(name, known, cutoff=0.65)  # so that label is near fine_label
     meant = f"did you mean {' or '.join(close)}? " if close else ""
-    shown = [f"{each} ({kind})" for each, kind in known.items()] if isinstance(known, Mapping) else known
+    shown = [f"{one} ({kind})" for one, kind in known.items()] if isinstance(known, Mapping) else known
     return f"; {meant}{those} {', '.join(shown)}"
 
 
 def to_install(extra: str) -> str:
-    """How to install what an extra of raypipe names, for errors."""
+    """Return the command that installs an extra of raypipe, for errors."""
     return f"pip install '{DISTRIBUTION}[{extra}]'"
 
 
@@ -109,5 +109,5 @@ def num_cpus() -> int:
 def versions() -> dict[str, str | None]:
     """The versions of all that pixels may depend on; None = it is not installed."""
     # raypipe's is that of the sources that run: Ray may have put a folder of them before an installed one.
-    found: dict[str, str | None] = {"raypipe": raypipe.__version__}
-    return found | {name: version_of(name) for name in _PACKAGES} | {"python": platform.python_version()}
+    own: dict[str, str | None] = {"raypipe": raypipe.__version__}
+    return own | {name: version_of(name) for name in _PACKAGES} | {"python": platform.python_version()}

@@ -9,7 +9,7 @@
     dict            mappings                                    dict
     a class         its instances                               the value
 
-`Annotated[int, Limits(…)]` has limits of its own, unions are tried in order, and Any takes what there is.
+`Annotated[int, Limits(…)]` has its own limits, unions are tried in order, and Any takes what there is.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ class Limits(NamedTuple):
     below: bool = False
 
     def hold(self, value: float) -> bool:
-        """Whether a number is within them."""
+        """Return whether a number is within the limits."""
         least = self.least < value if self.above else self.least <= value
         return least and (value < self.most if self.below else value <= self.most)
 
     def words(self, kind: type, value: object) -> str:
-        """What they allow, for the message about a value."""
-        given = value if type(value) in (int, float) else math.nan
-        low = self.least > -_MEANT or given < self.least  # type: ignore[operator]
-        high = self.most < _MEANT or math.inf > given > self.most  # type: ignore[operator]
+        """Describe the limits, for the message about a value."""
+        number = value if type(value) in (int, float) else math.nan
+        low = self.least > -_MEANT or number < self.least  # type: ignore[operator]
+        high = self.most < _MEANT or math.inf > number > self.most  # type: ignore[operator]
         if low and high and not (self.above or self.below):
             within = f" from {self.least} to {self.most}"
         else:
@@ -74,7 +74,7 @@ ANY_NUMBER = Limits(-math.inf, math.inf)
 class _UnfitError(Exception):
     """A value within another, at a path such as `[0]['size']`, is not of its kind."""
 
-    def __init__(self, kind: Any, value: object, path: tuple[object, ...] = ()) -> None:
+    def __init__(self, kind: Any, value: object, path: tuple[object, ...]) -> None:
         self.kind, self.value, self.path = kind, value, path
 
 
@@ -83,12 +83,12 @@ def check(name: str, value: object, kind: Any) -> Any:
     try:
         return _as_kind(value, kind)
     except _UnfitError as error:
-        place = "".join(f"[{shown(each)}]" for each in error.path)
+        place = "".join(f"[{shown(key)}]" for key in error.path)
         words = expected(error.kind, error.value)
         raise ConfigError(f"{name}{place} must be {words}, got {shown(error.value)}") from None
 
 
-def _as_kind(value: Any, kind: Any) -> Any:
+def _as_kind(value: Any, kind: Any, path: tuple[object, ...] = ()) -> Any:
     if kind is Any:
         return value
     if hasattr(value, "tolist") and not isinstance(value, type):  # numpy's and torch's numbers and arrays
@@ -107,33 +107,26 @@ def _as_kind(value: Any, kind: Any) -> Any:
         if isinstance(value, str) and value in parts:
             return str(value)
     elif origin in (Union, UnionType):
-        return _as_one_of(value, kind, parts)
+        return _as_one_of(value, kind, parts, path)
     elif origin in (list, tuple):
         if isinstance(value, list | tuple):
-            return origin([_within(each, parts[0], number) for number, each in enumerate(value)])
+            return origin([_as_kind(item, parts[0], (*path, number)) for number, item in enumerate(value)])
     elif origin is dict:
         if isinstance(value, Mapping) and all(fits(key, parts[0]) for key in value):
-            return {_as_kind(key, parts[0]): _within(each, parts[1], key) for key, each in value.items()}
+            return {_as_kind(key, parts[0]): _as_kind(item, parts[1], (*path, key)) for key, item in value.items()}
     elif isinstance(value, plain):
         return value
-    raise _UnfitError(kind, value)
+    raise _UnfitError(kind, value, path)
 
 
 def _parts(kind: Any) -> tuple[Any, Limits | None]:
-    """A kind without its limits, and these; None = it is no number."""
+    """A kind without its limits, and these; None = not a number."""
     plain, *own = get_args(kind) if get_origin(kind) is Annotated else [kind]
     return plain, own[0] if own else _DEFAULT.get(plain)
 
 
-def _within(value: Any, kind: Any, place: object) -> Any:
-    try:
-        return _as_kind(value, kind)
-    except _UnfitError as error:
-        raise _UnfitError(error.kind, error.value, (place, *error.path)) from None
-
-
 def fits(value: Any, kind: Any) -> bool:
-    """Whether `check` takes a value."""
+    """Return whether `check` takes a value."""
     try:
         _as_kind(value, kind)
     except _UnfitError:
@@ -141,19 +134,19 @@ def fits(value: Any, kind: Any) -> bool:
     return True
 
 
-def _as_one_of(value: Any, kind: Any, parts: tuple[Any, ...]) -> Any:
-    """As the first alternative that fits; else the error is that of one which fits but for something within."""
-    nearest = _UnfitError(kind, value)
+def _as_one_of(value: Any, kind: Any, parts: tuple[Any, ...], path: tuple[object, ...]) -> Any:
+    """Convert to the first alternative that fits; else raise the error of one that fits but for a part."""
+    nearest = _UnfitError(kind, value, path)
     for part in parts:
         try:
-            return _as_kind(value, part)
+            return _as_kind(value, part, path)
         except _UnfitError as error:
-            nearest = error if error.path else nearest
+            nearest = error if len(error.path) > len(path) else nearest
     raise nearest
 
 
 def expected(kind: Any, value: object = None) -> str:
-    """What a value must be, in words; those of a number's limits that it does not pass are left out if large."""
+    """Describe what a value must be; those of a number's limits that it does not pass are left out if large."""
     *others, last = dict.fromkeys(_alternatives(kind, value))
     return f"{', '.join(others)} or {last}" if others else last
 
@@ -162,9 +155,9 @@ def _alternatives(kind: Any, value: object, inside: bool = False) -> list[str]:
     plain, limits = _parts(kind)
     origin, parts = get_origin(plain), get_args(plain)
     if origin in (Union, UnionType):
-        return [each for part in parts for each in _alternatives(part, value, inside)]
+        return [words for part in parts for words in _alternatives(part, value, inside)]
     if origin is Literal:
-        return [repr(each) for each in parts]
+        return [*map(repr, parts)]
     if plain is bool:
         return ["true", "false"]
     if limits is not None and not inside:
@@ -199,7 +192,7 @@ shown = _Shown().repr
 def kinds_of(section: type) -> dict[str, Any]:
     """The type of each field of a section."""
     hints = get_type_hints(section, include_extras=True)
-    return {each.name: hints[each.name] for each in fields(section)}
+    return {setting.name: hints[setting.name] for setting in fields(section)}
 
 
 @dataclass(frozen=True)
@@ -222,12 +215,12 @@ class Section:
 
 
 def is_section(kind: Any) -> bool:
-    """Whether a type is a section of settings."""
+    """Return whether a type is a section of settings."""
     return isinstance(kind, type) and issubclass(kind, Section)
 
 
 class Setting(NamedTuple):
-    """A setting: its type, its default, and what the documentation of its section says of it."""
+    """A setting: its type, its default, and its text in the docstring of its section."""
 
     kind: Any
     default: Any
@@ -235,29 +228,29 @@ class Setting(NamedTuple):
 
 
 def settings_of(section: type[Section]) -> dict[str, Setting]:
-    """All settings of a section and of those within it, by their whole names, such as `augment.strength.peak`."""
-    found: dict[str, Setting] = {}
+    """Collect the settings of a section and its sections by whole names, such as `augment.strength.peak`."""
+    settings: dict[str, Setting] = {}
     default, about = section(), described(section)
     for name, kind in kinds_of(section).items():  # type: ignore[arg-type] # a class is hashable
         if is_section(kind):
-            found |= settings_of(kind)
+            settings |= settings_of(kind)
         else:
-            found[section._prefix + name] = Setting(kind, getattr(default, name), about.get(name, ""))
-    return found
+            settings[section._prefix + name] = Setting(kind, getattr(default, name), about.get(name, ""))
+    return settings
 
 
 def build(section: type[Section], values: Mapping[str, Any]) -> Any:
     """A section with settings by their whole names, and defaults for others; ConfigError where one is wrong."""
-    given: dict[str, Any] = {}
+    own: dict[str, Any] = {}
     for name, kind in kinds_of(section).items():  # type: ignore[arg-type]
         if is_section(kind):
-            given[name] = build(kind, values)
+            own[name] = build(kind, values)
         elif section._prefix + name in values:
-            given[name] = values[section._prefix + name]
-    return section(**given)
+            own[name] = values[section._prefix + name]
+    return section(**own)
 
 
 def described(documented: Any) -> dict[str, str]:
-    """What the docstring of a section or a function says of each attribute or argument."""
-    found = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", inspect.getdoc(documented) or "", re.MULTILINE)
-    return {name: " ".join(text.split()) for name, text in found}
+    """Parse the docstring of a section or a function: the text of each attribute or argument."""
+    entries = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", inspect.getdoc(documented) or "", re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in entries}

@@ -33,7 +33,6 @@ UNLIKE = {
     "test_two_ranks_learn_what_one_does": "its processes have no pretended device",
     "test_a_compiled_model_learns_what_the_plain_one_does": "a compiler makes kernels of the CPU for it",
     "test_nccl_refuses_two_ranks_of_one_device": "its processes have no pretended device",
-    "test_compiled_it_draws_and_makes_the_same": "a compiler makes kernels of the CPU for it",
     "test_pinned_memory_is_what_the_page_says": "torch's allocator of pinned memory is not imitated",
     "test_a_device_that_has_drained_is_told_from_one_at_work[True]": "it is never busy",
     "test_the_copy_of_a_state_is_that_of_its_step_though_the_host_never_waits_and_goes_on": (

@@ -9,8 +9,7 @@ operation reads and writes real memory when it runs, so what runs too early or t
     memory    belongs to the stream that was current when it was first taken. Freed, it serves the next tensor of
               that stream at once, whatever else is still to read it; streams that were named by `record_stream`
               are waited for.
-    transfer  from pinned memory: read when it runs. From other memory: read at once, as CUDA promises. Memory that
-              others than torch have pinned is not held for a transfer: see `pinned`.
+    transfer  from pinned memory: read when it runs. From other memory: read at once, as CUDA promises.
     nvJPEG    writes what it decodes by a stream of its own, which waits for no other; then the host waits for it.
     graph     while one is captured, no thread may take memory or wait for the device; in the mode "thread_local",
               not the thread that captures.
@@ -34,7 +33,6 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import torch
 import torch.cuda._sanitizer
 import torchvision.io  # noqa: F401
@@ -173,15 +171,6 @@ class Cuda:
         block.used_by = []
         self._deferred.append((block, events)) if events else self._free.append(block)
 
-    def pinned(self, array: np.ndarray) -> torch.Tensor:
-        """A tensor in pinned memory that torch's own allocator does not guard: once let go, it is written to."""
-        memory = torch.from_numpy(array.copy())
-        holder = memory.numpy().view(_Held)
-        weakref.finalize(holder, memory.view(torch.uint8).fill_, 170).atexit = False
-        tensor = torch.from_numpy(holder)
-        self._pinned[tensor.data_ptr()] = memory
-        return tensor
-
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         return not isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() in self._pinned
 
@@ -249,10 +238,6 @@ class Cuda:
 
 # The sanitizer takes a stack for each access, which takes more time than all else.
 _NO_TRACES = SimpleNamespace(StackSummary=SimpleNamespace(extract=lambda *_, **__: []), walk_stack=lambda _: [])
-
-
-class _Held(np.ndarray):
-    pass
 
 
 class _Operation:

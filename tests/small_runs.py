@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from raypipe.commands.settings import parse_command
 from raypipe.config import PlanConfig, PoolConfig, RunConfig, StoreConfig, TrainConfig, TransformConfig
 
 
@@ -29,3 +30,11 @@ def small_run(
         ),
         storage_path=str(runs),
     )
+
+
+def parse_run(args: list[str] | None, doc: str | None) -> RunConfig:
+    """The RunConfig of a job's arguments."""
+
+    def job(run: RunConfig) -> None: ...
+
+    return parse_command("", job, args, doc)["run"]

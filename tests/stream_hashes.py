@@ -23,11 +23,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import cv2
-import h5py
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
-import tfrecords
 import torch
 from local_head import RAY_ON_THIS_MACHINE, LocalHead
 
@@ -55,12 +53,6 @@ def make_stores(folder: Path, environment: dict[str, str]) -> dict[str, str]:
         for path in sorted(images.rglob("*.*")):
             file.write(path, path.relative_to(images))
     subprocess.run(["tar", "cf", folder / "images.tar", "--sort=name", "-C", images, "."], check=True)
-    (folder / "images.tfrecord").write_bytes(
-        b"".join(tfrecords.record(tfrecords.example({"image": image(i), "label": i % 5})) for i in range(NUM))
-    )
-    with h5py.File(folder / "images.h5", "w") as file:
-        file["image"] = np.stack([np.full((32, 36, 3), i, np.uint8) for i in range(NUM)])
-        file["label"] = np.arange(NUM) % 5
     masks = [np.full((40 + i % 23, 52 - i % 17), i % 7, np.uint8) for i in range(NUM)]
     boxes = [[[2.0 + i % 5, 3, 20, 25, i % 5], [1, 1, 9, 9, 1]][: 1 + i % 2] for i in range(NUM)]
     columns = {
@@ -85,8 +77,6 @@ def make_stores(folder: Path, environment: dict[str, str]) -> dict[str, str]:
         "parquet": convert(images, "images.parquet"),
         "webdataset": webdataset(images, folder / "webdataset.tar"),
         "short-side": convert(images, "short.lmdb", "--short_side=32"),
-        "from-tfrecord": convert(folder / "images.tfrecord", "tfrecord.lmdb"),
-        "from-hdf5": convert(folder / "images.h5", "hdf5.lmdb"),
         "targets": str(folder / "targets.parquet"),
     }
 

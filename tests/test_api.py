@@ -109,7 +109,6 @@ def test_the_public_names_are_pinned() -> None:
         "open_store",
         "open_stream",
         "plain_loaders",
-        "prefetch",
         "preview",
         "read_lmdb",
         "stream",

@@ -16,13 +16,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import h5py
 import lance
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
-import tfrecords
 import yaml
 from documented import PAGES, ROOT, blocks, commands
 
@@ -264,26 +262,6 @@ def write_layout() -> None:
     write_lmdb(Path("other.lmdb"), {b"%d" % i: bytes([i % 5, 0]) + picture(i) for i in range(30)})
 
 
-def write_imagenet() -> None:
-    Path("imagenet").mkdir()
-    for number in range(1024):
-        one = [{"image/encoded": picture(number), "image/class/label": number % 5}] if number < 30 else []
-        tfrecords.write(Path("imagenet", f"train-{number:05d}-of-01024"), one)
-
-
-def write_flowers() -> None:
-    Path("flowers").mkdir()
-    for number in range(3):
-        rows = ({"jpg": picture(10 * number + i), "cls": i % 5} for i in range(10))
-        tfrecords.write(Path("flowers", f"{number}.tfrecord"), rows)
-
-
-def write_hdf5(name: str, images: str, labels: str) -> None:
-    with h5py.File(name, "w") as file:
-        file[images] = np.random.default_rng(0).integers(0, 256, (30, 8, 8, 3), np.uint8)
-        file[labels] = np.arange(30) % 5
-
-
 def write_saved() -> None:
     Path("my_dataset/train").mkdir(parents=True)
     images = [{"bytes": picture(i), "path": f"{i}.jpg"} for i in range(30)]
@@ -317,10 +295,6 @@ GIVEN: dict[str, Callable[[], None]] = {
     "bedroom_train_lmdb": lambda: write_lsun("bedroom_train_lmdb"),
     "train.lmdb": write_pickles,
     "other.lmdb": write_layout,
-    "imagenet/train-*-of-01024": write_imagenet,
-    "flowers/*.tfrecord": write_flowers,
-    "train.h5": lambda: write_hdf5("train.h5", "images", "labels"),
-    "camelyon.h5": lambda: write_hdf5("camelyon.h5", "x", "y"),
     "data/train-*.parquet": write_hugging_face,
     "my_dataset/train": write_saved,
     "mds/train": write_mosaic,

@@ -22,8 +22,8 @@ import torch
 import without_ray
 from local_head import LocalHead
 from signalled import assert_tells_how_to_go_on, ended_by, started
+from small_runs import parse_run
 
-from raypipe.commands.settings import parse_run
 from raypipe.commands.status import status
 from raypipe.errors import ConfigError
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import ray
+from small_runs import parse_run
 
 from raypipe.commands.cli import _finish
-from raypipe.commands.settings import parse_run
 from raypipe.stores.destination import write_atomically
 from raypipe.train.launch import train
 

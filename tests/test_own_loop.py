@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from watched import lines, planned
 
-from raypipe.plan.cursor import CURSOR_FILE, Cursor
+from raypipe.plan.places import CURSOR_FILE, Cursor
 from raypipe.stores import open_writer
 
 # What a newcomer puts around the README's lines, and in place of some of them.

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from small_runs import parse_run
 
-from raypipe.commands.settings import parse_command, parse_run
+from raypipe.commands.settings import parse_command
 from raypipe.config import AugmentConfig, RunConfig, StoreConfig
 from raypipe.errors import ConfigError
 from raypipe.metrics.records import read_records

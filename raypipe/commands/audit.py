@@ -1,5 +1,4 @@
-"""The commands that audit: what a store is, which of its samples are bad, whether two streams are the same, and
-what has become of a run."""
+"""The commands that audit stores, their bad samples, streams, and runs."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from raypipe.config import RunConfig
 from raypipe.errors import ConfigError
 from raypipe.logs import table
 from raypipe.lookup import num_cpus
-from raypipe.plan.schedule import shares
+from raypipe.plan.schedule import lanes
 from raypipe.storage.filesystem import as_uri, join
 
 # Actors of a digest that a machine with fewer CPUs lets share them.
@@ -57,26 +56,25 @@ def inspect(
         )
     if show_plan:
         return _show_plan(run)
-    opened, targets = open_train(run), run.transform.target_columns
+    store, targets = open_train(run), run.transform.target_columns
     if add_sizes:
-        found = image_sizes.add_sizes(opened, exif=run.transform.apply_exif)
-        table(opened.address, found)
-        return found
-    check_columns(opened, targets, "transform.{}_column")
+        sizes = image_sizes.add_sizes(store, exif=run.transform.apply_exif)
+        table(store.address, sizes)
+        return sizes
+    check_columns(store, targets, "transform.{}_column")
     if not verify:
-        found = inspection.describe(opened, targets)
-        table(opened.address, found)
-        return found
-    found = inspection.verify(opened, output, targets=targets, columns=run_columns(run, opened))
-    told = dict(found)
-    for first, name, num, error in found.pop("reasons"):
+        description = inspection.describe(store, targets)
+        table(store.address, description)
+        return description
+    summary = inspection.verify(store, output, targets=targets, columns=run_columns(run, store))
+    reasons, rows = summary.pop("reasons"), dict(summary)
+    for first, name, num, error in reasons:
         others = f" and {num - 1:,} others" if num > 1 else ""
-        told[f"sample {first}{others}"] = f"{error} ({name})" if name else error
-    if found["bad"]:
-        told["to exclude them"] = f"--store.exclude {found['list']}"
-    del told["reasons"]
-    table(opened.address, told)
-    return found
+        rows[f"sample {first}{others}"] = f"{error} ({name})" if name else error
+    if summary["bad"]:
+        rows["to exclude them"] = f"--store.exclude {summary['list']}"
+    table(store.address, rows)
+    return summary
 
 
 def _show_plan(run: RunConfig) -> dict[str, Any]:
@@ -84,13 +82,13 @@ def _show_plan(run: RunConfig) -> dict[str, Any]:
     from raypipe.streaming.opening import spec_of
 
     spec = spec_of(run)
-    found = summary(spec)
-    told = dict(found)
-    if classes := told.pop("classes", None):
+    contents = summary(spec)
+    rows = dict(contents)
+    if classes := rows.pop("classes", None):
         for which, shares in zip(("stored", "drawn"), zip(*classes.values(), strict=True), strict=True):
-            told[f"shares of {len(classes)} classes, {which}"] = f"{min(shares):.3%} to {max(shares):.3%}"
-    table(spec.stores["train"].address, told)
-    return found
+            rows[f"shares of {len(classes)} classes, {which}"] = f"{min(shares):.3%} to {max(shares):.3%}"
+    table(spec.stores["train"].address, rows)
+    return contents
 
 
 def digest(
@@ -112,7 +110,7 @@ def digest(
             be more than CPUs.
         target: see `settings.command_parser`.
         from_step: resume at this training step, counted through all epochs.
-        to_step: end before this training step, a validation that lies before it included; 0 = at the end.
+        to_step: end before this training step, including a validation before it; 0 = at the end.
         output: write the settings and the digest of every micro-batch to this file, a local path or a URI.
         compare: compare with such a file; exit code 1 where they differ.
     """
@@ -124,12 +122,12 @@ def digest(
 
     spec, workers = spec_of(run), run.train.num_workers or 1
     spec.plan.check_workers(workers)
-    shares(workers, spec.pool.executions)
+    lanes(workers, spec.pool.executions)
     total = spec.plan.config.epochs * spec.plan.steps_per_epoch
     to_step = to_step or total
     if not 0 <= from_step < to_step <= total:
         raise ConfigError(
-            f"--from-step {from_step} and --to-step {to_step} are no range within the run's {total} steps"
+            f"--from-step {from_step} and --to-step {to_step} are not a range within the run's {total} steps"
         )
     expected = DigestFile.read(compare) if compare else None
     if output:
@@ -149,22 +147,20 @@ def digest(
         most, spec = preflight(pool).max_actors, dataclasses.replace(spec, pool=pool)
         iterators = splits(spec, cursor, max_actors=most, world_size=workers)
         digests = list(iterate_digests(spec.plan, cursor, iterators))
-    told = settings_of(spec, workers=workers, actors=most, from_step=from_step, to_step=to_step)
-    made = DigestFile(output, told, {one.name: one.digest.hex() for one in digests})
-    found: dict[str, Any] = {
+    settings = settings_of(spec, workers=workers, actors=most, from_step=from_step, to_step=to_step)
+    written = DigestFile(output, settings, {one.name: one.digest.hex() for one in digests})
+    result: dict[str, Any] = {
         "digest": combine(one.digest for one in digests),
         "samples": sum(one.num_samples for one in digests),
         "micro_batches": len(digests),
     }
     if output:
-        made.write()
-        found["output"] = output
+        written.write()
+        result["output"] = output
     if expected:
-        found |= compared_with(expected, made)
-    table(spec.stores["train"].address, _told(found))
-    if expected:
-        print(_verdict(found))
-    return found
+        result |= compared_with(expected, written)
+    _print_digests(spec.stores["train"].address, result)
+    return result
 
 
 def digest_diff(first: str, second: str) -> dict[str, Any]:
@@ -178,22 +174,18 @@ def digest_diff(first: str, second: str) -> dict[str, Any]:
     """
     from raypipe.streaming.digest import DigestFile, compare
 
-    found = compare(DigestFile.read(first), DigestFile.read(second))
-    table(f"{first}, {second}", _told(found))
-    print(_verdict(found))
-    return found
+    result = compare(DigestFile.read(first), DigestFile.read(second))
+    _print_digests(f"{first}, {second}", result)
+    return result
 
 
-def _told(found: dict[str, Any]) -> dict[str, Any]:
-    """The same, with the two values of each setting that differs beside each other."""
-    differ = {"settings": {name: tuple(pair) for name, pair in found.get("settings", {}).items()}}
-    return {name: value for name, value in (found | differ).items() if value != {}}
-
-
-def _verdict(found: dict[str, Any]) -> str:
-    if found["equal"]:
-        return f"equal over {found['compared']} micro-batches"
-    return f"{found['different']} of {found['compared']} micro-batches differ"
+def _print_digests(heading: str, result: dict[str, Any]) -> None:
+    """Print digests; of a comparison also both values of each setting that differs, and the verdict."""
+    differ = {"settings": {name: tuple(pair) for name, pair in result.get("settings", {}).items()}}
+    table(heading, {name: value for name, value in (result | differ).items() if value != {}})
+    if "equal" in result:
+        verdict = "{different} of {compared} micro-batches differ"
+        print(("equal over {compared} micro-batches" if result["equal"] else verdict).format_map(result))
 
 
 def report(run: RunConfig, folder: str = "", *, against: str = "", output: str = "") -> dict[str, Any]:
@@ -210,8 +202,8 @@ def report(run: RunConfig, folder: str = "", *, against: str = "", output: str =
     from raypipe.pages.report import write_report
 
     if not (folder or run.name):
-        raise ConfigError("there is no run to report: name its folder, or set name to that of the run")
-    found = write_report(folder or join(as_uri(run.storage_path), run.name), against, output)
-    for summary in filter(None, (found, found["against"])):
+        raise ConfigError("the report needs a run: give its folder, or set name")
+    result = write_report(folder or join(as_uri(run.storage_path), run.name), against, output)
+    for summary in filter(None, (result, result["against"])):
         table(summary["run"], {name: value for name, value in summary.items() if name != "against"})
-    return found
+    return result

@@ -68,24 +68,24 @@ def bench(
         before = ceiling(opened, config, actors, seconds / 2)
         stream = stream_once(opened, config, pool, micro_batch, seconds, before["images_per_s"])
         measured.append(compared(before, stream, ceiling(opened, config, actors, seconds / 2)))
-    found: dict[str, Any] = summary(measured)
+    figures: dict[str, Any] = summary(measured)
     what = f"{opened.address}: {brief(config.train)} at {config.size_text} px"
     how = f"{actors} actors, micro-batches of {micro_batch}, {repeats} repeats"
-    table(f"{what}, {how}", {_UNITS[name]: float(value) for name, value in found.items()})
-    print(verdict(found, actors))
-    found |= {"store": opened.address, "transform": config.train, "size": config.size, "actors": actors}
-    found |= {"micro_batch": micro_batch, "cache": pool.cache, "cpus": num_cpus(), "versions": versions()}
+    table(f"{what}, {how}", {_UNITS[name]: float(value) for name, value in figures.items()})
+    print(verdict(figures, actors))
+    figures |= {"store": opened.address, "transform": config.train, "size": config.size, "actors": actors}
+    figures |= {"micro_batch": micro_batch, "cache": pool.cache, "cpus": num_cpus(), "versions": versions()}
     if images_per_s:
-        found["cpus_needed"] = cpus = cpus_needed(found, images_per_s, pool.cpus_per_actor)
+        figures["cpus_needed"] = cpus = cpus_needed(figures, images_per_s, pool.cpus_per_actor)
         sent, read = (
             images_per_s * num_bytes * 8 / 1e9
-            for num_bytes in (found["micro_batch_bytes"] / micro_batch, found["encoded_bytes_per_image"])
+            for num_bytes in (figures["micro_batch_bytes"] / micro_batch, figures["encoded_bytes_per_image"])
         )
         print(
             f"{images_per_s:,.0f} images/s need {cpus:,} such CPUs, {_HEADROOM:.0%} to spare, which read "
             f"{read:.1f} Gbit/s from the store and send {sent:.1f} Gbit/s of pixels."
         )
-    return found
+    return figures
 
 
 _UNITS = {
@@ -100,20 +100,20 @@ _UNITS = {
 }
 
 
-def verdict(found: Figures, actors: int) -> str:
+def verdict(figures: Figures, actors: int) -> str:
     """The figures of a summary in a sentence or two."""
-    said = (
-        f"The stream runs at {found['ratio']:.0%} of the rate at which {actors} processes decode and transform "
+    text = (
+        f"The stream runs at {figures['ratio']:.0%} of the rate at which {actors} processes decode and transform "
         "images that are in memory."
     )
-    if found["ratio"] > 1:
-        said += " More than 100 % is the drift of this machine's speed: measure longer, or with --repeats 3."
-    return said
+    if figures["ratio"] > 1:
+        text += " More than 100 % is the drift of this machine's speed: measure longer, or with --repeats 3."
+    return text
 
 
-def cpus_needed(found: dict[str, Any], images_per_s: float, cpus_per_actor: float) -> int:
+def cpus_needed(figures: dict[str, Any], images_per_s: float, cpus_per_actor: float) -> int:
     """CPUs of actors as fast as those of a measured stream, for a rate and some headroom."""
-    per_actor = found["stream_images_per_s"] / found["actors"]
+    per_actor = figures["stream_images_per_s"] / figures["actors"]
     return math.ceil(math.ceil(images_per_s * (1 + _HEADROOM) / per_actor) * cpus_per_actor)
 
 
@@ -130,7 +130,7 @@ def _cpus_here() -> int:
 
 
 def _on_cluster() -> bool:
-    """Whether this process belongs to a cluster, as a submitted job does."""
+    """Return whether this process belongs to a cluster, as a submitted job does."""
     return bool(os.environ.get("RAY_ADDRESS"))
 
 
@@ -152,25 +152,25 @@ def ceiling(store: Store, transform: TransformConfig, processes: int, seconds: f
 
         connect()
         task: Any = ray.remote(_alone).options(num_cpus=1, **placement(PoolConfig().label_selector))
-        found = ray.get([task.remote(*arguments) for _ in range(processes)])
+        costs = ray.get([task.remote(*arguments) for _ in range(processes)])
     else:
         with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
             running = [pool.submit(_alone, *arguments) for _ in range(processes)]
-            found = [each.result() for each in running]
-    mean = {name: statistics.fmean(one[name] for one in found) for name in found[0]}
+            costs = [future.result() for future in running]
+    mean = {name: statistics.fmean(one[name] for one in costs) for name in costs[0]}
     return mean | {"images_per_s": mean["images_per_s"] * processes}
 
 
 def _alone(store: Store, transform: TransformConfig, seconds: float) -> Figures:
-    """What `ceiling` returns, of one process, with its images in memory and warmed up."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # for torch, as Ray has it in an actor of one CPU
+    """Measure the figures of `ceiling` in one process, with its images in memory and warmed up."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # Ray sets it for torch in an actor of one CPU
     import cv2
 
     from raypipe.transform.contents import Images
     from raypipe.transform.presets import build_transform
     from raypipe.transform.samples import EncodedSample
 
-    cv2.setNumThreads(1)  # as in an actor
+    cv2.setNumThreads(1)  # an actor does so too
     store.read(np.arange(1), ("image",))  # opens it
     began_cpu = time.process_time()
     encoded = store.read(np.arange(min(len(store), _CEILING_IMAGES)), ("image",))["image"]
@@ -209,7 +209,7 @@ def stream_once(
     from raypipe.streaming.opening import open_stream
     from raypipe.streaming.pipeline import splits
     from raypipe.streaming.row import host_blocks
-    from raypipe.transform.fields import IMAGE, VIEW
+    from raypipe.transform.fields import is_image
 
     # The same transform in both splits, so that every micro-batch costs the same.
     transform = dataclasses.replace(transform, val=transform.train)
@@ -225,10 +225,8 @@ def stream_once(
         arrived, batches = time.perf_counter(), list(block)
         num_images = sum(int((batch.weight > 0).sum()) for batch in batches)
         blocks.append((arrived, num_images))
-        images = {
-            name: each for name, each in batches[0].arrays().items() if name.partition(".")[0] in (IMAGE, VIEW)
-        }
-        num_bytes = sum(each.nbytes for each in images.values())
+        images = {name: array for name, array in batches[0].arrays().items() if is_image(name)}
+        num_bytes = sum(image.nbytes for image in images.values())
         if arrived - blocks[0][0] > seconds:
             break
         del block, batches
@@ -258,5 +256,5 @@ def compared(before: Figures, stream: Figures, after: Figures) -> Figures:
 
 def summary(measured: list[Figures]) -> Figures:
     """Medians over the repeats; ratios are medians of each repeat's own ratio."""
-    found = {name: statistics.median(one[name] for one in measured) for name in measured[0]}
-    return found | {"micro_batch_bytes": int(found["micro_batch_bytes"])}
+    medians = {name: statistics.median(one[name] for one in measured) for name in measured[0]}
+    return medians | {"micro_batch_bytes": int(medians["micro_batch_bytes"])}

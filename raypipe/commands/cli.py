@@ -4,7 +4,7 @@ All commands on a store or a stream take the settings of a run, as jobs/train.py
 setting by its name, such as `--plan.seed 1`.
 
 Exit codes: 0 done; 1 an error that the message explains, a comparison that found a difference, or a machine that
-is not fit; 2 wrong usage; 75 a run was stopped, and has a checkpoint to go on from; 130 interrupted.
+is not fit; 2 wrong usage; 75 a run was stopped, and has a checkpoint to continue from; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any, Literal
 
-from raypipe.commands import audit, bench, doctor, settings
+from raypipe.commands import audit, bench, doctor, settings, status
 from raypipe.config import RunConfig
 from raypipe.errors import RaypipeError
 from raypipe.logs import configure_logs, phase, printable
-from raypipe.storage.filesystem import as_uri
 from raypipe.stores import open_source, store_options
 from raypipe.train.interrupts import Stopped
 
@@ -34,7 +33,7 @@ def train(run: RunConfig) -> dict[str, Any]:
     Example: raypipe train --config run.yaml --plan.epochs 90
     """
     configure_logs(run.log)
-    phase(logger, "loading Ray and torch")  # which takes seconds
+    phase(logger, "loading Ray and torch")
     return import_module("raypipe.train.launch").train(run)  # the whole program, which no other command needs
 
 
@@ -56,9 +55,8 @@ def convert_store(
     Example: raypipe convert imagenet.tar imagenet.lmdb --short-side 256 --quality 92
 
     Args:
-        run: settings, of which store.image_column and store.label_column matter; they name TFRecord's features and
-            HDF5's datasets too; and transform.apply_exif, for sizes.
-        src: a store of any format, TFRecord, HDF5 or zip, see docs/formats.md; several files as 'train-*.parquet'.
+        run: settings, of which store.image_column, store.label_column and, for sizes, transform.apply_exif matter.
+        src: a store of any format, or zip, see docs/formats.md; several files as 'train-*.parquet'.
         dst: a path or a URI, such as s3://bucket/train.lmdb, that ends in .lmdb or .parquet.
         short_side: decode once and store with this shorter side, in pixels; 0 = the bytes as they are.
         quality: of the JPEGs that short_side makes, 1 to 100.
@@ -115,40 +113,11 @@ def draw_preview(
         plan=run.plan,
         transform=run.transform,
         augment=run.augment,
-        epochs=min(show_epochs, run.plan.epochs),
+        epochs=show_epochs,
         samples=samples,
         indices=indices,
         columns=renamed(run.store.columns, run.store.label_column),
     )
-
-
-def stop(folder: str) -> dict[str, Any]:
-    """End a run within seconds, with a checkpoint; it goes on by `jobs/train.py --resume RUN`.
-
-    Example: raypipe stop s3://my-bucket/runs/20261121-104600-3fa2
-
-    Args:
-        folder: of the run, its `run_dir`, a path or a URI.
-    """
-    from raypipe.train.run_folder import check_run_folder, request_stop
-
-    run_uri = as_uri(folder.rstrip("/"))
-    check_run_folder(run_uri, resume=True)
-    request_stop(run_uri)
-    return {"run_dir": folder, "stop_requested": True}
-
-
-def show_status(folder: str) -> dict[str, Any]:
-    """Tell what a run is at: its step, how long ago that was, and who waits for what.
-
-    Example: raypipe status s3://my-bucket/runs/20261121-104600-3fa2
-
-    Args:
-        folder: of the run, its `run_dir`, a path or a URI.
-    """
-    from raypipe.commands import status as status_module
-
-    return status_module.status(folder)
 
 
 COMMANDS: dict[str, Callable[..., dict[str, Any]]] = {
@@ -161,35 +130,31 @@ COMMANDS: dict[str, Callable[..., dict[str, Any]]] = {
     "preview": draw_preview,
     "report": audit.report,
     "doctor": doctor.doctor,
-    "status": show_status,
-    "stop": stop,
+    "status": status.status,
+    "stop": status.stop,
 }
 
 
 def main(args: list[str] | None = None) -> None:
     """The `raypipe` command. Options may be written with dashes or underscores."""
-    given = sys.argv[1:] if args is None else args
+    words = sys.argv[1:] if args is None else args
 
     def command() -> dict[str, Any]:
         parser = settings.Parser("raypipe", __doc__)
         parser.usage = "raypipe COMMAND [--OPTION VALUE …]"
         commands = parser.add_subparsers(title="commands", dest="name", metavar="COMMAND", required=True)
-        for each, function in COMMANDS.items():
+        for command_name, function in COMMANDS.items():
             about = (function.__doc__ or "").partition("\n")[0]
-            commands.add_parser(each, help=about.replace("%", "%%"), add_help=False)
-        name = parser.parse_args(given[:1] or ["--help"]).name
-        return COMMANDS[name](**settings.parse_command(name, COMMANDS[name], given[1:]))
+            commands.add_parser(command_name, help=about.replace("%", "%%"), add_help=False)
+        name = parser.parse_args(words[:1] or ["--help"]).name
+        return COMMANDS[name](**settings.parse_command(name, COMMANDS[name], words[1:]))
 
     _finish(command)
 
 
 def run_job(job: Callable[..., dict[str, Any]], doc: str | None) -> None:
     """The body of a script in jobs/: settings in, see `settings.parse_command`, one JSON object out."""
-
-    def parsed() -> dict[str, Any]:
-        return job(**settings.parse_command("", job, doc=doc))
-
-    _finish(parsed)
+    _finish(lambda: job(**settings.parse_command("", job, doc=doc)))
 
 
 def _finish(command: Callable[[], dict[str, Any]]) -> None:

@@ -4,7 +4,7 @@
     → one rename, or, at a URI, one manifest: the new store exists whole or not at all
 
 A local destination of one shard is a file, of several a folder of shards; a remote one is a folder. Order and
-indices are the source's, unless samples are skipped. What can be read in one order alone, samples, a Dataset or a
+indices are the source's, unless samples are skipped. Sources with a fixed order, samples, a Dataset or a
 file that is no store, goes through this process once, into a store in the cache folder, and is then copied as any
 other.
 """
@@ -32,7 +32,7 @@ from raypipe.stores import open_source, open_store
 from raypipe.stores.addresses import expand
 from raypipe.stores.base import Store
 from raypipe.stores.destination import new_path, new_remote
-from raypipe.stores.record import Fingerprint, RecordLayout, Sample, column_types, plain
+from raypipe.stores.record import ColumnValues, Fingerprint, RecordLayout, column_types, plain
 from raypipe.stores.scan import SIZE_COLUMNS
 from raypipe.stores.writers import WRITTEN_SUFFIXES, open_writer
 from raypipe.transform.decode import decode, encode_jpeg, resize_short_side
@@ -51,7 +51,7 @@ skipped, each with its reason."""
 
 
 def convert(
-    src: str | Path | Store | ray.data.Dataset | Iterable[Sample],
+    src: str | Path | Store | ray.data.Dataset | Iterable[ColumnValues],
     dst: str,
     *,
     classes: Sequence[str] | None = None,
@@ -136,16 +136,14 @@ def convert(
             (store, file, *ends, columns, short_side, quality, on_bad_sample, sized, exif)
             for file, ends in zip(files, itertools.pairwise(bounds), strict=True)
         ]
-        num_samples = num_unsized = num_bytes = 0
-        skipped: list[tuple[int, str]] = []
+        counts, skipped = np.zeros(3, np.int64), list[tuple[int, str]]()
         parts = run_tasks(
             "the copy", True, write_shard, calls, len(store), lambda part: part[0] + len(part[3]), progress
         )
-        for part_samples, part_unsized, part_bytes, part_skipped in parts:
-            num_samples += part_samples
-            num_unsized += part_unsized
-            num_bytes += part_bytes
+        for *part_counts, part_skipped in parts:
+            counts += part_counts
             skipped += part_skipped
+        num_samples, num_unsized, num_bytes = counts.tolist()
         if not num_samples:
             raise StoreError(f"{store.address} has no readable sample; the first: {min(skipped)[1]}")
         return {
@@ -157,7 +155,7 @@ def convert(
         }
 
 
-def _rows_of(src: ray.data.Dataset | Iterable[Sample]) -> Iterator[Sample]:
+def _rows_of(src: ray.data.Dataset | Iterable[ColumnValues]) -> Iterator[ColumnValues]:
     import ray.data
 
     if not isinstance(src, ray.data.Dataset):
@@ -172,8 +170,10 @@ def _rows_of(src: ray.data.Dataset | Iterable[Sample]) -> Iterator[Sample]:
 
 
 @contextlib.contextmanager
-def _kept_samples(samples: Iterator[Sample], classes: Sequence[str] | None, short_side: int) -> Iterator[Path]:
-    """Within, the file of a store in the cache folder that has the samples, in their order.
+def _kept_samples(
+    samples: Iterator[ColumnValues], classes: Sequence[str] | None, short_side: int
+) -> Iterator[Path]:
+    """Keep the samples in a store in the cache folder, in their order: its file.
 
     Args:
         samples: see `raypipe.convert`; each is taken once. One whose image is None may lack the other columns.
@@ -202,7 +202,7 @@ def _kept_samples(samples: Iterator[Sample], classes: Sequence[str] | None, shor
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _encoded(sample: Sample) -> dict[str, Any]:
+def _encoded(sample: ColumnValues) -> dict[str, Any]:
     """A sample whose image is bytes, or None."""
     import cv2
 
@@ -251,7 +251,7 @@ def write_shard(
 
     Raises:
         SampleError: a sample is bad, and on_bad_sample is "raise".
-        StoreError: what is read back is not what was written.
+        StoreError: the shard differs from its samples when it is read back.
         InterruptedError: see `check_wanted`.
     """
     check_wanted(wanted)

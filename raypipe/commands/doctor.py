@@ -1,7 +1,7 @@
 """Is this machine fit for raypipe?
 
-A check returns whether all is well, and what it found: what is not well works, but worse than it could. What does
-not work raises an error. Its docstring says what mends it.
+A check returns whether all is well, and its findings: False means that raypipe works, but worse than it could. A
+check raises an error where something does not work. Its docstring names the remedy.
 """
 
 from __future__ import annotations
@@ -14,17 +14,15 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import tomllib
 from pathlib import Path
 from typing import Any
 
-import raypipe
 from raypipe.logs import printable
 from raypipe.lookup import DISTRIBUTION
 
 _RAY_TIMEOUT_S = 120
 _GIB = 2**30
-# In a process of its own: this one may be connected, or be left half-way by a start that hangs.
+# In a separate process: this one may be connected, or be left half-way by a start that hangs.
 _RAY_PROGRAM = """import ray; from raypipe.rayext import cluster; cluster.connect()
 print(ray.get(ray.remote(num_cpus=0)(cluster.cluster_resources).remote(), timeout=90))"""
 
@@ -42,23 +40,23 @@ def doctor(*, no_ray: bool = False) -> dict[str, Any]:
 
 
 def examined(name: str) -> dict[str, str]:
-    """Make and print a check: `name`, `status` (ok, warn, fail), `found`, and `mend`, "" if all is well."""
+    """Make and print a check: `name`, `status` (ok, warn, fail), `found`, and `fix`, "" if all is well."""
     check = CHECKS[name]
-    mend = check.__doc__ or ""
+    fix = check.__doc__ or ""
     try:
-        is_well, found = check()
-        status, mend = ("ok", "") if is_well else ("warn", mend)
+        is_well, finding = check()
+        status, fix = ("ok", "") if is_well else ("warn", fix)
     except Exception as error:  # a broken installation may raise anything
-        status, found = "fail", f"{type(error).__name__}: {error}"
-    print(f"{status:4} {name:10} {printable(found)}" + (f"\n{'':16}→ {mend}" if mend else ""), flush=True)
-    return {"name": name, "status": status, "found": found, "mend": mend}
+        status, finding = "fail", f"{type(error).__name__}: {error}"
+    print(f"{status:4} {name:10} {printable(finding)}" + (f"\n{'':16}→ {fix}" if fix else ""), flush=True)
+    return {"name": name, "status": status, "found": finding, "fix": fix}
 
 
 def _packages() -> tuple[bool, str]:
-    """Install raypipe anew, in an environment of its own."""
+    """Install raypipe again, in a new environment."""
     from packaging.requirements import Requirement
 
-    for requirement in map(Requirement, _requirements()):
+    for requirement in map(Requirement, importlib.metadata.requires(DISTRIBUTION) or []):
         if not requirement.marker or requirement.marker.evaluate({"extra": ""}):
             version = importlib.metadata.version(requirement.name)  # an error if it is not there
             if not requirement.specifier.contains(version, prereleases=True):
@@ -67,19 +65,8 @@ def _packages() -> tuple[bool, str]:
     return True, f"Python {platform.python_version()}, {', '.join(versions)}"
 
 
-def _requirements() -> list[str]:
-    """The requirements of the installed raypipe; of sources that are not installed, those of their project."""
-    try:
-        return importlib.metadata.requires(DISTRIBUTION) or []
-    except importlib.metadata.PackageNotFoundError:
-        project = Path(raypipe.__file__).parents[1] / "pyproject.toml"
-        if not project.exists():
-            raise
-        return tomllib.loads(project.read_text())["project"]["dependencies"]
-
-
 def _decoding() -> tuple[bool, str]:
-    """Install gcc and libjpeg-turbo's headers (apt-get install gcc libjpeg-dev), then raypipe anew."""
+    """Install gcc and libjpeg-turbo's headers (apt-get install gcc libjpeg-dev), then raypipe again."""
     from raypipe.transform.jpeg import why_no_extension
 
     why = why_no_extension()
@@ -107,11 +94,10 @@ def _nvjpeg() -> tuple[bool, str]:
 
     from raypipe.device.jpeg_decoders import find_decoder
 
-    if not torch.cuda.is_available():
-        by = find_decoder(torch.device("cpu")).name
-        return True, f"no GPU; with transform.decode=gpu the CPU decodes by {by}"
-    decoder = find_decoder(torch.device("cuda", torch.cuda.current_device()))
-    return True, f"transform.decode=gpu decodes by {decoder.name}"
+    device = (
+        torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    )
+    return True, f"transform.decode=gpu decodes by {find_decoder(device).name} on the {device.type}"
 
 
 def _limits() -> tuple[bool, str]:
@@ -121,9 +107,9 @@ def _limits() -> tuple[bool, str]:
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     folder = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
     free = shutil.disk_usage(folder).free
-    found = f"/dev/shm has {shared / _GIB:.1f} GiB (Ray wants {0.3 * memory / _GIB:.1f}, 30 % of memory)"
-    found += f"; at most {most} open files; {folder} has {free / _GIB:.1f} GiB free"
-    return shared >= 0.3 * memory and most >= 4096 and free >= 5 * _GIB, found
+    limits = f"/dev/shm has {shared / _GIB:.1f} GiB (Ray wants {0.3 * memory / _GIB:.1f}, 30 % of memory)"
+    limits += f"; at most {most} open files; {folder} has {free / _GIB:.1f} GiB free"
+    return shared >= 0.3 * memory and most >= 4096 and free >= 5 * _GIB, limits
 
 
 def _ray() -> tuple[bool, str]:

@@ -1,6 +1,6 @@
-"""What a store is, and which of its samples are bad.
+"""Descriptions of stores, and the search for their bad samples.
 
-describe   what the store says of itself, and what a few samples spread over it are; in this process
+describe   the store's own figures, and those of a few samples spread over it; in this process
 verify     every sample, on Ray; the bad ones as a list for runs to leave out, see `raypipe.stores.record`
 
 What cannot be read in one piece is read in smaller ones, down to single samples: damage that breaks the read of
@@ -37,7 +37,7 @@ from raypipe.transform.targets import decode_targets
 # Samples that a description looks at: decoded within a second or two.
 _NUM_SAMPLED = 64
 NO_TARGETS: Mapping[str, str] = {}
-# Samples whose values tell what a column holds.
+# Samples that the type of a column is found by.
 _NUM_TYPED = 8
 
 # Encoded samples that a task holds at a time: a few MB of JPEGs, and bounded where single files are large.
@@ -48,42 +48,30 @@ _NUM_PLACES = 8
 
 @dataclass(frozen=True)
 class CheckedSample:
-    """What reading and decoding one sample gave.
+    """The result of reading and decoding one sample.
 
     Attributes:
         image: encoded; None where there is none.
-        label: None where the store has none, it is no class, or it cannot be read.
         height, width: pixels of the image; 0 where it cannot be decoded.
         error: why a run could not use it; "" = it could.
     """
 
     index: int
     image: bytes | None
-    label: int | None
     height: int
     width: int
     error: str
-
-
-def evenly(total: int, most: int) -> np.ndarray:
-    """Up to `most` of the numbers from 0 to total - 1, int64 (n,)."""
-    return np.unique(np.linspace(0, total - 1, min(total, most)).astype(np.int64))
 
 
 def spread(store: Store, most: int) -> np.ndarray:
     """Indices, int64 (n,), of up to `most` samples, evenly spread; at few places where there are groups."""
     groups = store.groups
     if groups is None or not len(store):
-        return evenly(len(store), most)
+        return np.unique(np.linspace(0, len(store) - 1, min(len(store), most)).astype(np.int64))
     places = np.linspace(0, len(store) - 1, _NUM_PLACES).astype(np.int64)
     near = places[:, None] + np.arange(most // _NUM_PLACES)
     ends = groups[np.searchsorted(groups, places, side="right")]
     return np.unique(near[near < ends[:, None]])
-
-
-def sampled(store: Store, targets: Mapping[str, str] = NO_TARGETS) -> list[CheckedSample]:
-    """Some samples, spread over the store, which tell what it is; see `check_samples`."""
-    return list(check_samples(store, spread(store, _NUM_SAMPLED), targets))
 
 
 def check_samples(
@@ -97,23 +85,22 @@ def check_samples(
     columns = {"image": "image", **({"label": "label"} if "label" in store.columns else {}), **targets}
     columns |= {f"column {name}": name for name in of_run.stored}
     for few in np.split(indices, range(READ, len(indices), READ)):
-        found = {name: read_each(store, few, column) for name, column in columns.items()}
+        read = {name: read_each(store, few, column) for name, column in columns.items()}
         for position, index in enumerate(few.tolist()):
-            of_sample = {name: values[position] for name, (values, _) in found.items()}
-            label, height, width = of_sample.get("label"), 0, 0
-            reason = next(filter(None, (errors.get(position) for _, errors in found.values())), "")
-            if "label" in columns and label is None:
+            sample = {name: values[position] for name, (values, _) in read.items()}
+            reason = next(filter(None, (errors.get(position) for _, errors in read.values())), "")
+            if "label" in columns and sample["label"] is None:
                 reason = reason or WRONG_LABEL
+            height = width = 0
             if not reason:
                 try:
                     if maker:
-                        maker.one({name: of_sample[f"column {name}"] for name in of_run.stored}, (index, 0))
-                    height, width, _ = decode_any(of_sample["image"]).shape
-                    decode_targets(of_sample, {name: name for name in targets}, (height, width))
+                        maker.one({name: sample[f"column {name}"] for name in of_run.stored}, (index, 0))
+                    height, width, _ = decode_any(sample["image"]).shape
+                    decode_targets(sample, {name: name for name in targets}, (height, width))
                 except SampleError as error:
                     reason = str(error)
-            number = int(label) if isinstance(label, int | np.integer) else None
-            yield CheckedSample(index, of_sample["image"], number, height, width, reason)
+            yield CheckedSample(index, sample["image"], height, width, reason)
 
 
 def read_each(store: Store, indices: np.ndarray, column: str) -> tuple[list[Any], dict[int, str]]:
@@ -128,7 +115,7 @@ def read_each(store: Store, indices: np.ndarray, column: str) -> tuple[list[Any]
         return [None], {0: reason}
     groups = () if store.groups is None else np.unique(np.searchsorted(store.groups, indices, side="right"))
     if column == "image" and len(groups) == 1:
-        # The images of a group are read together, so one tells of all; each try reads the group anew.
+        # The images of a group are read together, so one stands for all; each try reads the group again.
         _, errors = read_each(store, indices[:1], column)
         if errors:
             return [None] * len(indices), dict.fromkeys(range(len(indices)), errors[0])
@@ -174,7 +161,7 @@ def check_range(
 
 
 def describe(store: Store, targets: Mapping[str, str] = NO_TARGETS) -> dict[str, Any]:
-    """What a store is.
+    """Describe a store.
 
     Args:
         store: to look at.
@@ -190,7 +177,7 @@ def describe(store: Store, targets: Mapping[str, str] = NO_TARGETS) -> dict[str,
     Raises:
         StoreError: it cannot be opened.
     """
-    samples = sampled(store, targets)
+    samples = list(check_samples(store, spread(store, _NUM_SAMPLED), targets))
     sizes = [len(sample.image or b"") for sample in samples]
     good = [sample for sample in samples if not sample.error]
     return {
@@ -218,15 +205,15 @@ def _format(image: bytes | None) -> str:
 
 
 def types_of(store: Store) -> dict[str, str]:
-    """What each column of a store holds, in words, by a few samples."""
-    found = {name: "images" if name == "image" else "unknown" for name in store.columns}
+    """The contents of each column of a store in words, by a few samples."""
+    kinds = {name: "images" if name == "image" else "unknown" for name in store.columns}
     indices = spread(store, _NUM_TYPED)[:_NUM_TYPED]
     for name in store.columns if len(indices) else ():
         if name != "image":
             values, _ = read_each(store, indices, name)
             with contextlib.suppress(ConfigError):  # they have no values
-                found[name] = str(type_of(name, values, None, True, name))
-    return found
+                kinds[name] = str(type_of(name, values, None, True, name))
+    return kinds
 
 
 def _range(values: list[int]) -> list[int] | None:
@@ -268,7 +255,7 @@ def verify(
     arguments = num_samples, targets, columns
     parts = list(run_over("the verification", store, check_range, arguments, lambda part: part[0], progress))
     seconds = time.perf_counter() - started
-    bad = sorted(itertools.chain(*(found for *_, found in parts)), key=lambda entry: entry["index"])
+    bad = sorted(itertools.chain(*(of_part for *_, of_part in parts)), key=lambda entry: entry["index"])
     address = output or (default if bad else None)
     if address:
         write_bad_list(address, store, bad)
@@ -285,7 +272,7 @@ def verify(
 
 
 def _reasons(bad: list[dict[str, Any]]) -> list[tuple[int, str, int, str]]:
-    """One damaged row group is a thousand bad samples and one reason."""
+    """Group bad samples by their error: one damaged row group is a thousand samples and one reason."""
     counts = Counter(entry["error"] for entry in bad)
     first = {entry["error"]: entry for entry in reversed(bad)}
     return [(first[error]["index"], first[error]["name"], number, error) for error, number in counts.items()]

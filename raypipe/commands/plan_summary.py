@@ -1,18 +1,24 @@
-"""What the epochs of a run will contain, before it starts, as plain values."""
+"""The contents of a run's epochs, before it starts, as plain values. Numpy only."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from raypipe.commands.plan_contents import Contents, contents_of
+import numpy as np
+
 from raypipe.plan.compose import bucket_unit
+from raypipe.plan.samplers import Weighted
 from raypipe.plan.schedule import Plan
+from raypipe.plan.selection import JoinedSelection
 from raypipe.stores.scan import numbers_of
 from raypipe.streaming.spec import StreamSpec
 
+# To count so many draws takes seconds and 100 MB.
+MAX_COUNTED = 1 << 22
+
 
 def summary(spec: StreamSpec) -> dict[str, Any]:
-    """What the run's epochs contain.
+    """Count what the run's epochs contain.
 
     Returns:
         Plain values: `plan` (the fingerprint), `epochs`, `steps` and `samples` of an epoch, `micro_batch` and
@@ -23,17 +29,12 @@ def summary(spec: StreamSpec) -> dict[str, Any]:
         `left_over`, too few for a micro-batch, `micro_batches` of epoch 0, `share` of the draws in the first and
         the last epoch; None = not counted), `buckets_left_over` (micro-batches of a pass, too few for a step; None
         where no epoch leaves any over), `val_buckets` (its name → `samples`, `micro_batches`), `sources`
-        (name → `samples`, `left_out`, `share` likewise, `passes` in the first) and `classes` (label → share of the
+        (name → `samples`, `left_out`, `share` too, `passes` in the first) and `classes` (label → share of the
         samples, share of the draws).
     """
     plan, store = spec.plan, spec.stores["train"]
-    config, labels = plan.config, None
-    if (config.weights or config.class_balance) and "label" in store.columns:
-        labels = numbers_of(store, "label", "--show-plan")
-    contents = contents_of(plan, [0, config.epochs - 1], labels)
-    times = contents.times
-    num_draws = plan.steps_per_epoch * plan.global_batch_size
-    found: dict[str, Any] = {
+    config, num_draws, times = plan.config, plan.steps_per_epoch * plan.global_batch_size, draw_counts(plan)
+    contents: dict[str, Any] = {
         "plan": plan.fingerprint,
         "epochs": config.epochs,
         "steps": plan.steps_per_epoch,
@@ -43,7 +44,9 @@ def summary(spec: StreamSpec) -> dict[str, Any]:
         "stored": len(store),
         "left_out": plan.kept["train"].num_left_out,
         "left_over": None if times is None else int((times == 0).sum()),
-        "drawn": _spread(contents),
+        "drawn": None
+        if times is None
+        else {"min": int(times.min()), "mean": float(times.mean()), "max": int(times.max())},
         "val_samples": plan.num_val,
         "val_steps": plan.val_steps,
         "val_padding": plan.val_steps * plan.global_batch_size - plan.num_val,
@@ -51,55 +54,84 @@ def summary(spec: StreamSpec) -> dict[str, Any]:
     }
     sizes = spec.transform.size_by_epoch
     if len(sizes) > 1:
-        found["sizes"] = {str(epoch): size for epoch, size in sizes.items()}
+        contents["sizes"] = {str(epoch): size for epoch, size in sizes.items()}
     if config.buckets:
-        found |= _of_buckets(plan, contents)
-    if contents.sources:
-        kept: Any = plan.kept["train"]
-        stores: Any = store
-        found["sources"] = {
-            name: {
-                "samples": len(stores.parts[name]),
-                "left_out": part.num_left_out,
-                "share": [draws[0] / num_draws, draws[-1] / num_draws],
-                "passes": contents.passes[name],
-            }
-            for (name, draws), part in zip(contents.sources.items(), kept.parts, strict=True)
+        contents |= _of_buckets(plan)
+    if plan.sources:
+        contents["sources"] = _of_sources(plan, store)
+    if (config.weights or config.class_balance) and "label" in store.columns and times is not None:
+        contents["classes"] = class_shares(plan, times, numbers_of(store, "label", "--show-plan"))
+    return contents
+
+
+def draw_counts(plan: Plan) -> np.ndarray | None:
+    """Count how often epoch 0 draws each sample that is kept, int64 (n,).
+
+    A weighted plan of too many draws has the counts of a pass over the store; None = not counted.
+    """
+    num_draws, selection = plan.steps_per_epoch * plan.global_batch_size, plan.kept["train"]
+    if max(num_draws, selection.num_samples) <= MAX_COUNTED:
+        indices = plan.draw_epoch(0, np.arange(num_draws)).indices
+        return np.bincount(indices, minlength=selection.num_samples)[selection.indices(np.arange(plan.num_train))]
+    assert plan.training
+    sampler = plan.training.store_samplers[0][0]
+    is_whole = not plan.sources and not plan.config.buckets
+    return sampler.counts(0) * plan.config.repeats if is_whole and isinstance(sampler, Weighted) else None
+
+
+def class_shares(plan: Plan, times: np.ndarray, labels: np.ndarray) -> dict[str, list[float]]:
+    """Shares of each label in the samples that are kept, and in the draws; `labels` has all samples'."""
+    names, inverse = np.unique(labels[plan.kept["train"].indices(np.arange(plan.num_train))], return_inverse=True)
+    shares = np.stack([np.bincount(inverse) / len(inverse), np.bincount(inverse, times) / times.sum()], 1)
+    return dict(zip(map(str, names.tolist()), shares.tolist(), strict=True))
+
+
+def _of_sources(plan: Plan, store: Any) -> dict[str, Any]:
+    """See `summary`."""
+    assert plan.training and plan.training.mixture
+    steps, kept = plan.steps_per_epoch, plan.kept["train"]
+    assert isinstance(kept, JoinedSelection)
+    epochs = (0, plan.config.epochs - 1)
+    counts = [plan.training.mixture.source_counts(epoch * steps, (epoch + 1) * steps) for epoch in epochs]
+    return {
+        name: {
+            "samples": len(store.parts[name]),
+            "left_out": part.num_left_out,
+            "share": [drawn / sum(of_epoch) for drawn, of_epoch in zip(of_source, counts, strict=True)],
+            "passes": of_source[0] / part.size,
         }
-    if contents.classes:
-        found["classes"] = {str(label): list(shares) for label, shares in contents.classes.items()}
-    return found
+        for name, part, of_source in zip(plan.sources, kept.parts, zip(*counts, strict=True), strict=True)
+    }
 
 
-def _of_buckets(plan: Plan, contents: Contents) -> dict[str, Any]:
+def _of_buckets(plan: Plan) -> dict[str, Any]:
     """See `summary`; only those that draw each sample once in a pass leave any over."""
     config, unit = plan.config, bucket_unit(plan.config)
     is_fixed = not (plan.sources or config.weights or config.class_balance)
-    num_draws = plan.steps_per_epoch * plan.global_batch_size
-    buckets: dict[str, dict[str, Any]] = {}
+    num = plan.steps_per_epoch * config.per_step
     assert plan.training
-    sizes = [[bucket.selection.size for bucket in source] for source in plan.training.store_samplers]
-    for name, of_stores in zip(config.buckets, zip(*sizes, strict=True), strict=True):
-        num = sum(of_stores)
-        draws = contents.buckets.get(name)
-        buckets[name] = {
-            "samples": num,
-            "left_over": num % unit if is_fixed else 0,
-            "micro_batches": draws and draws[0] // config.micro_batch_size,
-            "share": draws and [each / num_draws for each in draws],
+    sizes = np.sum([[bucket.selection.size for bucket in source] for source in plan.training.store_samplers], 0)
+    counts = [_bucket_counts(plan, epoch) for epoch in (0, config.epochs - 1)] if num <= MAX_COUNTED else None
+    buckets = {
+        name: {
+            "samples": size,
+            "left_over": size % unit if is_fixed else 0,
+            "micro_batches": counts and counts[0][bucket],
+            "share": counts and [of_epoch[bucket] / num for of_epoch in counts],
         }
-    found: dict[str, Any] = {"buckets": buckets, "buckets_left_over": None}
+        for bucket, (name, size) in enumerate(zip(config.buckets, sizes.tolist(), strict=True))
+    }
+    contents: dict[str, Any] = {"buckets": buckets, "buckets_left_over": None}
     if is_fixed and not config.epoch_samples:
-        pass_draws = sum(bucket["samples"] // unit * unit for bucket in buckets.values())
-        found["buckets_left_over"] = (pass_draws * config.repeats - num_draws) // config.micro_batch_size
+        pass_draws = sum(size // unit * unit for size in sizes.tolist())
+        contents["buckets_left_over"] = pass_draws * config.repeats // config.micro_batch_size - num
     if plan.validation and config.val_buckets:
-        counts = zip(config.buckets, plan.validation.buckets, plan.validation.counts, strict=True)
-        found["val_buckets"] = {name: {"samples": each.size, "micro_batches": num} for name, each, num in counts}
-    return found
+        of_val = zip(config.buckets, plan.validation.buckets, plan.validation.counts, strict=True)
+        contents["val_buckets"] = {name: {"samples": kept.size, "micro_batches": n} for name, kept, n in of_val}
+    return contents
 
 
-def _spread(contents: Contents) -> dict[str, float] | None:
-    times = contents.times
-    if times is None:
-        return None
-    return {"min": int(times.min()), "mean": float(times.mean()), "max": int(times.max())}
+def _bucket_counts(plan: Plan, epoch: int) -> list[int]:
+    """Micro-batches of each bucket in an epoch."""
+    positions = np.arange(plan.steps_per_epoch * plan.config.per_step) * plan.config.micro_batch_size
+    return np.bincount(plan.draw_epoch(epoch, positions).buckets, minlength=len(plan.config.buckets)).tolist()

@@ -1,24 +1,23 @@
 """A picture of what becomes of a few samples over several epochs. Starts no Ray.
 
-    decoded | epoch 0: transformed  augmented  mixed | epoch 1: …        one row per sample
-    decoded | epoch 0: each crop of each view, augmented | epoch 1: …    the same of views
+    decoded | epoch 0: transformed  augmented | epoch 1: …      one row per sample
+    decoded | epoch 0: each crop of each view | epoch 1: …      the same for views, augmented
 
 The plan, a run's transform worker and the device's augmentation are called as a run calls them, on the whole
-micro-batch in which the sample stands in that epoch: a tile is what a run of the same settings feeds the model.
+micro-batch that has the sample in that epoch: an augmented tile is what a run of these settings feeds the model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from raypipe.commands.picture import STAGES, Tile, draw
+from raypipe.commands.picture import Tile, draw
 from raypipe.config import AugmentConfig, PlanConfig, TransformConfig
 from raypipe.device.augment import DeviceAugment
 from raypipe.device.mixing import Mixed, check_mixable
@@ -34,12 +33,10 @@ from raypipe.transform.fields import COLUMN, IMAGE, LABEL, VIEW, MicroBatch, Rag
 from raypipe.transform.samples import NO_LABEL, read_samples
 from raypipe.transform.targets import decode_targets
 from raypipe.transform.transform_steps import brief
-from raypipe.transform.views import find_views, makes_views
+from raypipe.transform.views import makes_views
 
-MAX_TILES = 1000  # about 40 megapixels
-# To find samples by drawing takes some seconds for so many.
-_MAX_LOOKED_AT, _LOOKED_AT = 1 << 24, 1 << 16
-Stages = tuple[MicroBatch, np.ndarray, np.ndarray, Mixed | None]
+_MAX_PICTURES = 400  # samples times (1 + epochs), about 30 megapixels
+_MAX_DRAWS = 1 << 22  # drawn from an epoch to find a sample, in about a second
 
 
 class Preview:
@@ -53,143 +50,102 @@ class Preview:
         augment: AugmentConfig,
         columns: Mapping[str, Any] | None = None,
     ) -> None:
-        # Without a GPU the CPU's decoder is the nearest that there is; and any number of bad samples is shown.
+        # The CPU decodes: there may be no GPU. Any number of bad samples is shown.
         transform = replace(transform, decode="cpu", max_bad_fraction=1)
         label = LABEL if LABEL in store.columns else ""
         spec = open_stream(store, plan=plan, transform=transform, columns=columns or {}, label_column=label)
-        self._columns, self._wanted = spec.columns, spec.wanted
+        self._columns, self._wanted, self._targets = spec.columns, spec.wanted, transform.target_columns
         if target := spec.columns.target:
             check_mixable(augment, target.dtype, target.shape)
         self.plan, self.store, self.config, self.augment = spec.plan, store, spec.transform, augment
-        self._maker, self._targets = MicroBatchMaker(spec), transform.target_columns
-        device, targets = torch.device("cpu"), bool(self._targets)
-        # The mixing draws from a generator of its own, so the operations draw the same without it.
-        unmixed = replace(augment, mixup_alpha=0, cutmix_alpha=0)
-        self._augment_only = DeviceAugment(unmixed, device, targets=targets)
+        self._maker = MicroBatchMaker(spec)
         views = makes_views(self.config.train)
-        self._augment_and_mix = DeviceAugment(augment, device, targets=targets, views=views)
-        self.columns: tuple[str, ...] = STAGES
+        self._device = DeviceAugment(augment, torch.device("cpu"), targets=bool(self._targets), views=views)
 
-    def tiles(self, indices: list[int], epochs: list[int]) -> list[list[Tile]]:
-        """One row per sample: decoded, then transformed, augmented and mixed for each epoch; or the crops of
-        views, by which `columns` are then called."""
-        rows = [[self._decoded(index)] for index in indices]
+    def tiles(self, indices: list[int], epochs: list[int]) -> tuple[list[list[Tile]], list[str]]:
+        """A row of tiles per sample, and the names of the columns of one epoch."""
+        rows, names = [[self._decoded(index)] for index in indices], [""]
         for epoch in epochs:
             places = find(self.plan, epoch, indices)
             # Each micro-batch once, and one at a time.
             for at in dict.fromkeys(at for at, _ in places if at is not None):
-                host = self._maker.batch(at)
-                shown = self._views(host) if host.arrays(VIEW) else partial(self._three, stages=self.stages(host))
+                batch = self._maker.batch(at)
+                images, mixed = self.stages(batch)
+                names = [*images]
                 for row, (place, position) in zip(rows, places, strict=True):
                     if place == at:
-                        row += shown(position)
-            reason = "not in this epoch: its draws are others"
-            if self.plan.steps_per_epoch * self.plan.global_batch_size > _MAX_LOOKED_AT:
-                reason = f"not among the first {_MAX_LOOKED_AT} draws of this epoch"
-            elif self.plan.config.is_plain:
-                left_out = len(self.store) % self.plan.global_batch_size
-                reason = f"not in this epoch: its last {left_out} samples make no whole step"
+                        row += self._of_row(batch, images, mixed, position)
             for row, (place, _) in zip(rows, places, strict=True):
                 if place is None:
-                    row += [Tile(None, (), reason), *[Tile(None)] * (len(self.columns) - 1)]
-        return rows
+                    num_draws = min(_MAX_DRAWS, self.plan.steps_per_epoch * self.plan.global_batch_size)
+                    reason = f"not among the first {num_draws:,} draws of this epoch"
+                    row += [Tile(None, (), reason), *[Tile(None)] * (len(names) - 1)]
+        return rows, names
 
-    def stages(self, made: MicroBatch) -> Stages:
-        """All of one micro-batch on its way to the model, bad samples substituted.
-
-        Returns:
-            The micro-batch; uint8 (B, h, w, 3), what the device's operations make of it; the same, mixed: what the
-            model gets, normalisation undone; and the other half of the targets, None = not mixed.
-        """
-        at = made.at
-        image = torch.from_numpy(made[IMAGE]).permute(0, 3, 1, 2)
-        target, counts = torch.from_numpy(made[LABEL]), made.index >= 0
+    def stages(self, batch: MicroBatch) -> tuple[dict[str, np.ndarray], Mixed | None]:
+        """Images (B, H, W, C) of a micro-batch by stage or crop, and the other half of its targets if mixed."""
+        at = batch.at
         strength = self.augment.strength.at(self.plan.progress(at.epoch, at.step))
         drawn: Any = {"seed": self.plan.micro_batch_seed(at), "strength": strength}
-        augmented, _ = self._augment_only(image, target, counts, **drawn)
-        fed, mixed = self._augment_and_mix(image, target, counts, **drawn)
-        return made, self._shown(augmented), self._shown(fed), mixed
+        if views := batch.arrays(VIEW):
+            channels_first = {name: torch.from_numpy(view).movedim(-1, -3) for name, view in views.items()}
+            augmented = self._device.of_views(channels_first, **drawn)
+            images = {name: self._shown(view) for name, view in augmented.items() if view.ndim == 4}
+            several = {name: view.unbind(1) for name, view in augmented.items() if view.ndim == 5}
+            crops = ((f"{name} {i}", crop) for name, view in several.items() for i, crop in enumerate(view))
+            return images | {name: self._shown(crop) for name, crop in crops}, None
+        image = torch.from_numpy(batch[IMAGE]).permute(0, 3, 1, 2)
+        fed, mixed = self._device(image, torch.from_numpy(batch[LABEL]), batch.index >= 0, **drawn)
+        return {"transformed": batch[IMAGE], "augmented": self._shown(fed)}, mixed
 
     def _shown(self, image: torch.Tensor) -> np.ndarray:
-        """Normalised floats (B, 3, H, W) → uint8 (B, H, W, 3), of the first three channels, or of one."""
+        """Normalised floats (B, C, H, W) → uint8 (B, H, W, C)."""
         mean, std = (torch.tensor(value).view(1, -1, 1, 1) for value in (self.augment.mean, self.augment.std))
-        pixels = (image * std + mean).clamp(0, 1) * 255
-        pixels = pixels[:, :3] if pixels.shape[1] >= 3 else pixels[:, :1].expand(-1, 3, -1, -1)
-        return np.ascontiguousarray(pixels.round().byte().permute(0, 2, 3, 1).numpy())
+        return ((image * std + mean).clamp(0, 1) * 255).round().byte().permute(0, 2, 3, 1).numpy()
 
     def _decoded(self, index: int) -> Tile:
         (sample,) = read_samples(self.store, np.array([index]), self._wanted)
-        lines = ("" if LABEL in self._columns.types else self._class(sample.label), f"sample {index}")
+        name = "" if LABEL in self._columns.types else self._class(sample.label)
         try:
-            image = self._pixels(sample.image)
+            if self.config.decode_as == "array":
+                image = as_rgb(decode_array(sample.image))
+            else:
+                image = decode(sample.image, exif=self.config.apply_exif)
             height, width = image.shape[:2]
-            drawn: dict[str, Any] = decode_targets(sample.columns, self._targets, (height, width))
+            targets: Any = decode_targets(sample.columns, self._targets, (height, width))
         except SampleError as error:
-            return Tile(None, lines, str(error))
-        return Tile(image, (lines[0], f"{lines[1]}, {width} x {height}"), targets=drawn)
+            return Tile(None, (name, f"sample {index}"), str(error))
+        return Tile(image, (name, f"sample {index}, {width} x {height}"), targets=targets)
 
-    def _pixels(self, image: bytes | None) -> np.ndarray:
-        if self.config.decode_as == "array":
-            return as_rgb(decode_array(image))
-        return decode(image, exif=self.config.apply_exif)
-
-    def _views(self, made: MicroBatch) -> Callable[[int], list[Tile]]:
-        """Makes the tiles of a row: the crops of its views, as the model gets them."""
-        at = made.at
-        views = {name: torch.from_numpy(view).movedim(-1, -3) for name, view in made.arrays(VIEW).items()}
-        strength = self.augment.strength.at(self.plan.progress(at.epoch, at.step))
-        fed = self._augment_only.of_views(views, seed=self.plan.micro_batch_seed(at), strength=strength)
-        crops: dict[str, np.ndarray] = {}
-        for name, view in fed.items():
-            several = [view] if view.ndim == 4 else view.unbind(1)
-            crops |= {
-                f"{name} {i}" if view.ndim == 5 else name: self._shown(crop) for i, crop in enumerate(several)
-            }
-        self.columns = tuple(crops)
-
-        def tiles(row: int) -> list[Tile]:
-            lines, reason = self._place(made, row)
-            pixels = [None if reason else crop[row].copy() for crop in crops.values()]
-            return [Tile(pixels[0], tuple(lines), reason), *(Tile(each) for each in pixels[1:])]
-
+    def _of_row(
+        self, batch: MicroBatch, images: dict[str, np.ndarray], mixed: Mixed | None, row: int
+    ) -> list[Tile]:
+        """The tiles of a sample in an epoch. On the device masks and boxes stay the same."""
+        # Copies: a view would keep its whole micro-batch in memory.
+        targets: dict[str, Any] = {name: batch[name][row].copy() for name in self._targets}
+        tiles = [Tile(as_rgb(image[row]).copy(), targets=targets) for image in images.values()]
+        tiles[0] = replace(tiles[0], lines=self._place(batch, row))
+        if IMAGE in batch.fields:
+            label: tuple[str, ...] = ("not mixed", self._class(batch[LABEL][row]))
+            if mixed is not None:
+                kind, other = "CutMix" if mixed.is_cutmix else "MixUp", self._class(mixed.target[row].numpy())
+                label = (f"{kind}: {mixed.lam:.2f} {label[1]}", f"+ {1 - mixed.lam:.2f} {other}")
+            tiles[-1] = replace(tiles[-1], lines=label)
         return tiles
 
-    def _place(self, made: MicroBatch, row: int) -> tuple[list[str], str]:
-        """Lines that say where a row stands, and why it has no image."""
-        at, wanted = made.at, int(self.plan.indices(made.at)[row])
-        lines, reason = [f"step {at.step}, row {row}"], ""
-        if self.plan.config.per_step > 1:
-            lines = [f"step {at.step}, micro-batch {at.micro}", f"row {row}"]
-        if made.index[row] != wanted:
-            lines.append(f"bad: sample {made.index[row]} stands in")
-            if self._decoded(wanted).image is not None:  # else a grey tile has the reason already
-                reason = "the transform fails on it: the log has its error"
-        columns = in_group(made.fields, COLUMN)
-        values = {name: each.unpacked() if isinstance(each, Ragged) else each for name, each in columns.items()}
-        if shown := [f"{name} {_short(of_rows[row])}" for name, of_rows in values.items()]:
-            bad = lines[-1:] if lines[-1].startswith("bad") else []
-            lines = [lines[0], *bad, ", ".join(shown)]  # three at most
-        return lines, reason
-
-    def _three(self, row: int, stages: Stages) -> list[Tile]:
-        made, augmented, fed, mixed = stages
-        own, (lines, reason) = self._class(made[LABEL][row]), self._place(made, row)
-        if mixed is None:
-            label: tuple[str, ...] = ("not mixed", own)
-        else:
-            kind = "CutMix" if mixed.is_cutmix else "MixUp"
-            other = self._class(mixed.target[row].numpy())
-            label = (f"{kind}: {mixed.lam:.2f} {own}", f"+ {1 - mixed.lam:.2f} {other}")
-        # Copies: a view would keep its whole micro-batch in memory. On the device masks and boxes stay the same.
-        drawn: dict[str, Any] = {name: made[name][row].copy() for name in self._targets}
-        return [
-            Tile(None if reason else as_rgb(made[IMAGE][row]).copy(), tuple(lines), reason, targets=drawn),
-            Tile(augmented[row].copy(), (own,), targets=drawn),
-            Tile(fed[row].copy(), label, targets=drawn),
-        ]
+    def _place(self, batch: MicroBatch, row: int) -> list[str]:
+        """Lines that give a row's place and its columns."""
+        at = batch.at
+        lines = [f"step {at.step}, micro {at.micro}, row {row}"]
+        if batch.index[row] != self.plan.indices(at)[row]:
+            lines.append(f"bad: sample {batch.index[row]} stands in")
+        columns = in_group(batch.fields, COLUMN)
+        values = {name: rows.unpacked() if isinstance(rows, Ragged) else rows for name, rows in columns.items()}
+        texts = [f"{name} {_short(of_rows[row])}" for name, of_rows in values.items()]
+        return [*lines, ", ".join(texts)] if texts else lines
 
     def _class(self, label: Any) -> str:
-        """Its name, or its number where it has none that the picture's font is sure to have; or another target."""
+        """Name a class, by its number if the picture's font may lack its name; or give another target."""
         if self._columns.target:
             return f"target {_short(label)}"
         if not self._columns.has_target:
@@ -202,11 +158,9 @@ class Preview:
 
 def _short(value: Any) -> str:
     """A column's value for a line of a caption."""
-    if isinstance(value, str):
-        return value
-    return (
-        np.array2string(np.asarray(value), precision=3, threshold=6) if not isinstance(value, dict) else str(value)
-    )
+    if isinstance(value, str | dict):
+        return str(value)
+    return np.array2string(np.asarray(value), precision=3, threshold=6)
 
 
 def preview(
@@ -227,7 +181,7 @@ def preview(
         store: the training store.
         output: the file to write.
         plan, transform, augment: of the run. Micro-batches are no larger than the store allows.
-        epochs: how many of the run's epochs to show, evenly spread.
+        epochs: how many of the run's epochs to show, evenly spread; all where it has fewer.
         samples: the first so many of the run, where no indices are given.
         indices: of the samples to show.
         columns: of the run, see `open_stream`; their values are in the captions.
@@ -240,78 +194,57 @@ def preview(
     """
     target = Path(output)
     if target.suffix.lower() != ".png" or not target.parent.is_dir():
-        raise ConfigError(f"--output {output}: expected is a file *.png in a folder that exists")
+        raise ConfigError(f"--output {output} must be a file *.png in a folder that exists")
     if not len(store):
         raise ConfigError(f"{store.address} holds no samples: there is nothing to show")
-    if not 1 <= epochs <= plan.epochs:
-        raise ConfigError(f"--show-epochs must be in [1, {plan.epochs}], the epochs of the run, got {epochs}")
     outside = [index for index in indices or () if not 0 <= index < len(store)]
     if outside:
         raise ConfigError(f"--indices: {outside[0]} is outside [0, {len(store)}) of {store.address}")
     size = min(plan.micro_batch_size, max(1, len(store) // plan.per_step))
-    made = Preview(
-        store,
-        replace(plan, micro_batch_size=size, global_batch_size=size * plan.per_step),
-        transform,
-        augment,
-        columns,
-    )
-    shown = indices or _first_of(made.plan, min(samples, len(store)))
-    per_epoch = len(STAGES)
-    if makes_views(made.config.train):
-        per_epoch = sum(view.count for view in find_views(made.config.train, made.config.final_size).values())
-    if not 0 < (num_tiles := len(shown) * (1 + per_epoch * epochs)) <= MAX_TILES:
+    small = replace(plan, micro_batch_size=size, global_batch_size=size * plan.per_step)
+    shown = Preview(store, small, transform, augment, columns)
+    indices = indices or _first_of(shown.plan, min(samples, len(store)))
+    epochs = min(epochs, plan.epochs)
+    if not 0 < (num := len(indices) * (1 + epochs)) <= _MAX_PICTURES:
         raise ConfigError(
-            f"{len(shown)} samples over {epochs} epochs make {num_tiles} tiles, not 1 to {MAX_TILES}"
+            f"{len(indices)} samples, stored and in {epochs} epochs, are {num} pictures, not 1 to {_MAX_PICTURES}"
         )
     numbers = np.linspace(0, plan.epochs - 1, epochs).round().astype(int).tolist()
-    titles = [f"{store.address.rstrip('/').rpartition('/')[2]}: {len(store):,} samples", _note(made)]
-    strengths = (augment.strength.at(made.plan.progress(epoch, 0)) for epoch in numbers)
+    name, size_px = store.address.rstrip("/").rpartition("/")[2], ", ".join(plan.buckets) or transform.size_text
+    title = f"{name}: {brief(shown.config.train)}, {size_px} px; on the device: {_on_device(augment)}"
+    strengths = (augment.strength.at(shown.plan.progress(epoch, 0)) for epoch in numbers)
     headers = [f"epoch {e}, seed {plan.seed}, strength {s:.2f}" for e, s in zip(numbers, strengths, strict=True)]
-    figure = draw(made.tiles(shown, numbers), titles, headers, made.columns)
+    rows, names = shown.tiles(indices, numbers)
     try:
-        figure.savefig(target, metadata={"Software": None}, pil_kwargs={"optimize": True})
+        draw(rows, title, headers, names).save(target, optimize=True)
     except OSError as error:
         raise ConfigError(f"--output {output} cannot be written: {error}") from error
-    return {"output": output, "samples": len(shown), "epochs": epochs}
+    return {"output": output, "samples": len(indices), "epochs": epochs}
 
 
 def find(plan: Plan, epoch: int, indices: Sequence[int]) -> list[tuple[MicroBatchId | None, int]]:
     """The first micro-batch of a training epoch that draws each sample, None where none does, and the row there.
 
-    Only the first 16 million draws are looked at.
+    Only the first 4 million draws are looked at.
     """
-    num_draws = min(plan.steps_per_epoch * plan.global_batch_size, _MAX_LOOKED_AT)
-    first_drawn: dict[int, int] = {}
-    for first in range(0, num_draws, _LOOKED_AT):
-        drawn = plan.draw_epoch(epoch, np.arange(first, min(num_draws, first + _LOOKED_AT))).indices
-        for row in np.flatnonzero(np.isin(drawn, indices)).tolist():
-            first_drawn.setdefault(int(drawn[row]), first + row)
-        if len(first_drawn) == len(set(indices)):
-            break
+    num_draws = min(plan.steps_per_epoch * plan.global_batch_size, _MAX_DRAWS)
+    drawn = plan.draw_epoch(epoch, np.arange(num_draws)).indices
     places = list[tuple[MicroBatchId | None, int]]()
     for index in indices:
-        number, row = divmod(first_drawn.get(index, 0), plan.config.micro_batch_size)
+        positions = np.flatnonzero(drawn == index)
+        number, row = divmod(int(positions[0]) if len(positions) else 0, plan.config.micro_batch_size)
         at = MicroBatchId("train", epoch, *divmod(number, plan.config.per_step))
-        places.append((at if index in first_drawn else None, row))
+        places.append((at if len(positions) else None, row))
     return places
 
 
 def _first_of(plan: Plan, num: int) -> list[int]:
-    """The first samples of a run, each once; fewer where an epoch's first draws are of fewer."""
+    """The first samples of a run, each once; fewer where an epoch's first draws repeat some."""
     num_draws = min(8 * num, plan.steps_per_epoch * plan.global_batch_size)
     return list(dict.fromkeys(plan.draw_epoch(0, np.arange(num_draws)).indices.tolist()))[:num]
 
 
-def _note(made: Preview) -> str:
-    plan, augment = made.plan.config, made.augment
-    device = ["" if augment.preset == "none" else augment.preset, *(entry["op"] for entry in augment.ops)]
-    device.append(augment.module)
+def _on_device(augment: AugmentConfig) -> str:
     mixing = {"MixUp": augment.mixup_alpha, "CutMix": augment.cutmix_alpha}
-    device += [f"{name} {alpha:g}" for name, alpha in mixing.items() if alpha]
-    done = ", ".join(filter(None, device)) or "nothing, as augment sets nothing"
-    size = ", ".join(plan.buckets) or made.config.size_text
-    return (
-        f"CPU: {brief(made.config.train)}, {size} px. Device: {done}. "
-        f"Micro-batches of {plan.micro_batch_size}, {plan.per_step} to a step."
-    )
+    named = [augment.preset, *(entry["op"] for entry in augment.ops), augment.module]
+    return ", ".join(filter(None, [*named, *(f"{name} {alpha:g}" for name, alpha in mixing.items() if alpha)]))

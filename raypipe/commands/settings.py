@@ -1,4 +1,4 @@
-"""The settings of a run, from YAML files and the command line: of jobs and of commands alike.
+"""The settings of a run, from YAML files and the command line, for jobs and commands alike.
 
 A command is a function whose parameters are its options. Those without defaults are given by their places, or as
 options where they have names alone. `run` stands for all settings of a run, another section for its own settings;
@@ -41,14 +41,6 @@ _OPTIONAL = {
 _MAX_CONFIG_BYTES = 16 << 20  # the steps of a transform are 1 MiB at most, see `transform_steps`
 
 
-def parse_run(args: list[str] | None, doc: str | None) -> RunConfig:
-    """A RunConfig from `--config FILE.yaml` and overrides; the digits' where no store is named."""
-
-    def job(run: RunConfig) -> None: ...
-
-    return parse_command("", job, args, doc)["run"]
-
-
 def parse_command(
     name: str, command: Callable[..., Any], args: list[str] | None = None, doc: str | None = None
 ) -> dict[str, Any]:
@@ -58,14 +50,14 @@ def parse_command(
     wrong type, in a file or on the command line, end the program with exit code 2.
 
     Raises:
-        ConfigError: settings do not go together, there is no run to resume, or its settings name code.
+        ConfigError: settings do not go together, the run to resume is missing, or its settings name code.
     """
     parser, parameters = command_parser(name, command, doc), inspect.signature(command).parameters
-    given = parser.read(sys.argv[1:] if args is None else args)
-    values = _with_base(given, parser) if "run" in parameters else given
-    sections = {each: kind for each, kind in get_type_hints(command).items() if is_section(kind)}
-    return {each: values[each] for each in parameters if each in values} | {
-        each: build(section, values) for each, section in sections.items()
+    own = parser.read(sys.argv[1:] if args is None else args)
+    values = _with_base(own, parser) if "run" in parameters else own
+    sections = {name: kind for name, kind in get_type_hints(command).items() if is_section(kind)}
+    return {name: values[name] for name in parameters if name in values} | {
+        name: build(section, values) for name, section in sections.items()
     }
 
 
@@ -77,8 +69,8 @@ def command_parser(name: str, command: Callable[..., Any], doc: str | None = Non
     for key, parameter in inspect.signature(command).parameters.items():
         setting = Setting(kinds[key], parameter.default, about.get(key, ""))
         if is_section(setting.kind):
-            for each, found in settings_of(setting.kind).items():
-                parser.add_setting(each, found)
+            for name_in_section, of_section in settings_of(setting.kind).items():
+                parser.add_setting(name_in_section, of_section)
         elif key in _OPTIONAL and not setting.default:
             place, meaning = _OPTIONAL[key]
             places.append(place)
@@ -123,35 +115,35 @@ class Parser(argparse.ArgumentParser):
 
     def read(self, args: list[str]) -> dict[str, Any]:
         """The settings that files and arguments give, by their whole names; an argument beats a file."""
-        found, unknown = self.parse_known_intermixed_args([_normalized(arg, self.flags) for arg in args])
+        parsed, unknown = self.parse_known_intermixed_args([_normalized(arg, self.flags) for arg in args])
         if unknown:
             meant = self._meant(unknown[0].removeprefix("--").partition("=")[0])
             self.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
-        texts = vars(found)
+        texts = vars(parsed)
         configs = {file: read_text(file, _MAX_CONFIG_BYTES) for file in texts.pop("config", None) or ()}
         try:
-            given: dict[str, Any] = {}
+            values: dict[str, Any] = {}
             for file, text in configs.items():
-                given |= self.flat(_loaded(text, file))
-            given |= {key: _from_text(text, self.known[key].kind) for key, text in texts.items()}
-            return {key: check(key, value, self.known[key].kind) for key, value in given.items()}
+                values |= self.flat(_loaded(text, file))
+            values |= {key: _from_text(text, self.known[key].kind) for key, text in texts.items()}
+            return {key: check(key, value, self.known[key].kind) for key, value in values.items()}
         except ConfigError as error:
             self.error(str(error))
 
     def flat(self, values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         """Settings as YAML has them, in sections, by their whole names; ConfigError where one is unknown."""
-        given: dict[str, Any] = {}
+        settings: dict[str, Any] = {}
         for name, value in values.items():
             key = f"{prefix}{name}"
             if key in self.known:
-                given[key] = value
-            elif not any(each.startswith(f"{key}.") for each in self.known):
+                settings[key] = value
+            elif not any(setting.startswith(f"{key}.") for setting in self.known):
                 raise ConfigError(f"{key} is unknown{self._meant(key)}")
             elif isinstance(value, Mapping | None):
-                given |= self.flat(value or {}, f"{key}.")
+                settings |= self.flat(value or {}, f"{key}.")
             else:
                 raise ConfigError(f"{key} must be settings by their names, got {value!r}")
-        return given
+        return settings
 
     def error(self, message: str) -> NoReturn:
         """End the program with two lines."""
@@ -159,9 +151,9 @@ class Parser(argparse.ArgumentParser):
 
     def _meant(self, key: str) -> str:
         """The setting that an unknown one may be."""
-        last = [each for each in self.known if each.rpartition(".")[2] == key.rpartition(".")[2]]
-        found = get_close_matches(key, self.known, 1) or last
-        return f": did you mean {found[0]}?" if found else ""
+        same_end = [name for name in self.known if name.rpartition(".")[2] == key.rpartition(".")[2]]
+        near = get_close_matches(key, self.known, 1) or same_end
+        return f": did you mean {near[0]}?" if near else ""
 
 
 def _normalized(arg: str, flags: set[str]) -> str:
@@ -198,7 +190,7 @@ def _loaded(text: str, where: str) -> dict[str, Any]:
 
 
 def _from_text(text: str, kind: Any) -> Any:
-    """What an argument means, as a setting of a type: YAML, or, where only that fits, the text as it is."""
+    """Read an argument as a setting of a type: YAML, or, where only that fits, the text as it is."""
     value = text
     if kind is not str:
         with contextlib.suppress(yaml.YAMLError):
@@ -206,13 +198,12 @@ def _from_text(text: str, kind: Any) -> Any:
     return value if fits(value, kind) or not fits(text, kind) else text
 
 
-def _with_base(given: dict[str, Any], parser: Parser) -> dict[str, Any]:
-    """What is given, over the settings of the run that is resumed or looked at, or over those of the digits."""
-    # What help need not wait for.
+def _with_base(own: dict[str, Any], parser: Parser) -> dict[str, Any]:
+    """Lay the user's values over the settings of a run that is resumed or looked at, or those of the digits."""
     from raypipe.train.run_folder import folder_to_resume, read_config
 
-    values = {name: setting.default for name, setting in settings_of(RunConfig).items()} | given
-    target = given.get("target", "")
+    values = {name: setting.default for name, setting in settings_of(RunConfig).items()} | own
+    target = own.get("target", "")
     resume = folder_to_resume(values["resume"], values["storage_path"], values["name"])
     of_target = target if not resume and _is_run(target) else ""
     if resume:
@@ -222,22 +213,22 @@ def _with_base(given: dict[str, Any], parser: Parser) -> dict[str, Any]:
         base = read_config(as_uri(of_run))
     elif not (target or values["store.train"]):
         base = (files("raypipe") / "digits.yaml").read_text()
-    values |= parser.flat(_loaded(base, of_run)) | given
-    values |= {"trust": given.get("trust", False), "resume": resume or values["resume"]}
+    values |= parser.flat(_loaded(base, of_run)) | own
+    values |= {"trust": own.get("trust", False), "resume": resume or values["resume"]}
     if target and not of_run:
         values["store.train"] = target
     if of_target:
         if not values["trust"]:
-            _check_code(of_target, values, {code for _, code in _code_of(given)})
+            _check_code(of_target, values, {code for _, code in _code_of(own)})
         # No command with a target trains, so none imports a model.
         foreign = [key for key in values if key.startswith("train.") and key != "train.num_workers"]
         values = {key: value for key, value in values.items() if key not in foreign}
     train = values["store.train"]
     stores = train.values() if isinstance(train, dict) else (train,)
-    own = (value for key, value in given.items() if isinstance(value, str) and "." not in key)
-    _close_here(filter(None, (of_run, *stores, values["store.val"], *own)))
+    addresses = (value for key, value in own.items() if isinstance(value, str) and "." not in key)
+    _close_here(filter(None, (of_run, *stores, values["store.val"], *addresses)))
     if any(_code_of(values)):
-        search_here()  # before Ray is told where its workers look, which need not be in this folder
+        search_here()  # before Ray starts workers, which may look in another folder
     return values
 
 
@@ -263,30 +254,30 @@ def _code_of(values: dict[str, Any]) -> Iterator[tuple[str, str]]:
         if isinstance(value, str) and ":" in value:
             yield at, value
         elif isinstance(value, dict):
-            todo += [(f"{at}.{name}", each) for name, each in value.items()]
+            todo += [(f"{at}.{name}", part) for name, part in value.items()]
         elif isinstance(value, list | tuple):
-            todo += [(at, each) for each in value]
+            todo += [(at, part) for part in value]
 
 
 def _close_here(addresses: Iterable[str]) -> None:
     """Keep modules of the current folder from being imported where it lies in a store or a run, or is one.
 
-    `lookup.import_name` reads this variable, and so do the processes that this one starts: Ray's workers have the
+    `lookup.import_name` reads this variable, as do processes started from here: Ray's workers have the
     current folder in front of all others otherwise, and so has `python -c`.
     """
     here = Path.cwd()
     for address in addresses:
-        with contextlib.suppress(ConfigError, OSError, ValueError):  # those who open it tell what is wrong with it
+        with contextlib.suppress(ConfigError, OSError, ValueError):  # opening it raises the error
             if not is_remote(address) and Path(open_filesystem(as_uri(address))[1]) in (here, *here.parents):
                 os.environ["PYTHONSAFEPATH"] = "1"
 
 
 def _is_run(address: str) -> bool:
-    """Whether it is the folder of a run, rather than a store."""
+    """Return whether an address is the folder of a run, rather than a store."""
     from raypipe.train.run_folder import has_config
 
     try:
         with impatient():
             return bool(address) and has_config(as_uri(address))
-    except (ConfigError, OSError, UnicodeError):  # those who open it as a store tell what is wrong with it
+    except (ConfigError, OSError, UnicodeError):  # opening it as a store raises the error
         return False

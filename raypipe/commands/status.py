@@ -1,4 +1,4 @@
-"""`raypipe status`: where a run stands, by its folder. Any machine that sees the folder can tell, without Ray."""
+"""The commands on a run by its folder: where it stands, and an end to it. Any machine that sees the folder can."""
 
 from __future__ import annotations
 
@@ -12,22 +12,44 @@ from raypipe.storage.files import read_json
 from raypipe.storage.filesystem import as_uri, exists, join
 from raypipe.storage.lease import holder
 from raypipe.streaming.checkpoints import newest_name
-from raypipe.train.run_folder import check_run_folder, stop_requested
 
 # Rank 0 has fallen silent once it has left out so many of its writings.
 _LATE = 4
 
 
+def stop(folder: str) -> dict[str, Any]:
+    """End a run within seconds, with a checkpoint; `jobs/train.py --resume RUN` continues it.
+
+    Example: raypipe stop s3://my-bucket/runs/20261121-104600-3fa2
+
+    Args:
+        folder: of the run, its `run_dir`, a path or a URI.
+    """
+    from raypipe.train.run_folder import check_run_folder, request_stop
+
+    run_uri = as_uri(folder.rstrip("/"))
+    check_run_folder(run_uri, resume=True)
+    request_stop(run_uri)
+    return {"run_dir": folder, "stop_requested": True}
+
+
 def status(folder: str) -> dict[str, Any]:
-    """Print and return where a run stands.
+    """Print where a run stands: its step, how long ago that was, and who waits for what.
+
+    Example: raypipe status s3://my-bucket/runs/20261121-104600-3fa2
+
+    Args:
+        folder: of the run, its `run_dir`, a path or a URI.
 
     Returns:
         What `standing` gives, and `run_dir`; `held_by`, the process that has the folder; `checkpoint`, the newest;
         `stop_requested`; and `faults`, the texts of all.
 
     Raises:
-        ConfigError: there is no run, or it has not begun to train.
+        ConfigError: the run is missing, or has not begun to train.
     """
+    from raypipe.train.run_folder import check_run_folder, stop_requested
+
     run_uri = as_uri(folder.rstrip("/"))
     held_by = holder(run_uri)
     if not exists(join(run_uri, STATUS)):
@@ -35,25 +57,25 @@ def status(folder: str) -> dict[str, Any]:
         raise ConfigError(f"{folder} has no {STATUS}: {held_by or 'the run'} has not begun to train")
     records = read_records(run_uri)
     kept = records.kept if records else []
-    died_at = max((each["time"] for each in kept if "reason" in each), default=0.0)
-    found = {
+    died_at = max((record["time"] for record in kept if "reason" in record), default=0.0)
+    run = {
         "run_dir": folder,
         **standing(read_json(join(run_uri, STATUS)), time.time(), bool(held_by), died_at),
         "held_by": held_by,
         "checkpoint": newest_name(run_uri) or None,
         "stop_requested": stop_requested(run_uri),
-        "faults": [each["text"] for each in kept if each["kind"] == "fault"],
+        "faults": [record["text"] for record in kept if record["kind"] == "fault"],
     }
-    waits = f"{found['waits_for']} for {found['since_s']:.0f} s: {found['whom']}"
+    waits = f"{run['waits_for']} for {run['since_s']:.0f} s: {run['whom']}"
     rows = {
-        "state": found["state"],
-        "step": f"{found['step']:,} of {found['to_step']:,}, {found['step_age_s']:.0f} s ago",
-        "waits for": waits if found["waits_for"] else "nothing",
-        "last checkpoint": found["checkpoint"] or "none",
-        "last fault": found["faults"][-1] if found["faults"] else "none",
+        "state": run["state"],
+        "step": f"{run['step']:,} of {run['to_step']:,}, {run['step_age_s']:.0f} s ago",
+        "waits for": waits if run["waits_for"] else "nothing",
+        "last checkpoint": run["checkpoint"] or "none",
+        "last fault": run["faults"][-1] if run["faults"] else "none",
     }
     table(folder, rows)
-    return found
+    return run
 
 
 def standing(status: dict[str, Any], now: float, is_held: bool, died_at: float) -> dict[str, Any]:
@@ -64,7 +86,7 @@ def standing(status: dict[str, Any], now: float, is_held: bool, died_at: float) 
         died_at: when its trainers have last died, of time.time().
 
     Returns:
-        Its values, with ages in place of times, and `state`: "running"; "silent", where rank 0 has not written for
+        Its values, with ages instead of times, and `state`: "running"; "silent", where rank 0 has not written for
         four of its periods, so it is stopped, dead, or cut off from the folder; "restarting", where its trainers
         have ended and the run has not; or "ended".
     """

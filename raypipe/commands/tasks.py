@@ -18,9 +18,9 @@ from raypipe.stores.base import Store
 
 # CPUs of a run that has just ended come back within seconds; anything longer is another job's.
 _SETTLE_S = 10.0
-# A task that is told to stop does so within a chunk.
+# A task stops within a chunk once its file is gone.
 _STOP_S = 30.0
-# Ranges of unlike cost even out over the CPUs; each opens the store anew, which of a folder is a scan.
+# Ranges of unlike cost even out over the CPUs; each opens the store again, which scans a folder.
 _PER_CPU = 2
 # Samples that a task looks at between two signs of life: a driver hears of hundreds of tasks.
 PART = 256
@@ -74,11 +74,11 @@ def run_tasks(
 
     Args:
         what: the work, for errors and the bar.
-        here: on this node alone, for tasks on local files, which other nodes may not have; else on any.
+        here: only on this node, for tasks on local files, which other nodes may not have; else on any.
         function: its first argument is a file that is there as long as the work is wanted, see `check_wanted`.
         calls: the other arguments, of each task.
         total: samples in all.
-        num_done: of what a task yields: how many samples it stands for.
+        num_done: counts the samples of a value that a task yields.
         progress: show a bar on standard error.
 
     Raises:
@@ -124,15 +124,15 @@ def run_tasks(
 
 
 def count_cpus(what: str, here: bool) -> int:
-    """How many CPUs the tasks may have, free or not.
+    """Count the CPUs that the tasks may have, free or not.
 
     Raises:
         ResourceError: none.
     """
-    found = sum(int(node["Resources"].get("CPU", 0)) for node in _nodes(here))
-    if not found:
+    num_cpus = sum(int(node["Resources"].get("CPU", 0)) for node in _nodes(here))
+    if not num_cpus:
         raise ResourceError(f"{_where(here)} offers Ray no CPUs (num-cpus: 0): run {what} where there are some")
-    return found
+    return num_cpus
 
 
 def check_wanted(wanted: Path) -> None:
@@ -142,7 +142,7 @@ def check_wanted(wanted: Path) -> None:
 
 
 def _wait_for_cpu(what: str, here: bool) -> None:
-    """Raise ResourceError where other jobs keep all CPUs: Ray alone would wait for ever, and say nothing."""
+    """Raise ResourceError where other jobs keep all CPUs: Ray itself would wait forever, and say nothing."""
     from raypipe.rayext.limits import free_cpus
 
     deadline = time.monotonic() + _SETTLE_S

@@ -9,8 +9,8 @@ Of views each crop goes through it by itself, up to the mixing, with a seed of i
 
 All that is random is drawn on the host from the micro-batch's seed, so the result depends on the pixels, the
 configuration, the seed and the strength alone, and nothing waits for the device. Where there is neither operation
-nor module, conversion and normalisation are one kernel. What a preset names is done by `raypipe.device.fused` and
-`raypipe.device.fused_policies`, whose operations are raypipe's own.
+nor module, conversion and normalisation are one kernel. `raypipe.device.fused` does what a preset names, by
+operations of its own.
 
 A configuration lists operations in order, each as `{op: NAME, parameter: value, …}`, where NAME is a 2D
 augmentation of `kornia.augmentation` or a policy of `kornia.augmentation.auto`. A policy chooses its operations
@@ -28,8 +28,7 @@ import numpy as np
 import torch
 
 from raypipe.config import AugmentConfig
-from raypipe.device.fused import apply, draw, fuse, pack
-from raypipe.device.fused_policies import POLICIES, Policy, apply_policy, draw_policy, policy_of
+from raypipe.device.fused import Fused, apply, draw, pack
 from raypipe.device.mixing import Mixed, draw_mix, mix
 from raypipe.device.ring import numbered
 from raypipe.errors import ConfigError
@@ -40,27 +39,36 @@ from raypipe.transform.views import view_key
 Operation = Callable[[torch.Tensor, float], torch.Tensor]
 """(float images (B, 3, H, W) in [0, 1], strength in [0, 1]) → the same kind, random by torch's CPU generator."""
 
-_FLIP = {"op": "RandomHorizontalFlip", "p": 0.5}
-_JITTER = {"op": "ColorJitter", "brightness": 0.2, "contrast": 0.2, "saturation": 0.2, "p": 0.8}
-_ERASE = {"op": "RandomErasing", "p": 0.25, "scale": [0.02, 0.2]}
-# As Kornia's operations, of which `fuse` and `policy_of` make few passes over the images.
-PRESETS: dict[str, list[dict[str, Any]]] = {
-    "none": [],
-    "light": [_FLIP],
-    # A fixed order leaves the hue out, the dearest of the four, and reads no drawn order on the host.
-    "standard": [_FLIP, _JITTER | {"order": [0, 1, 2]}, _ERASE],
-    "strong": [
-        _FLIP,
-        {"op": "RandomAffine", "degrees": 15.0, "translate": [0.1, 0.1], "scale": [0.8, 1.2], "p": 0.5},
-        _JITTER | {"brightness": 0.4, "contrast": 0.4, "saturation": 0.4, "hue": 0.1},
-        {"op": "RandomGrayscale", "p": 0.1},
-        {"op": "RandomGaussianBlur", "kernel_size": [5, 5], "sigma": [0.1, 2.0], "p": 0.2},
-        _ERASE,
-    ],
-    # Cubuk et al. 2020, arXiv:1909.13719: N = 2, M = 9 of 30 is their setting for ResNet-50 on ImageNet.
-    "randaugment": [_FLIP, {"op": "RandAugment", "n": 2, "m": 9}],
-    # Müller & Hutter 2021, arXiv:2103.10158: one operation of a random magnitude; no parameter.
-    "trivialaugment": [_FLIP, {"op": "TrivialAugment"}],
+PRESETS: dict[str, Fused | None] = {
+    "none": None,
+    "light": Fused(flip=0.5),
+    # Without the hue, the dearest of the four.
+    "standard": Fused(
+        flip=0.5,
+        jitter=0.8,
+        brightness=(0.8, 1.2),
+        contrast=(0.8, 1.2),
+        saturation=(0.8, 1.2),
+        erase=0.25,
+        area=(0.02, 0.2),
+    ),
+    "strong": Fused(
+        flip=0.5,
+        affine=0.5,
+        degrees=15.0,
+        translate=(0.1, 0.1),
+        scale=(0.8, 1.2),
+        jitter=0.8,
+        brightness=(0.6, 1.4),
+        contrast=(0.6, 1.4),
+        saturation=(0.6, 1.4),
+        hue=(-0.1, 0.1),
+        grey=0.1,
+        blur=0.2,
+        sigma=(0.1, 2.0),
+        erase=0.25,
+        area=(0.02, 0.2),
+    ),
 }
 
 # They make the size of the images: applied to some rows only, the rows would not fit together.
@@ -101,9 +109,6 @@ class Normalize:
         if image.dtype != torch.uint8:
             image = scaled(image)
         scale = self._scale if image.is_floating_point() else self._uint8_scale
-        if torch.compiler.is_compiling():  # which would forget the order of what is given as `out`
-            made = torch.addcmul(self._shift, image, scale)
-            return made.to(self._dtype).contiguous(memory_format=torch.channels_last)
         out = torch.empty(image.shape, dtype=self._dtype, device=image.device, memory_format=torch.channels_last)
         return torch.addcmul(self._shift, image, scale, out=out)
 
@@ -117,7 +122,6 @@ class DeviceAugment:
         dtype: of the images that come out.
         targets: whether the batches have masks or boxes, which stay as they are: nothing may move pixels.
         views: whether training batches have views: nothing may mix.
-        backend: of torch.compile, where the configuration asks for it.
 
     Raises:
         ConfigError: an operation or the module does not exist, or refuses its parameters; or, with targets, moves,
@@ -131,7 +135,6 @@ class DeviceAugment:
         dtype: torch.dtype = torch.float32,
         targets: bool = False,
         views: bool = False,
-        backend: str = "inductor",
     ) -> None:
         self._mixing = [name for name in ("mixup_alpha", "cutmix_alpha") if getattr(config, name)]
         if targets and self._mixing:
@@ -140,24 +143,18 @@ class DeviceAugment:
             self._check_views()
         self.config, self.device = config, numbered(device)
         self.normalize = Normalize(config, self.device, dtype)
-        self._fused, others = fuse(PRESETS[config.preset])
+        self._fused = PRESETS[config.preset]
         channels = len(config.mean)
-        if channels != 3 and (others or (self._fused and self._fused.changes_colour)):
+        if channels != 3 and self._fused and self._fused.changes_colour:
             raise ConfigError(
                 f"augment.preset={config.preset!r} changes red, green and blue, and augment.mean is of {channels} "
                 f"channels: use none or light, and augment.ops that take {channels}"
             )
         if targets and self._fused:
-            raise _moves(f"{PRESETS[config.preset][0]['op']} of the preset {config.preset}")
-        self._policy: Policy | None = None
-        if others and others[0]["op"] in POLICIES:
-            self._policy = policy_of(**others.pop(0))
-        self._operations = [build_operation(entry, targets, channels) for entry in (*others, *config.ops)]
+            raise _moves(f"the preset {config.preset}")
+        self._operations = [build_operation(entry, targets, channels) for entry in config.ops]
         if config.module:
             self._operations.append(_user_module(config.module))
-        self._compute: Callable[..., torch.Tensor] = self._computed
-        if config.compile:
-            self._compute = torch.compile(self._computed, dynamic=False, fullgraph=True, backend=backend)
 
     def __call__(
         self, image: torch.Tensor, target: torch.Tensor, counts: np.ndarray, *, seed: int, strength: float = 1.0
@@ -194,13 +191,15 @@ class DeviceAugment:
         self._check_views()
         if not (self._fused or self._operations):
             return {name: self.normalize(view) for name, view in views.items()}
-        made = {}
+        augmented = {}
         for name, view in views.items():
             crops = [view] if view.ndim == 4 else view.unbind(1)
             seeds = (int(view_key(name, i, Domain.VIEW_ON_DEVICE, seed)[0]) >> 1 for i in range(len(crops)))
-            done = [self._augmented(crop, of_crop, strength) for crop, of_crop in zip(crops, seeds, strict=True)]
-            made[name] = done[0] if view.ndim == 4 else torch.stack(done, 1)
-        return made
+            of_view = [
+                self._augmented(crop, of_crop, strength) for crop, of_crop in zip(crops, seeds, strict=True)
+            ]
+            augmented[name] = of_view[0] if view.ndim == 4 else torch.stack(of_view, 1)
+        return augmented
 
     def _check_views(self) -> None:
         if self._mixing:
@@ -208,36 +207,21 @@ class DeviceAugment:
 
     def _augmented(self, image: torch.Tensor, seed: int, strength: float) -> torch.Tensor:
         """All but the mixing."""
-        packed = None
         if image.dtype != torch.uint8 and (self._fused or self._operations):
             image = scaled(image)
         if self._fused:
             rows, _, height, width = image.shape
             rng = np.random.Generator(np.random.Philox(key=[seed, Domain.AUGMENT]))
-            draws = draw(self._fused, rng, rows, height, width, strength)
-            if self._policy:  # after the flip
-                image = apply_policy(image, draws.flip, draw_policy(self._policy, rng, rows, strength))
-                return self._by_kornia(image, seed, strength) if self._operations else self.normalize(image)
-            packed = torch.from_numpy(pack(self._fused, draws, height, width)).to(image.device, non_blocking=True)
-        if not self._operations:
-            return self._compute(image, packed)
-        return self._by_kornia(self._preset(image, packed), seed, strength)
-
-    def _by_kornia(self, image: torch.Tensor, seed: int, strength: float) -> torch.Tensor:
-        """The configuration's own operations, the user's module, and the normalisation."""
-        if not image.is_floating_point():
-            image = scaled(image)
-        with _seeded(seed, self.device):
-            for operation in self._operations:
-                image = operation(image, strength)
+            params = draw(self._fused, rng, rows, height, width, strength)
+            packed = torch.from_numpy(pack(self._fused, params, height, width))
+            image = apply(self._fused, image, packed.to(image.device, non_blocking=True))
+        if self._operations:
+            if not image.is_floating_point():
+                image = scaled(image)
+            with _seeded(seed, self.device):
+                for operation in self._operations:
+                    image = operation(image, strength)
         return self.normalize(image)
-
-    def _computed(self, image: torch.Tensor, packed: torch.Tensor | None) -> torch.Tensor:
-        """All that follows from pixels and draws alone, and can be compiled as one."""
-        return self.normalize(self._preset(image, packed))
-
-    def _preset(self, image: torch.Tensor, packed: torch.Tensor | None) -> torch.Tensor:
-        return image if self._fused is None or packed is None else apply(self._fused, image, packed)
 
 
 @contextlib.contextmanager
@@ -287,38 +271,35 @@ def build_operation(entry: dict[str, Any], targets: bool = False, channels: int 
     from kornia.augmentation.auto.base import PolicyAugmentBase
 
     op = entry["op"]
-    found: Any = getattr(kornia.augmentation, op, None) or getattr(kornia.augmentation.auto, op, None)
-    if not (inspect.isclass(found) and issubclass(found, AugmentationBase2D | PolicyAugmentBase)):
+    operation: Any = getattr(kornia.augmentation, op, None) or getattr(kornia.augmentation.auto, op, None)
+    if not (inspect.isclass(operation) and issubclass(operation, AugmentationBase2D | PolicyAugmentBase)):
         raise ConfigError(
             f"augment.ops: {op!r} is no 2D operation of kornia.augmentation or kornia.augmentation.auto "
             "(mixing has settings of its own: augment.mixup_alpha and augment.cutmix_alpha)"
         )
     # A policy has geometric operations among its own.
-    if targets and (not issubclass(found, IntensityAugmentationBase2D) or op == "RandomErasing"):
+    if targets and (not issubclass(operation, IntensityAugmentationBase2D) or op == "RandomErasing"):
         raise _moves(op)
     # Operations of colour are among a policy's, and one of them lets any channels pass.
-    if channels != 3 and (issubclass(found, PolicyAugmentBase) or op == "RandomGrayscale"):
+    if channels != 3 and (issubclass(operation, PolicyAugmentBase) or op == "RandomGrayscale"):
         raise ConfigError(
             f"augment.ops: {op} needs red, green and blue, and augment.mean is of {channels} channels"
         )
     parameters = {key: tuple(v) if isinstance(v, list) else v for key, v in entry.items() if key != "op"}
     try:
-        module: Any = found(**parameters)  # type: ignore[arg-type]
-        # What the parameters are worth is seen when they are used.
+        module: Any = operation(**parameters)  # type: ignore[arg-type]
+        # What the parameters are worth, and whether it takes such channels, is seen when it is applied.
         with torch.random.fork_rng([]):
-            probe, p = torch.full((2, channels, 32, 32), 0.5), getattr(module, "p", 1.0)
-            if channels != 3:  # whatever the draw, to see whether it takes them
-                module.p = 1.0
+            probe, whole = torch.full((2, channels, 32, 32), 0.5), float(getattr(module, "p", 1.0))
+            module.p = 1.0
             result = module(probe, params=module.forward_parameters(probe.shape))
-            if channels != 3:
-                module.p = p
+            module.p = whole
     except Exception as error:
         of = "" if channels == 3 else f" on {channels} channels, of which augment.mean is"
         raise ConfigError(f"augment.ops: {entry}{of}: {type(error).__name__}: {error}") from error
     if not isinstance(result, torch.Tensor) or result.ndim != 4 or result.shape[:2] != probe.shape[:2]:
         raise ConfigError(f"augment.ops: {entry} does not make images of images")
     is_policy, is_scaled = isinstance(module, PolicyAugmentBase), op not in _CHANGES_SIZE
-    whole = 1.0 if is_policy else float(module.p)
 
     def apply(image: torch.Tensor, strength: float) -> torch.Tensor:
         """The strength is the share of rows that a policy is applied to, and scales the probability of others."""

@@ -30,7 +30,7 @@ from raypipe.device.jpeg_decoders import find_decoder, nvjpeg_pixels
 from raypipe.device.ring import hand_over, new_event, new_stream, numbered, view
 from raypipe.errors import ConfigError, SampleError
 from raypipe.transform.decode import decode
-from raypipe.transform.sizes import Size, sides_of
+from raypipe.transform.sizes import Sides, Size, sides_of
 
 CHUNK_PIXELS = 128 << 20
 """Decoded pixels per call of nvJPEG, at most, unless one image alone has more: 384 MiB of RGB on the device, which
@@ -79,7 +79,6 @@ class DeviceDecoder:
         if min(sides_of(size)) < 1:
             raise ConfigError(f"transform.size is {size}; it is at least 1 pixel")
         self.size, self.device, self.exif = size, numbered(device), exif
-        self._sides = sides_of(size)
         self.stream = new_stream(self.device)
         self._backend: Any = torch.get_device_module(self.device)
         with self._backend.stream(self.stream):
@@ -106,7 +105,7 @@ class DeviceDecoder:
         Raises:
             RuntimeError: the device itself fails (out of memory, a lost context); never for what a sample holds.
         """
-        self._sides = sides_of(size or self.size)
+        sides = sides_of(size or self.size)
         samples = view(data).split(np.diff(offsets).tolist())
         encoded = {row: samples[row].numpy().data for row in np.flatnonzero(ok).tolist()}
         num_pixels = {row: nvjpeg_pixels(one, exif=self.exif) for row, one in encoded.items()}
@@ -119,7 +118,7 @@ class DeviceDecoder:
             try:
                 if image is None:
                     image = torch.from_numpy(decode(encoded[row], exif=self.exif)).permute(2, 0, 1)
-                placed[row] = self._cut(image, *crop[row].tolist())
+                placed[row] = self._cut(image, sides, *crop[row].tolist())
             except SampleError as error:
                 failed[row] = str(error)
 
@@ -133,7 +132,7 @@ class DeviceDecoder:
                         place(row, image)
             for row in sorted(by_host):
                 place(row)
-            images = self._finish(placed, flip)
+            images = self._finish(placed, flip, sides)
             ready.record(self.stream)
         hand_over(ready, [images], self.device)
         return DecodedMicroBatch(images, failed, len(by_host))
@@ -147,7 +146,9 @@ class DeviceDecoder:
             self.stream.synchronize()
         return self._decode_each(samples, self.device)
 
-    def _cut(self, image: torch.Tensor, top: int, left: int, height: int, width: int) -> torch.Tensor:
+    def _cut(
+        self, image: torch.Tensor, sides: Sides, top: int, left: int, height: int, width: int
+    ) -> torch.Tensor:
         """Cut and resize a decoded image, uint8 (3, H, W) on the host or the device, to float (1, 3, h, w)."""
         bottom, right = top + height, left + width
         if min(top, left) < 0 or min(height, width) < 1 or bottom > image.shape[1] or right > image.shape[2]:
@@ -155,10 +156,10 @@ class DeviceDecoder:
             raise SampleError(f"box {box} is not in the image of {image.shape[1]}x{image.shape[2]}")
         cut = image[None, :, top:bottom, left:right].to(self.device)
         cut = cut.to(torch.float32, memory_format=torch.contiguous_format)
-        return interpolate(cut, self._sides, mode="bilinear", antialias=True)
+        return interpolate(cut, sides, mode="bilinear", antialias=True)
 
-    def _finish(self, placed: list[torch.Tensor | None], flip: np.ndarray) -> torch.Tensor:
-        black = torch.zeros((1, 3, *self._sides), device=self.device)
+    def _finish(self, placed: list[torch.Tensor | None], flip: np.ndarray, sides: Sides) -> torch.Tensor:
+        black = torch.zeros((1, 3, *sides), device=self.device)
         image = torch.cat([black if one is None else one for one in placed])
         # The weights of the resize are ≥ 0 and sum to 1 only up to rounding.
         image = image.round_().clamp_(0, 255).to(torch.uint8, memory_format=torch.channels_last)

@@ -1,6 +1,5 @@
 """The presets' operations in a few passes over the images, instead of several for each. Knows torch, not Ray.
 
-    fuse     operations, as a configuration lists them → those of the first that are one fused whole, and the rest
     draw     what a micro-batch does, row by row, on the host
     pack     → one small float32 array (B, COLUMNS), the only thing that is sent to the device
     apply    uint8 images → flip, or one affine sampling of all geometry → blur → one map of colour → erase
@@ -14,15 +13,13 @@ The operations are those of Kornia that a preset names, drawn from a generator o
 - A blur comes before the colour, with which it commutes, and is the same for both axes.
 - The ratio of an erased box's sides is drawn evenly in its logarithm.
 
-Nothing here depends on what is in an image, so nothing waits for the device, and `torch.compile` sees one graph.
+Nothing here depends on what is in an image, so nothing waits for the device.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -83,35 +80,8 @@ class Fused:
         return self.jitter > 0 or self.grey > 0 or self.erase > 0
 
 
-def fuse(entries: Sequence[dict[str, Any]]) -> tuple[Fused | None, list[dict[str, Any]]]:
-    """The operations that lead a preset's list and are fused, None = none; and the others."""
-    settings: dict[str, Any] = {}
-    rest = [*entries]
-    while rest and (found := _settings(**rest[0])) is not None:
-        settings |= found
-        del rest[0]
-    return Fused(**settings) if settings else None, rest
-
-
-def _settings(op: str, p: float = 0.0, **given: Any) -> dict[str, Any] | None:
-    if op == "RandomHorizontalFlip":
-        return {"flip": p}
-    if op == "RandomAffine":
-        return {"affine": p, **{name: given[name] for name in ("degrees", "translate", "scale")}}
-    if op == "ColorJitter":
-        ranges = {name: (1 - given[name], 1 + given[name]) for name in ("brightness", "contrast", "saturation")}
-        return {"jitter": p, **ranges, "hue": (-given.get("hue", 0.0), given.get("hue", 0.0))}
-    if op == "RandomGrayscale":
-        return {"grey": p}
-    if op == "RandomGaussianBlur":
-        return {"blur": p, "sigma": given["sigma"]}
-    if op == "RandomErasing":
-        return {"erase": p, "area": given["scale"]}
-    return None
-
-
 @dataclass
-class Draws:
+class FusedParams:
     """What a micro-batch does: an array (B,) of each, neutral in the rows that an operation leaves alone.
 
     Attributes:
@@ -140,7 +110,7 @@ class Draws:
 
 def draw(
     fused: Fused, rng: np.random.Generator, rows: int, height: int, width: int, strength: float = 1.0
-) -> Draws:
+) -> FusedParams:
     """Draw what a micro-batch does.
 
     Args:
@@ -161,7 +131,7 @@ def draw(
     x, y = (np.where(affine, among(-most, most), 0.0) for most in (across, along))
     scale = np.where(affine, among(*fused.scale), 1.0)
     ranges = (fused.brightness, fused.contrast, fused.saturation)
-    brightness, contrast, saturation = (np.where(jitter, among(*each), 1.0) for each in ranges)
+    brightness, contrast, saturation = (np.where(jitter, among(*of_factor), 1.0) for of_factor in ranges)
     hue = np.where(jitter, among(*fused.hue), 0.0)
     sigma = np.where(blur, among(*fused.sigma), 0.0)
     area = height * width * among(*fused.area)
@@ -171,62 +141,58 @@ def draw(
     top = np.floor(next(numbers) * (height - box_height + 1))
     left = np.floor(next(numbers) * (width - box_width + 1))
     box = np.where(erase, [top, top + box_height, left, left + box_width], 0.0).T.astype(np.int64)
-    return Draws(flip, degrees, x, y, scale, brightness, contrast, saturation, hue, grey, sigma, box)
+    return FusedParams(flip, degrees, x, y, scale, brightness, contrast, saturation, hue, grey, sigma, box)
 
 
-def pack(fused: Fused, draws: Draws, height: int, width: int) -> np.ndarray:
-    """What `apply` needs of the draws for images of a size: float32 (B, COLUMNS)."""
-    packed = np.zeros((len(draws.flip), COLUMNS), np.float32)
-    packed[:, _FLIP] = draws.flip
+def pack(fused: Fused, params: FusedParams, height: int, width: int) -> np.ndarray:
+    """What `apply` needs of what was drawn for images of a size: float32 (B, COLUMNS)."""
+    packed = np.zeros((len(params.flip), COLUMNS), np.float32)
+    packed[:, _FLIP] = params.flip
     if fused.affine:
-        packed[:, _SAMPLE] = _maps(draws, height, width)
+        packed[:, _SAMPLE] = _maps(params, height, width)
     if fused.blur:
-        weights = np.exp(-0.5 * (np.arange(-2, 3) / np.maximum(draws.sigma, 1e-6)[:, None]) ** 2)
+        weights = np.exp(-0.5 * (np.arange(-2, 3) / np.maximum(params.sigma, 1e-6)[:, None]) ** 2)
         packed[:, _BLUR] = weights / weights.sum(1, keepdims=True)
     if fused.changes_colour:
         # What contrast adds is a grey, which neither saturation nor hue changes.
-        by_mean = (1 - draws.contrast) * draws.brightness / 255
+        by_mean = (1 - params.contrast) * params.brightness / 255
         if fused.turns_hue:
-            packed[:, _COLOUR] = _colours(draws)
+            packed[:, _COLOUR] = _colours(params)
             packed[:, _MEAN] = by_mean[:, None] * GREY
         else:
-            packed[:, _BLEND] = _blends(draws)
+            packed[:, _BLEND] = _blends(params)
             packed[:, _MEAN_GREY] = by_mean
-        packed[:, _ERASE] = draws.box
+        packed[:, _ERASE] = params.box
     return packed
 
 
-def _maps(draws: Draws, height: int, width: int) -> np.ndarray:
+def _maps(params: FusedParams, height: int, width: int) -> np.ndarray:
     """From a pixel of the result to the one that it shows: shift, turn and scale undone, then the flip; (B, 6)."""
-    turn = np.deg2rad(draws.degrees)
-    cos, sin = np.cos(turn) / draws.scale, np.sin(turn) / draws.scale
+    turn = np.deg2rad(params.degrees)
+    cos, sin = np.cos(turn) / params.scale, np.sin(turn) / params.scale
     undo = np.array([[cos, -sin], [sin, cos]])  # (2, 2, B)
-    undo = np.concatenate([undo, -(undo * np.array([draws.x, draws.y])).sum(1, keepdims=True)], 1)
-    undo[0] *= np.where(draws.flip, -1, 1)
-    return grid_units(np.moveaxis(undo, 2, 0), height, width)
+    undo = np.concatenate([undo, -(undo * np.array([params.x, params.y])).sum(1, keepdims=True)], 1)
+    undo[0] *= np.where(params.flip, -1, 1)
+    maps = np.moveaxis(undo, 2, 0) * (2 / np.array([width, height]))[:, None]  # as `_sampled` takes them
+    return maps.reshape(len(maps), 6)
 
 
-def grid_units(maps: np.ndarray, height: int, width: int) -> np.ndarray:
-    """Maps (B, 2 or 3, 3) of places in pixels about the middle of the image, as `sampled` takes them: (B, 6)."""
-    return (maps[:, :2] * (2 / np.array([width, height]))[:, None]).reshape(len(maps), 6)
-
-
-def _colours(draws: Draws) -> np.ndarray:
+def _colours(params: FusedParams) -> np.ndarray:
     """The matrix of each row, from [0, 255] to [0, 1], column by column; (B, 9)."""
-    to_grey, turn = np.broadcast_to(GREY, (3, 3)), -2 * np.pi * draws.hue  # from red to yellow, as in HSV
+    to_grey, turn = np.broadcast_to(GREY, (3, 3)), -2 * np.pi * params.hue  # from red to yellow, as in HSV
     zeros, ones, cos, sin = np.zeros_like(turn), np.ones_like(turn), np.cos(turn), np.sin(turn)
     about_grey = np.array([[ones, zeros, zeros], [zeros, cos, -sin], [zeros, sin, cos]])
-    saturation = draws.saturation[:, None, None]
+    saturation = params.saturation[:, None, None]
     colour = _RGB @ np.moveaxis(about_grey, 2, 0) @ _YIQ @ (saturation * np.eye(3) + (1 - saturation) * to_grey)
-    colour = np.where(draws.grey[:, None, None], to_grey, colour)
-    colour = colour * (draws.brightness * draws.contrast / 255)[:, None, None]
+    colour = np.where(params.grey[:, None, None], to_grey, colour)
+    colour = colour * (params.brightness * params.contrast / 255)[:, None, None]
     return np.swapaxes(colour, 1, 2).reshape(-1, 9)
 
 
-def _blends(draws: Draws) -> np.ndarray:
+def _blends(params: FusedParams) -> np.ndarray:
     """The shares of a row's colour and of its grey, from [0, 255] to [0, 1]; (B, 2)."""
-    saturation = np.where(draws.grey, 0.0, draws.saturation)
-    return np.stack([saturation, 1 - saturation], 1) * (draws.brightness * draws.contrast / 255)[:, None]
+    saturation = np.where(params.grey, 0.0, params.saturation)
+    return np.stack([saturation, 1 - saturation], 1) * (params.brightness * params.contrast / 255)[:, None]
 
 
 def apply(fused: Fused, image: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
@@ -243,7 +209,7 @@ def apply(fused: Fused, image: torch.Tensor, packed: torch.Tensor) -> torch.Tens
     if fused.changes_colour and not in_255:
         image, in_255 = image * 255, True
     if fused.affine:
-        image = sampled(image, packed[:, _SAMPLE].unflatten(1, (2, 3)))
+        image = _sampled(image, packed[:, _SAMPLE].unflatten(1, (2, 3)))
     elif fused.flip:
         image = torch.where(packed[:, _FLIP].view(-1, 1, 1, 1) > 0, image.flip(3), image)
     if fused.blur:
@@ -253,7 +219,7 @@ def apply(fused: Fused, image: torch.Tensor, packed: torch.Tensor) -> torch.Tens
     return image * (1 / 255) if in_255 and image.is_floating_point() else image
 
 
-def sampled(image: torch.Tensor, maps: torch.Tensor) -> torch.Tensor:
+def _sampled(image: torch.Tensor, maps: torch.Tensor) -> torch.Tensor:
     """Each row through its own affine map, float32 (B, 2, 3), of places about the middle; what is outside is 0."""
     _, _, height, width = image.shape
     x, y = (torch.arange((1 - n) / 2, n / 2, device=image.device, dtype=torch.float32) for n in (width, height))
@@ -285,14 +251,9 @@ def _turned(image: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
     return out.addcmul_(image[:, 1:2], colour[:, 1]).addcmul_(image[:, 2:3], colour[:, 2])
 
 
-def grey_of(image: torch.Tensor) -> torch.Tensor:
-    """float32 (B, 1, H, W), in the units of the image."""
-    return (image[:, 0:1] * _RED).add_(image[:, 1:2], alpha=_GREEN).add_(image[:, 2:3], alpha=_BLUE)
-
-
 def _blended(image: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
     """The same map of colour where there is no hue: a share of it, of its grey, and of the mean of that."""
-    grey = grey_of(image)
+    grey = (image[:, 0:1] * _RED).add_(image[:, 1:2], alpha=_GREEN).add_(image[:, 2:3], alpha=_BLUE)
     offset = grey.mean((2, 3), keepdim=True) * packed[:, _MEAN_GREY].view(-1, 1, 1, 1)
     of_colour, of_grey = packed[:, _BLEND, None, None, None].unbind(1)
     out = torch.empty(image.shape, device=image.device, memory_format=torch.channels_last)

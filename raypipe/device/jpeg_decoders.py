@@ -104,16 +104,16 @@ def without_exif(data: memoryview | bytes) -> bytearray | None:
 
     torchcodec turns every image upright, and cannot be told otherwise.
     """
-    found = []
+    bodies = []
     for marker, at, end in _segments(data):
         if marker in (_EOI, _SOS):
             break
         if marker == _APP1 and data[at : min(end, at + len(_EXIF))] == _EXIF:
-            found.append((at, end))
-    if not found:
+            bodies.append((at, end))
+    if not bodies:
         return None
     copy = bytearray(data)
-    for at, end in found:  # all of it: torchcodec's decoder for CPUs does not ask whether it begins with "Exif"
+    for at, end in bodies:  # all of it: torchcodec's decoder for CPUs does not ask whether it begins with "Exif"
         copy[at:end] = bytes(end - at)
     return copy
 
@@ -156,10 +156,10 @@ def by_torchcodec() -> BatchFunction:
     decode_jpeg: Any = importlib.import_module("torchcodec.decoders").decode_jpeg
 
     def decode(encoded: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-        found = [without_exif(one.numpy().data) for one in encoded]
+        copies = [without_exif(one.numpy().data) for one in encoded]
         stored = [
             one if copy is None else torch.frombuffer(copy, dtype=torch.uint8)
-            for one, copy in zip(encoded, found, strict=True)
+            for one, copy in zip(encoded, copies, strict=True)
         ]
         return decode_jpeg(stored, mode="RGB", device=device)
 
@@ -189,9 +189,9 @@ def find_decoder(device: torch.device) -> BatchDecoder:
     """
     probe = torch.frombuffer(bytearray(encode_jpeg(np.zeros((16, 16, 3), np.uint8))), dtype=torch.uint8)
     reasons = []
-    for package, found in LIBRARIES.items():
+    for package, load in LIBRARIES.items():
         try:
-            decoder = BatchDecoder(f"{package} {importlib.metadata.version(package)}", found())
+            decoder = BatchDecoder(f"{package} {importlib.metadata.version(package)}", load())
         except (ImportError, AttributeError, OSError) as error:  # missing; too old; built for another torch
             reasons.append(f"{package}: {error}")
             continue

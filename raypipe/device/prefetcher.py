@@ -1,38 +1,34 @@
-"""Batches on the device, ahead of their use: raypipe's micro-batches, or any loader's. Knows torch, not Ray.
+"""Micro-batches on the device, ahead of their use. Knows torch, not Ray.
 
     on_device           MicroBatch → Batch
     decoded_on_device   the same, of encoded images
     asked_for_here      the same, where the consumer's thread must make the micro-batches
-    prefetch            (image, target), or any other tree of tensors → the same on the device
 
-On CUDA the first and the last go through the pinned ring of `raypipe.device.ring`; on CPU nothing is transferred.
+On CUDA the first goes through the pinned ring of `raypipe.device.ring`; on CPU nothing is transferred.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from itertools import starmap
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
 
 from raypipe.device.device_decode import DeviceDecoder
 from raypipe.device.mixing import Mixed
-from raypipe.device.ring import CLOSE_S, Item, OnCopied, Ring, hand_over, new_event, view
+from raypipe.device.ring import CLOSE_S, OnCopied, Ring, hand_over, new_event, view
 from raypipe.metrics.timing import mark
 from raypipe.plan.places import MicroBatchId
 from raypipe.transform.encoded import CROP, DATA, ENCODED_FIELDS, FLIP
-from raypipe.transform.fields import COLUMN, IMAGE, LABEL, VIEW, MicroBatch, Ragged, in_group
+from raypipe.transform.fields import COLUMN, IMAGE, LABEL, VIEW, MicroBatch, Ragged, in_group, is_image
 from raypipe.transform.sizes import Size
-
-Used = TypeVar("Used")
 
 
 @dataclass(frozen=True)
@@ -44,7 +40,8 @@ class Batch:
         at: its place in the run.
         seed: seed of everything that is drawn once for this micro-batch.
         fields: by name, see `raypipe.transform.fields`: arrays as tensors on the device, images with channels
-            first; others as lists of B on the host. The properties name them.
+            first; others as lists of B on the host. Masks, boxes and keypoints are read here, as fields["mask"];
+            the properties name the others.
         weight: float32 (B,); 0 for padding and for samples that do not count.
         label: the target, on the host.
         index: int64 (B,), on the host; -1 for padding.
@@ -90,27 +87,6 @@ class Batch:
     def target(self) -> torch.Tensor:
         """int64 (B,), classes; or what the target's column holds, (B, …)."""
         return self.fields[LABEL]
-
-    @property
-    def mask(self) -> torch.Tensor | None:
-        """uint8 (B, H, W), a class per pixel, 255 where there is none; None if the stream has no masks."""
-        return self.fields.get("mask")
-
-    @property
-    def boxes(self) -> torch.Tensor | None:
-        """float32 (B, K, 5), each `[x0, y0, x1, y1, label]` in pixels; None if the stream has no boxes.
-
-        The label is -1 where there is none.
-        """
-        return self.fields.get("boxes")
-
-    @property
-    def keypoints(self) -> torch.Tensor | None:
-        """float32 (B, K, 3), each `[x, y, label]` in pixels; None if the stream has no keypoints.
-
-        The label is -1 where there is none, and -2 - label where the keypoint lies outside of the image.
-        """
-        return self.fields.get("keypoints")
 
     @property
     def columns(self) -> dict[str, Any]:
@@ -164,8 +140,13 @@ def on_device(
         return _batch(host, seed_of, weight, dict(zip(host.arrays(), others, strict=True)))
 
     through = Ring(batches, arrays, device, depth, keep, on_copied, _without_arrays)
+
+    def from_ring() -> Iterator[Batch]:
+        with closing(iter(through)) as pairs:
+            yield from starmap(batch, pairs)
+
     if through.device.type == "cuda" or ring:
-        return _each(through, batch)
+        return from_ring()
     return (batch(host, [*map(view, arrays(host))]) for host in batches)
 
 
@@ -183,7 +164,7 @@ def asked_for_here(
     """
     handed: SimpleQueue[MicroBatch | Exception | None] = SimpleQueue()
 
-    def given() -> Iterator[MicroBatch]:
+    def from_here() -> Iterator[MicroBatch]:
         while (entry := handed.get()) is not None:
             if isinstance(entry, Exception):
                 raise entry
@@ -196,7 +177,7 @@ def asked_for_here(
         except Exception as error:  # raised after the batches before it
             handed.put(error)
 
-    batches: Any = move(given())
+    batches: Any = move(from_here())
     try:
         for _ in range(ahead):
             hand_over_next()
@@ -218,11 +199,6 @@ def _without_arrays(host: MicroBatch) -> MicroBatch:
     }
     on_host[LABEL] = host[LABEL].copy()
     return replace(host, index=host.index.copy(), weight=_ELSEWHERE, fields=on_host)
-
-
-def _each(ring: Ring[Item], use: Callable[[Item, tuple[torch.Tensor, ...]], Used]) -> Generator[Used, None, None]:
-    with closing(iter(ring)) as pairs:
-        yield from starmap(use, pairs)
 
 
 def decoded_on_device(
@@ -261,29 +237,33 @@ def decoded_on_device(
                 return None
             started, data = mark(device), host.fields[DATA]
             assert isinstance(data, Ragged)
-            found = decoder.decode(
+            decoded = decoder.decode(
                 *(data.values, data.offsets, host[CROP], host[FLIP]), ok=host.weight > 0, size=size_of(host.at)
             )
             host = replace(
                 host, fields={name: host.fields[name] for name in host.fields if name not in ENCODED_FIELDS}
             )
             arrays = [array.copy() for array in (host.weight, *host.arrays().values())]
-            arrays[0][list(found.failed)] = 0
+            arrays[0][list(decoded.failed)] = 0
             weight, *others = (torch.from_numpy(array).to(device, non_blocking=True) for array in arrays)
             if on_decoded:
                 on_decoded(host.at, started, mark(device))
             ready.record(decoder.stream)
         batch = _batch(host, seed_of, weight, dict(zip(host.arrays(), others, strict=True)))
-        num_bad = host.num_bad + len(found.failed)
-        changes: dict[str, Any] = {"num_bad": num_bad, "num_fallback": found.num_fallback, "failed": found.failed}
-        return batch.with_fields({IMAGE: found.image}, **changes), ready, [found.image, weight, *others]
+        batch = batch.with_fields(
+            {IMAGE: decoded.image},
+            num_bad=host.num_bad + len(decoded.failed),
+            num_fallback=decoded.num_fallback,
+            failed=decoded.failed,
+        )
+        return batch, ready, [decoded.image, weight, *others]
 
     thread = ThreadPoolExecutor(1, thread_name_prefix="raypipe-decode")
     ahead = deque(thread.submit(decode_next) for _ in range(depth))
     try:
-        while (decoded := ahead.popleft().result()) is not None:
+        while (entry := ahead.popleft().result()) is not None:
             ahead.append(thread.submit(decode_next))
-            batch, ready, tensors = decoded
+            batch, ready, tensors = entry
             hand_over(ready, tensors, device)
             yield batch
     finally:
@@ -306,73 +286,9 @@ def _batch(
     for name, values in host.fields.items():
         if isinstance(values, Ragged):
             unpacked = values.unpacked()
-            fields[name] = [view(each) for each in unpacked] if values.kind == "ragged" else unpacked
+            fields[name] = [view(array) for array in unpacked] if values.kind == "ragged" else unpacked
         else:
-            is_image = name == IMAGE or name.partition(".")[0] == VIEW
             # NHWC in memory is channels_last as it stands.
-            fields[name] = tensors[name].movedim(-1, -3) if is_image else tensors[name]
+            fields[name] = tensors[name].movedim(-1, -3) if is_image(name) else tensors[name]
     same = {name: getattr(host, name) for name in ("at", "index", "num_bad", "read_s", "work_s")}
     return Batch(seed=seed_of(host.at), fields=fields, weight=weight, label=host[LABEL], **same)
-
-
-class Prefetched:
-    """A loader's batches on the device, `depth` transfers ahead of their use.
-
-        for image, target in raypipe.prefetch(loader, device):
-            ...
-
-    On CUDA a batch is valid until the next one is asked for, or for `keep` more batches. Ask for batches under the
-    CUDA stream that works on them. On CPU the loader's batches come as they are.
-
-    It can be iterated as often as the loader, has its length, and ends its thread if the iteration stops early.
-
-    On CUDA the loader runs in a thread of this process. There it shares the global random generators with the
-    training loop (num_workers=0): give it a generator of its own.
-
-    Args:
-        loader: a torch DataLoader or another iterable. Its batches are tensors, or tuples, named tuples, lists and
-            dicts of them, nested (pytrees). Tensors of any shape, dtype and strides arrive with the same; where
-            memory overlaps or has gaps, the strides are those of a dense tensor in the same order. Those already
-            on the device, and all that is no tensor, pass through. Pinned tensors are not copied on the host.
-        device: CUDA or CPU.
-        depth: transfers in flight or done, besides the batch in use.
-        keep: batches that stay valid besides the newest, for a loop that looks ahead; each takes the device memory
-            of one, and as much pinned memory.
-        ring: None = on CUDA only; True = on CPU too, for tests of the ring.
-
-    Raises:
-        ConfigError: depth < 1, or the device is neither CUDA nor CPU. Iterating raises what the loader raises.
-    """
-
-    def __init__(
-        self,
-        loader: Iterable[Any],
-        device: torch.device | str,
-        depth: int = 2,
-        keep: int = 0,
-        ring: bool | None = None,
-    ) -> None:
-        self._loader = loader
-        self._ring = Ring(loader, self._moved, device, depth, keep)
-        self._on_cuda = self._ring.device.type == "cuda"
-        self._uses_ring = self._on_cuda or bool(ring)
-
-    def __len__(self) -> int:
-        return len(self._loader)  # type: ignore[arg-type]
-
-    def __iter__(self) -> Iterator[Any]:
-        return _each(self._ring, self._replaced) if self._uses_ring else iter(self._loader)
-
-    def _moves(self, leaf: Any) -> bool:
-        # On CPU every tensor is there already, but with ring=True it is to go through the ring.
-        return isinstance(leaf, torch.Tensor) and not (self._on_cuda and leaf.device == self._ring.device)
-
-    def _moved(self, batch: Any) -> tuple[torch.Tensor, ...]:
-        return tuple(leaf for leaf in tree_leaves(batch) if self._moves(leaf))
-
-    def _replaced(self, batch: Any, tensors: tuple[torch.Tensor, ...]) -> Any:
-        moved = iter(tensors)
-        return tree_map(lambda leaf: next(moved) if self._moves(leaf) else leaf, batch)
-
-
-prefetch = Prefetched

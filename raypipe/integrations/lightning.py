@@ -19,7 +19,7 @@ class StreamDataModule(pl.LightningDataModule):
         trainer = pl.Trainer(**StreamDataModule.settings(loader), strategy=…)
         trainer.fit(module, datamodule=StreamDataModule(loader), ckpt_path=…)
 
-    Its checkpoints contain the loader's place, so a run that resumes from one, even in mid-epoch, continues with
+    Its checkpoints contain the loader's place, so a run that resumes from one, even mid-epoch, continues with
     the very next step.
 
     Args:

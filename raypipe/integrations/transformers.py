@@ -22,7 +22,7 @@ __all__ = ["StreamTrainer", "image_inputs"]
 
 
 def image_inputs(batch: Batch) -> dict[str, Any]:
-    """What models for image classification take: `pixel_values` and `labels`, with -100 for rows that do not
+    """The inputs of models for image classification: `pixel_values` and `labels`, with -100 for rows that do not
     count."""
     return {"pixel_values": batch.image, "labels": counted_target(batch)}
 
@@ -98,7 +98,7 @@ class StreamTrainer(transformers.Trainer):
         if loss is not None and "labels" in inputs:
             plan, counted = self._loader.plan, int((inputs["labels"] != NOT_COUNTED).sum())
             share = counted * plan.val_steps * plan.config.per_step / plan.num_val
-            loss = loss * share if counted else loss.new_zeros(())  # of nothing the mean is NaN
+            loss = loss * share if counted else loss.new_zeros(())  # the mean of nothing is NaN
         return loss, logits, labels
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -128,18 +128,18 @@ class StreamTrainer(transformers.Trainer):
         if (missing or unexpected) and isinstance(self.model, transformers.PreTrainedModel):
             dtypes = [value.dtype for value in self.model.parameters() if value.is_floating_point()]
             model_class: Any = type(self.model)
-            translated, found = model_class.from_pretrained(
+            translated, report = model_class.from_pretrained(
                 self._loaded_from,
                 config=self.model.config,
                 dtype=functools.reduce(torch.promote_types, dtypes),  # each value stays as it is
-                ignore_mismatched_sizes=True,  # of parts that the user has put into the model
+                ignore_mismatched_sizes=True,  # the user may have replaced parts of the model
                 output_loading_info=True,
             )
-            new = {*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])}
+            new = {*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])}
             values = {name: value for name, value in translated.state_dict().items() if name not in new}
             self.model.load_state_dict({name: values[name] for name in missing if name in values}, strict=False)
             missing = [name for name in missing if name not in values]
-            unexpected = [name for name in unexpected if name in found["unexpected_keys"]]
+            unexpected = [name for name in unexpected if name in report["unexpected_keys"]]
         wrong = [
             *([f"lacks {len(missing)} weights of the model ({_some(missing)})"] if missing else []),
             *([f"has {len(unexpected)} weights that the model lacks ({_some(unexpected)})"] if unexpected else []),

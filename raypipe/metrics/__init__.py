@@ -1,1 +1,1 @@
-"""What is measured of a run: times of stages, metrics for Prometheus, records on disk, and what they say."""
+"""Measurements of a run: times of stages, metrics for Prometheus, records on disk, and what they say."""

@@ -15,7 +15,7 @@ from raypipe.plan.places import Split
 
 
 class Meter:
-    """Of one rank's loader, which tells it of each micro-batch: `asked`, `arrived`, `handed_out`.
+    """The times of one rank's loader, which reports each micro-batch: `asked`, `arrived`, `handed_out`.
 
     Attributes:
         clocks: of each split; the threads that copy and decode add to them.
@@ -33,7 +33,7 @@ class Meter:
         self.begin_interval()
 
     def begin(self) -> None:
-        """The stream is started, possibly anew."""
+        """Begin the stream, possibly again."""
         self._created, self.first_batch_s = time.perf_counter(), 0.0
 
     def times(self, split: Split) -> StageTimes:
@@ -88,6 +88,11 @@ class Meter:
         """An interval of the training begins."""
         self._before, self._since = self.times("train"), time.perf_counter()
 
+    @property
+    def interval_age_s(self) -> float:
+        """Seconds since an interval of the training began."""
+        return time.perf_counter() - self._since
+
     def interval(self) -> tuple[StageTimes, float]:
         """Times, and seconds, since an interval of the training began."""
-        return self.times("train") - self._before, time.perf_counter() - self._since
+        return self.times("train") - self._before, self.interval_age_s

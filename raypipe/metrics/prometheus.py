@@ -1,11 +1,11 @@
-"""What a run exports as metrics for Prometheus: every name, its labels and meaning, and who records it.
+"""The metrics that a run exports for Prometheus: every name, its labels and meaning, and who records it.
 
     TrainerMetrics   each rank: what it was given, where its time goes, how it learns
     StreamMetrics    the process in which Ray Data schedules: the pool, and what is in flight
     Recorder         each transform actor: what it has done; the supervisor: what went wrong
 
 Ray collects them from every process and serves them on every node, under these names with `ray_` before them; see
-docs/metrics.md. A recording takes some 10 µs, so it is made once for a micro-batch in an actor, and once a second
+docs/metrics.md. A recording takes about 10 µs, so it is made once for a micro-batch in an actor, and once a second
 elsewhere. Ray drops a gauge that was not set for two of its export intervals, of 10 s: what is set once a second
 lasts as long as somebody sets it, and a run that has died shows no loss. A thread sets those of a trainer, which
 may itself wait for long.
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ray.util.metrics import Counter, Gauge
 
 from raypipe.logs import STAGES
-from raypipe.storage.counts import take_counts
+from raypipe.storage.patience import take_counts
 
 if TYPE_CHECKING:
     from raypipe.metrics.timing import StageTimes
@@ -33,7 +33,7 @@ _PERIOD_S = 1.0
 
 
 class Metric(NamedTuple):
-    """One metric. Counters, and they alone, end in _total; Ray adds labels of its own."""
+    """A metric. Only counters end in _total; Ray adds its own labels."""
 
     name: str
     labels: tuple[str, ...]
@@ -41,7 +41,7 @@ class Metric(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """Of Prometheus: counter or gauge."""
+        """The type in Prometheus: counter or gauge."""
         return "counter" if self.name.endswith("_total") else "gauge"
 
 
@@ -147,7 +147,7 @@ class Recorder:
 
 
 class TrainerMetrics(Recorder):
-    """Of one rank; rank 0 alone tells what is the same for all.
+    """Metrics of one rank; only rank 0 has those of the whole run.
 
     From `begin` to `end` a thread sets the gauges once a second, so that they last while the rank waits.
 
@@ -158,15 +158,14 @@ class TrainerMetrics(Recorder):
     def __init__(self, run: str, rank: int, **info: str) -> None:
         super().__init__(run, rank=str(rank), **info)
         self._rank = rank
-        self._shown: dict[str, float] = {}
-        self._learnt: dict[str, float] = {"run_info": 1} if info else {}
+        self._gauges: dict[str, float] = {"run_info": 1} if info and rank == 0 else {}
         self._recorded_at = 0.0
         self._end = weakref.finalize(self, lambda: None)
 
     def begin(self) -> None:
         """The rank begins to wait for its first micro-batch."""
         self.end()
-        self._shown["trainer_last_batch_timestamp_seconds"] = time.time()
+        self._gauges |= {"trainer_last_batch_timestamp_seconds": time.time()}
         ended = threading.Event()
         self._end = weakref.finalize(self, ended.set)
         threading.Thread(
@@ -177,15 +176,16 @@ class TrainerMetrics(Recorder):
         """The rank has got all; nothing happens where it has not begun, or has ended before."""
         if self._end.alive:
             self._end()
-            self._show()
+            self.set(self._gauges)
 
     def is_due(self) -> bool:
-        """Whether a second has passed since `record`."""
+        """Return whether a second has passed since `record`."""
         return time.monotonic() - self._recorded_at >= _PERIOD_S
 
     def learnt(self, **values: float) -> None:
-        """What to show from now on: trainer_loss, validation_accuracy, …"""
-        self._learnt = self._learnt | values  # anew: the thread may be reading it
+        """Show these gauges of the run from now on, on rank 0: trainer_loss, validation_accuracy, …"""
+        if self._rank == 0:
+            self._gauges = self._gauges | values  # a new dict: the thread may be reading the old one
 
     def checkpointed(self) -> None:
         """A checkpoint has just been written, or the run begins to make some."""
@@ -200,7 +200,7 @@ class TrainerMetrics(Recorder):
             times: of each split, since the rank started.
             first_batch_s: from the start of the loader to its first batch.
             steps: since the rank started.
-            of_run: what is the same for all ranks, as of `learnt`.
+            of_run: values of the whole run, see `learnt`.
         """
         self._recorded_at = time.monotonic()
         self.add_storage("trainer")
@@ -215,21 +215,19 @@ class TrainerMetrics(Recorder):
             "trainer_first_batch_seconds": first_batch_s,
             "trainer_last_batch_timestamp_seconds": time.time(),
         }
-        self._shown = of_rank | (of_run if self._rank == 0 else {})
-
-    def _show(self) -> None:
-        self.set(self._shown | (self._learnt if self._rank == 0 else {}))
+        self._gauges = self._gauges | of_rank
+        self.learnt(**of_run)
 
 
 def _keep(metrics: weakref.ref[TrainerMetrics], ended: threading.Event) -> None:
     while not ended.wait(_PERIOD_S):
         if (of_rank := metrics()) is not None:
-            of_rank._show()
+            of_rank.set(of_rank._gauges)
             del of_rank
 
 
 class StreamMetrics(Recorder):
-    """Of one execution of a stream."""
+    """Metrics of one execution of a stream."""
 
     def show(self, made: int, in_flight: int = 0, waiting: int = 0, actors: Any = None) -> None:
         """Show where it stands.
@@ -237,7 +235,7 @@ class StreamMetrics(Recorder):
         Args:
             made: blocks that its pool has finished, so far.
             in_flight: blocks that are worked on, or wait finished.
-            waiting: of these, those that wait finished.
+            waiting: the finished ones among these.
             actors: has their number by state: running, restarting, pending; None = there are none.
         """
         self.reach({"stream_blocks_total": made})

@@ -21,18 +21,18 @@ _HAPPENED = (START, "fault", "scale")
 
 @dataclass(frozen=True)
 class Records:
-    """What a file of records holds.
+    """The contents of a file of records.
 
     Attributes:
         kept: the objects in their order, without those of steps that the run has done over again.
-        unreadable: lines that are no record, cut off by a crash or a full disk.
+        unreadable: lines that are not records, cut off by a crash or a full disk.
     """
 
     kept: list[dict[str, Any]]
     unreadable: int = 0
 
 
-def told(unreadable: int) -> str:
+def unreadable_note(unreadable: int) -> str:
     """A sentence about lines that cannot be read; empty where there are none."""
     lines = "1 line that is" if unreadable == 1 else f"{unreadable} lines that are"
     return f"left out {lines} no record, cut off or damaged" if unreadable else ""
@@ -67,7 +67,7 @@ def parse(content: bytes) -> Records:
 
 
 def _stands(record: dict[str, Any], start: dict[str, Any]) -> bool:
-    """Whether a record still holds once a run has started from a later record's step."""
+    """Return whether a record still holds once a run has started from a later record's step."""
     if record.get("kind") in _HAPPENED:
         return True
     if start.get("validates") and record.get("kind") in ("val", "diagnosis"):

@@ -45,16 +45,22 @@ def append_fault(run_uri: str, text: str, reason: str) -> None:
         step = max((record["step"] for record in parse(content).kept), default=0)
         fault = {"kind": "fault", "step": step, "text": text, "reason": reason, "time": time.time()}
         line = json.dumps(fault).encode() + b"\n"
-        if content and not content.endswith(b"\n"):  # a crash has cut it off
-            line = b"\n" + line
         filesystem, path = open_filesystem(join(run_uri, METRICS))
         if isinstance(filesystem, pyarrow.fs.LocalFileSystem):
-            with Path(path).open("ab") as file:
-                file.write(line)
+            _append_whole(Path(path), line)
         else:
-            write_synced(filesystem, path, content + line)
+            write_synced(filesystem, path, content + b"\n" * (content[-1:] not in (b"", b"\n")) + line)
     except (RaypipeError, pa.ArrowException, OSError) as error:
         logger.warning("a fault cannot be written to %s of %s: %s", METRICS, run_uri, error)
+
+
+def _append_whole(path: Path, lines: bytes) -> None:
+    """Append lines to a file. A line that a crash or a full disk has cut off stays a separate line."""
+    with path.open("a+b") as file:
+        if file.tell():
+            file.seek(-1, 2)
+            lines = lines if file.read(1) == b"\n" else b"\n" + lines
+        file.write(lines)
 
 
 class RunLog:
@@ -70,7 +76,7 @@ class RunLog:
         settings: of the stream, for a run without a config.yaml.
 
     Raises:
-        ConfigError: what an earlier start has recorded in object storage cannot be read.
+        ConfigError: an earlier start's record in object storage cannot be read.
     """
 
     def __init__(
@@ -93,7 +99,7 @@ class RunLog:
         self._events: EventsWriter | None = None
         with self._best_effort("the folder"):
             (self._folder / "tensorboard").mkdir(parents=True, exist_ok=True)
-            # Its name has the second alone, and it would replace the file of another start of that second.
+            # Its name has only the second, and it would replace the file of another start of that second.
             self._events = EventsWriter(str(self._folder / "tensorboard/events"), f".{secrets.token_hex(4)}")
         if not self._local:
             for name in (METRICS, SAMPLES):
@@ -140,13 +146,9 @@ class RunLog:
         self.sync(last=True)
 
     def _append(self, name: str, records: list[dict[str, Any]]) -> None:
-        """Append records to a file. A line that a crash or a full disk has cut off stays a line of its own."""
-        text = "".join(json.dumps(record) + "\n" for record in records)
-        with self._one_by_one, self._best_effort(name), (self._folder / name).open("a+b") as file:
-            if file.tell():
-                file.seek(-1, 2)
-                text = text if file.read(1) == b"\n" else "\n" + text
-            file.write(text.encode())
+        """Append records to a file."""
+        with self._one_by_one, self._best_effort(name):
+            _append_whole(self._folder / name, "".join(json.dumps(record) + "\n" for record in records).encode())
 
     def _event(self, **fields: Any) -> None:
         from tensorboardX.proto.event_pb2 import Event
@@ -157,7 +159,7 @@ class RunLog:
 
     @contextlib.contextmanager
     def _best_effort(self, what: str) -> Iterator[None]:
-        """Within, a file that cannot be written is a warning, the first time."""
+        """Turn a file that cannot be written into a warning, the first time."""
         try:
             yield
         except (pa.ArrowException, OSError, OutageError) as error:

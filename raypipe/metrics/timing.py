@@ -3,7 +3,7 @@
     mark → StageClock, which never waits for the device → StageTimes, which add up over ranks → diagnose: sentences
 
 On CUDA `wait` is the time for which the compute stream had nothing to do because the next micro-batch was not
-there: from the end of the last one's work to the arrival of the next. What the host does meanwhile is no matter.
+there: from the end of the last one's work to the arrival of the next. The host's work meanwhile does not count.
 
 A device that is faster than the host which gives it work also has nothing to do now and then, between one launch
 and the next. No mark shows that, since marks are launched as well: such time counts as augment and compute. What
@@ -33,11 +33,11 @@ def mark(device: torch.device) -> Any:
 
 
 def has_drained(asked: Any) -> bool:
-    """Whether the device has passed a mark already, without waiting for it. Of a CPU that cannot be told: False.
+    """Return whether the device has passed a mark already, without waiting for it; False on a CPU.
 
-    Called when the next micro-batch is there, on a mark that was made when it was asked for. Between the two lie
-    some 50 µs of the host, in which an idle device passes the mark; one with work to do, of which a micro-batch is
-    milliseconds, does not.
+    Called when the next micro-batch is there, on a mark that was made when it was asked for. The host takes
+    about 50 µs in between, in which an idle device passes the mark. A device at work does not: a micro-batch takes
+    milliseconds.
     """
     return not isinstance(asked, float) and bool(asked.query())
 
@@ -73,14 +73,14 @@ class StageTimes:
     Attributes:
         images: delivered.
         wait_s: the device had nothing to do.
-        transfer_s: copies from host to device; they run beside the other stages.
+        transfer_s: copies from host to device; they overlap with the other stages.
         augment_s: device augmentation.
         compute_s: forward, backward, optimizer.
         read_s: in the actors, reading encoded samples, or in the readers before them.
         work_s: in the actors, all of a micro-batch: reading, if they read, decoding, transforming.
-        decode_s: decoding on the device, copies included; beside the other stages, as transfers are.
+        decode_s: decoding on the device, copies included; it overlaps with the other stages, as transfers do.
         micro_batches: delivered, but for the very first.
-        drained: of these, on CUDA: the device had finished all its work when they were asked for.
+        drained: on CUDA, those before which the device had finished all its work when they were asked for.
         checkpoint_s: the device had nothing to do because of a checkpoint.
     """
 
@@ -133,7 +133,7 @@ _HEADROOM = 1.15
 def diagnose(
     times: StageTimes, *, world_size: int, actors: int, device: str = "cpu", readers: int = 0
 ) -> list[str]:
-    """What limits the run, how many actors would be enough, and what to change, in sentences.
+    """Say what limits the run, how many actors would be enough, and what to change.
 
     Little's law, per micro-batch and rank: actors = work / (augment + compute), with 15 % to spare.
 
@@ -148,39 +148,39 @@ def diagnose(
         return ["Nothing was measured yet."]
     name = "GPU" if device == "cuda" else "trainer"
     busy_s = times.augment_s + times.compute_s
-    needed = times.work_s / busy_s * _HEADROOM if busy_s else math.nan  # for each rank
+    needed = times.work_s / busy_s * _HEADROOM if busy_s else math.nan  # actors for each rank
     stages = ("wait", "augment", "compute", *(["checkpoint"] if times.checkpoint_s else []))
     shares = {stage: getattr(times, f"{stage}_s") / times.step_s for stage in stages}
     parts = ", ".join(f"{share:.0%} {stage}" for stage, share in shares.items())
     checkpoints = shares.get("checkpoint", 0.0)
-    found = [f"{times.images / times.step_s * world_size:,.0f} images/s; the time of a {name} is {parts}."]
+    sentences = [f"{times.images / times.step_s * world_size:,.0f} images/s; the time of a {name} is {parts}."]
     if checkpoints > _CHECKPOINTS_ARE_NOTHING:
-        found.append(
+        sentences.append(
             f"Checkpoints hold up the run for {checkpoints:.0%} of its time: choose a faster storage_path, or "
             "make them less often (train.checkpoint_interval)."
         )
     if times.wait_fraction > _WAIT_IS_NOTHING:
         reading = times.read_s * world_size / times.step_s / readers if readers else 0.0
-        found.append(_about_input(times, needed * world_size, actors, name, reading))
+        sentences.append(_about_input(times, needed * world_size, actors, name, reading))
     elif times.drained_fraction > _DRAINED_IS_BEHIND:
-        found.append(_about_launches(times, name))
+        sentences.append(_about_launches(times, name))
     elif checkpoints > max(shares["augment"], shares["compute"]):
-        pass  # which has been said
+        pass  # the sentence above says it
     elif shares["augment"] > shares["compute"]:
-        found.append(
+        sentences.append(
             "The device augmentation limits the run: choose a lighter augment.preset, or move operations to the "
             "CPU transform."
         )
     else:
-        found.append("The model limits the run: the stream keeps up.")
+        sentences.append("The model limits the run: the stream keeps up.")
     if math.isfinite(needed):
-        each = f"{needed:.1f} per {name}" if world_size > 1 else f"for this {name}"
+        share = f"{needed:.1f} per {name}" if world_size > 1 else f"for this {name}"
         enough = max(1, math.ceil(needed * world_size))
         spare = " (the pool may shrink)" if enough < actors and times.wait_fraction <= _WAIT_IS_NOTHING else ""
         what = "CPU actor" if enough == 1 else "CPU actors"
         pool = f"the pool has up to {actors}{spare}" if actors else "there are none (pool.engine=inline)"
-        found.append(f"{enough} {what} would be enough, {each}; {pool}.")
-    return found
+        sentences.append(f"{enough} {what} would be enough, {share}; {pool}.")
+    return sentences
 
 
 def _about_launches(times: StageTimes, name: str) -> str:

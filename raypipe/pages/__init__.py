@@ -1,4 +1,4 @@
-"""What people look at: HTML pages that need no network and no scripts, with charts as SVG.
+"""HTML pages that need no network and no scripts, with charts as SVG.
 
 The pages are the Jinja templates of this folder, which escape whatever text they are given. Jinja and matplotlib
 are imported where they are used: they take half a second, and actors and trainers have no use for them.
@@ -18,14 +18,14 @@ import numpy as np
 
 from raypipe.logs import number, printable
 
-_MAX_POINTS = 400  # of a line: more would not be told apart
+_MAX_POINTS = 400  # points of a line: more would not be distinct
 _MAX_MARKED = 20  # values of a line that have a dot each
 COLOURS = ("#2a7fc9", "#cc5a1c", "#2f9150", "#9b59b6", "#a07a00", "#6f7a85")
 """Of lines: each stands out by 3 to 1 from the white and from the dark background (WCAG 2.1, 1.4.11)."""
 _LOOK: Any = {
     "svg.fonttype": "none",  # text stays text, in the page's own font and colour
     "svg.hashsalt": "raypipe",  # the same chart has the same names of parts
-    "font.sans-serif": ["DejaVu Sans"],  # by which matplotlib measures; the only one that it brings
+    "font.sans-serif": ["DejaVu Sans"],  # matplotlib measures with it; the only one that it brings
     "axes.autolimit_mode": "round_numbers",
     "axes.xmargin": 0,
     "axes.ymargin": 0,
@@ -37,7 +37,7 @@ _LOOK: Any = {
 
 @dataclass(frozen=True)
 class Series:
-    """One line of a chart.
+    """A line of a chart.
 
     Attributes:
         name: for the legend.
@@ -70,7 +70,7 @@ def chart(title: str, lines: Iterable[Series], x_name: str = "step", *, from_zer
 
     Args:
         title: with the unit.
-        lines: values that are no finite numbers are left out.
+        lines: values that are not finite are left out.
         x_name: what x counts.
         from_zero: whether y begins at 0, where no value is below.
     """
@@ -82,7 +82,7 @@ def chart(title: str, lines: Iterable[Series], x_name: str = "step", *, from_zer
         return ""
     with matplotlib.rc_context(_LOOK):
         figure = Figure((4.6, 2.1))
-        axes = figure.add_axes((0.16, 0.12, 0.78, 0.83))  # with room for 1,281,167 at the left
+        axes = figure.add_axes((0.16, 0.12, 0.78, 0.83))  # room for 1,281,167 at the left
         axes.grid(axis="y", clip_on=False)
         for (_, points), colour in zip(drawn, itertools.cycle(COLOURS), strict=False):
             style = ".-" if len(points) <= _MAX_MARKED else "-"
@@ -97,14 +97,14 @@ def chart(title: str, lines: Iterable[Series], x_name: str = "step", *, from_zer
         no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         figure.savefig(file, format="svg", transparent=True, metadata=no_metadata)
     svg = file.getvalue()
-    # Without what stands before the element, and without names that the page's other charts have as well.
+    # Without the text before the element, and without names that the page's other charts have as well.
     svg = re.sub(r' id="[\w.]+_\d+"', "", svg[svg.index("<svg") :])
     names = [line.name for line, _ in drawn]
     return render("chart.html", title=title, x_name=x_name, names=names, svg=svg)
 
 
 def thinned(line: Series) -> np.ndarray:
-    """Its finite points, float (N, 2); of a line with more than 400, the means of neighbours."""
+    """Return a line's finite points, float (N, 2); with more than 400, the means of neighbours."""
     points = np.array([line.x, line.y], float).T
     points = points[np.isfinite(points).all(1)]
     if len(points) <= _MAX_POINTS:

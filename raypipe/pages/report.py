@@ -1,5 +1,5 @@
-"""One HTML page of a run, or of two side by side, from what their folders hold (`raypipe.train.run_folder`): so a
-page can be made anew at any time, and of a run that is still going on."""
+"""The HTML page of a run, or of two side by side, from what their folders hold (`raypipe.train.run_folder`): so a
+page can be made again at any time, and of a run that is still going on."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ import yaml
 from raypipe import pages
 from raypipe.errors import ConfigError
 from raypipe.logs import STAGES
-from raypipe.metrics.records import METRICS, START, parse, read_records, told
+from raypipe.metrics.records import METRICS, START, parse, read_records, unreadable_note
 from raypipe.pages import Series
 from raypipe.storage.files import read_whole, write_text
 from raypipe.storage.filesystem import as_uri, explained, join, open_filesystem
 from raypipe.stores.base import title_of
 
-_MAX_ROWS = 50  # of a table; the files have the rest
+_MAX_ROWS = 50  # rows of a table; the files have the rest
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """What a run has written: records of metrics.jsonl that hold, of the quarantine, and lines that are none."""
+    """A run's files: records of metrics.jsonl that hold, of the quarantine, and lines that are not records."""
 
     uri: str
     config: dict[str, Any]
@@ -43,16 +43,16 @@ class Recorded:
 
     def series(self, kind: str, key: str, scale: float = 1.0) -> Series:
         """The values of a key by global step."""
-        found = [(each["step"], each.get("values", each).get(key)) for each in self.of(kind)]
-        found = [(step, value) for step, value in found if isinstance(value, int | float)]
-        return Series(self.name, [step for step, _ in found], [value * scale for _, value in found])
+        values = {record["step"]: record.get("values", record).get(key) for record in self.of(kind)}
+        values = {step: value * scale for step, value in values.items() if isinstance(value, int | float)}
+        return Series(self.name, [*values], [*values.values()])
 
     def bad_samples(self) -> list[tuple[str, str]]:
-        """What each is called, once, and what is wrong with it."""
-        seen = {(record.get("store"), record.get("index")): record for record in self.bad}
+        """Name each bad sample once, with its error."""
+        first = {(record.get("store"), record.get("index")): record for record in self.bad}
         return [
             (title_of(store, index, record.get("name", "")), str(record.get("error")))
-            for (store, index), record in seen.items()
+            for (store, index), record in first.items()
         ]
 
 
@@ -85,8 +85,8 @@ def read_run(run: str) -> Recorded:
 
 def _settings(records: list[dict[str, Any]]) -> dict[str, Any]:
     """Those of the newest start, which has them where the trainers ran a loop of the user's own."""
-    starts = (each for each in reversed(records) if each.get("kind") == START)
-    return next((each["settings"] for each in starts if "settings" in each), {})
+    starts = (record for record in reversed(records) if record.get("kind") == START)
+    return next((start["settings"] for start in starts if "settings" in start), {})
 
 
 def summary(run: Recorded) -> dict[str, Any]:
@@ -116,11 +116,11 @@ def write_report(run: str, against: str = "", output: str = "") -> dict[str, Any
     Returns:
         `summary` of the run, `report`, where the page is, and `against`, the summary of the other run or None.
     """
-    runs = [read_run(one) for one in (run, against) if one]
+    runs = [read_run(folder) for folder in (run, against) if folder]
     where = as_uri(output) if output else join(runs[0].uri, "report.html")
     write_text(where, render(runs))
-    found = [summary(one) for one in runs]
-    return found[0] | {"report": where, "against": found[1] if against else None}
+    summaries = [summary(recorded) for recorded in runs]
+    return summaries[0] | {"report": where, "against": summaries[1] if against else None}
 
 
 def render(runs: list[Recorded]) -> str:
@@ -129,7 +129,7 @@ def render(runs: list[Recorded]) -> str:
     def chart(title: str, kind: str, key: str, scale: float = 1.0, **options: Any) -> str:
         return pages.chart(title, [run.series(kind, key, scale) for run in runs], **options)
 
-    reported = dict.fromkeys(name for run in runs for each in run.of("report") for name in each["values"])
+    reported = dict.fromkeys(name for run in runs for record in run.of("report") for name in record["values"])
     return pages.render(
         "report.html",
         runs=runs,
@@ -148,7 +148,7 @@ def render(runs: list[Recorded]) -> str:
         differences=_differences(runs),
         configuration=yaml.safe_dump(runs[0].config, sort_keys=False),
         max_rows=_MAX_ROWS,
-        told=told,
+        unreadable_note=unreadable_note,
     )
 
 
@@ -157,7 +157,9 @@ def _stages(run: Recorded) -> str:
     names = [stage for stage in STAGES if stage != "wait"]
     train = [record for record in run.of("train") if isinstance(record.get("compute_s"), int | float)]
     seconds = {record["step"]: [float(record.get(f"{name}_s", 0)) for name in names] for record in train}
-    shares = {step: [100 * one / sum(found) for one in found] for step, found in seconds.items() if sum(found)}
+    shares = {
+        step: [100 * one / sum(of_step) for one in of_step] for step, of_step in seconds.items() if sum(of_step)
+    }
     lines = zip(names, zip(*shares.values(), strict=True), strict=False)  # none without a value
     return pages.chart("of the time that is not waited, %", [Series(name, [*shares], y) for name, y in lines])
 

@@ -1,11 +1,16 @@
-"""The places of micro-batches in a run, and of samples in them."""
+"""Places in a run: of micro-batches, of samples in them, and where a run stands; the sides of images."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+import json
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from raypipe.errors import CursorError
 
 Split = Literal["train", "val"]
+Sides = tuple[int, int]
+"""Height and width of an image, pixels."""
 PADDING = -1
 """The index of a padding row: zeros, weight 0."""
 
@@ -21,3 +26,41 @@ class MicroBatchId:
 
     def __str__(self) -> str:
         return f"{self.split}-e{self.epoch:04d}-s{self.step:06d}-m{self.micro:03d}"
+
+
+CURSOR_FILE = "cursor.json"
+"""The file of a checkpoint that holds the cursor."""
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """All that a resume needs.
+
+    Attributes:
+        epoch: training epoch e.
+        step: steps of epoch e that are done. Equal to the steps in an epoch: validation e is next.
+        fingerprint: of the plan, so that no checkpoint continues another plan's stream.
+    """
+
+    epoch: int
+    step: int
+    fingerprint: str
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_dict(fields: Any) -> Cursor:
+        """From the fields by name. Raises CursorError if they are not a cursor's."""
+        try:
+            return Cursor(int(fields["epoch"]), int(fields["step"]), str(fields["fingerprint"]))
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+            raise CursorError(f"not a cursor: {str(fields)[:200]!r} ({error})") from None
+
+    @staticmethod
+    def from_json(text: str) -> Cursor:
+        """Raises CursorError when the text is not a cursor."""
+        try:
+            return Cursor.from_dict(json.loads(text))
+        except ValueError as error:
+            raise CursorError(f"not a cursor: {text[:200]!r} ({error})") from None

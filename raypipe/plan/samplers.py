@@ -41,6 +41,10 @@ class Draws(NamedTuple):
     repeats: np.ndarray
     buckets: np.ndarray
 
+    def at(self, key: int | slice) -> Draws:
+        """Those at a place of the first axis, or at several."""
+        return Draws(*(column[key] for column in self))
+
 
 class Sampler(Protocol):
     """Draws samples on and on; a sampler may wrap others."""

@@ -24,15 +24,12 @@ import numpy as np
 from raypipe.config import PlanConfig
 from raypipe.errors import ConfigError, CursorError
 from raypipe.plan.compose import Source, Training, compose_mixture, compose_one
-from raypipe.plan.cursor import Cursor
 from raypipe.plan.order import Domain, derive_keys, mix64
-from raypipe.plan.places import PADDING, MicroBatchId, Split
+from raypipe.plan.places import PADDING, Cursor, MicroBatchId, Sides, Split
 from raypipe.plan.samplers import Draws, Sampler, Sequential
 from raypipe.plan.selection import JoinedSelection, Selection
 
 _SPLIT_CODE = {"train": 0, "val": 1}
-Sides = tuple[int, int]
-"""(height, width), pixels."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +49,7 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class Share:
+class Lane:
     """What one of G executions makes of the stream: every G-th micro-batch, for every G-th rank.
 
         micro-batch of the stream   0 1 2 3 | 4 5 6 7 | …      W = 4 ranks, G = 2 executions
@@ -73,11 +70,11 @@ class Share:
         return len(range(self.index, total, self.executions))
 
 
-WHOLE = Share()
+ONE_LANE = Lane()
 
 
-def shares(world_size: int, executions: int) -> list[Share]:
-    """The share of each execution.
+def lanes(world_size: int, executions: int) -> list[Lane]:
+    """The lane of each execution.
 
     Raises:
         ConfigError: their number does not divide W.
@@ -87,7 +84,7 @@ def shares(world_size: int, executions: int) -> list[Share]:
             f"pool.executions={executions} does not divide {world_size} workers: each execution serves as many "
             f"ranks as the others; use {_divisors(world_size)}"
         )
-    return [Share(index, executions) for index in range(executions)]
+    return [Lane(index, executions) for index in range(executions)]
 
 
 def _divisors(number: int) -> str:
@@ -103,13 +100,11 @@ class Plan:
         training: what the training epochs draw; None = this plan is for its schedule alone, see `without_draws`.
         validation: what each validation draws; None = there is none.
         steps_per_epoch: S, training steps in an epoch.
-        num_train: N, samples of the training store that are not excluded.
         num_val: samples of the validation store that are not excluded; 0 = no validation.
         num_val_rows: samples of a validation, and the padding of the micro-batches that they fill.
         fingerprint: 16 hex digits over everything that determines the stream's order.
         kept: which samples of each store these are.
         sources: names of a mixture's stores.
-        offsets: int64 (sources + 1,), of the stores' samples in a mixture's joined store.
         end_step: the training step, counted through all epochs, before which the schedule is cut off; None = not
             cut off.
     """
@@ -118,13 +113,11 @@ class Plan:
     training: Training | None = field(repr=False, compare=False)
     validation: Sequential | None = field(repr=False, compare=False)
     steps_per_epoch: int
-    num_train: int
     num_val: int
     num_val_rows: int
     fingerprint: str
     kept: dict[Split, Selection | JoinedSelection] = field(repr=False, compare=False)
     sources: tuple[str, ...] = ()
-    offsets: np.ndarray | None = field(default=None, repr=False, compare=False)
     end_step: int | None = None
 
     @staticmethod
@@ -138,7 +131,7 @@ class Plan:
             ConfigError: the store, without excluded samples, is smaller than one step, has no groups to shuffle in
                 windows, or lacks what another setting needs.
         """
-        names, offsets = tuple[str, ...](), None
+        names = tuple[str, ...]()
         selection: Selection | JoinedSelection
         if isinstance(train, Source):
             training, selection = compose_one(config, train), train.selection
@@ -157,13 +150,11 @@ class Plan:
             training,
             validation,
             training.steps,
-            selection.size,
             val.selection.size if val and validation else 0,
             validation.size if validation else 0,
             hashlib.blake2b(json.dumps(training.content).encode(), digest_size=8).hexdigest(),
             {"train": selection, "val": val.selection if val else Selection([], 0)},
             names,
-            offsets,
         )
 
     def bound_to(self, also: Any) -> Plan:
@@ -179,6 +170,11 @@ class Plan:
         """
         assert 0 < step <= self.config.epochs * self.steps_per_epoch
         return replace(self, end_step=step)
+
+    @property
+    def num_train(self) -> int:
+        """N: samples of the training store that are not excluded."""
+        return self.kept["train"].size
 
     @property
     def global_batch_size(self) -> int:
@@ -251,20 +247,20 @@ class Plan:
             if self.has_val(epoch) and num_steps == self.steps_per_epoch:
                 yield Segment("val", epoch, 0, self.val_steps)
 
-    def micro_batches(self, cursor: Cursor, first: int = 0, share: Share = WHOLE) -> Iterator[MicroBatchId]:
-        """Every micro-batch of a share from a cursor on, in order, without the first `first` of them."""
+    def micro_batches(self, cursor: Cursor, first: int = 0, lane: Lane = ONE_LANE) -> Iterator[MicroBatchId]:
+        """Every micro-batch of a lane from a cursor on, in order, without the first `first` of them."""
         per_step = self.config.per_step
         for segment in self.segments(cursor):
             numbers = range(segment.first_step * per_step, segment.num_steps * per_step)
-            numbers = numbers[share.index :: share.executions]
+            numbers = numbers[lane.index :: lane.executions]
             for number in numbers[first:]:
                 yield MicroBatchId(segment.split, segment.epoch, *divmod(number, per_step))
             first = max(0, first - len(numbers))
 
-    def num_micro_batches(self, cursor: Cursor, share: Share = WHOLE) -> int:
-        """How many micro-batches of a share remain from a cursor on."""
+    def num_micro_batches(self, cursor: Cursor, lane: Lane = ONE_LANE) -> int:
+        """How many micro-batches of a lane remain from a cursor on."""
         steps = sum(segment.num_steps - segment.first_step for segment in self.segments(cursor))
-        return share.of(steps * self.config.per_step)
+        return lane.of(steps * self.config.per_step)
 
     def indices(self, at: MicroBatchId) -> np.ndarray:
         """The samples of a micro-batch: int64 (B,), PADDING after a validation's last sample."""
@@ -272,17 +268,22 @@ class Plan:
 
     def draw(self, at: MicroBatchId) -> Draws:
         """The draws of a micro-batch, (B,)."""
-        return Draws(*(column[0] for column in self.draw_block([at])))
+        return self.draw_block([at]).at(0)
 
     def draw_block(self, block: Sequence[MicroBatchId]) -> Draws:
         """The draws of k micro-batches of a segment, (k, B). For 16 it takes as long as for one."""
-        first = np.array([self.global_step(at) * self.config.per_step + at.micro for at in block])
-        positions = np.add.outer(first * self.config.micro_batch_size, np.arange(self.config.micro_batch_size))
-        sampler: Sampler | None = self.validation
-        if block[0].split == "train":
-            sampler = self.training.sampler if self.training else None
+        first = np.array([self._first_position(at) for at in block])
+        positions = np.add.outer(first, np.arange(self.config.micro_batch_size))
+        draws = self._sampler(block[0].split).draw(positions.ravel())
+        return Draws(*(column.reshape(positions.shape) for column in draws))
+
+    def _first_position(self, at: MicroBatchId) -> int:
+        return (self.global_step(at) * self.config.per_step + at.micro) * self.config.micro_batch_size
+
+    def _sampler(self, split: Split) -> Sampler:
+        sampler = self.validation if split == "val" else self.training and self.training.sampler
         assert sampler, "this plan has a schedule alone, or no validation"
-        return Draws(*(column.reshape(positions.shape) for column in sampler.draw(positions.ravel())))
+        return sampler
 
     def draw_epoch(self, epoch: int, positions: np.ndarray) -> Draws:
         """The draws at int64 positions (n,) of a training epoch."""
@@ -292,16 +293,21 @@ class Plan:
     def bucket_of(self, at: MicroBatchId) -> Sides | None:
         """Height and width of the bucket that a micro-batch is of; None where its split has none."""
         sides = self.config.sides_in(at.split)
-        return sides[self.draw(at).buckets[0]] if sides else None
+        return sides[self._bucket(at)] if sides else None
+
+    def _bucket(self, at: MicroBatchId) -> int:
+        """The number of the bucket: all samples of a micro-batch are of one, so its first draw says which."""
+        return int(self._sampler(at.split).draw(np.array([self._first_position(at)])).buckets[0])
 
     def without_draws(self) -> Plan:
         """This plan for one who needs its schedule alone: it has no lists of samples, whatever they weigh."""
-        return replace(self, training=None, validation=None, kept={}, offsets=None)
+        return replace(self, training=None, validation=None, kept={})
 
     def source_of(self, indices: np.ndarray) -> np.ndarray:
         """The number of the source of each sample of int64 indices (n,) of a mixture: int64 (n,), -1 = padding."""
-        assert self.offsets is not None, "a mixture has sources"
-        return np.where(indices < 0, PADDING, np.searchsorted(self.offsets[1:-1], indices, side="right"))
+        selection = self.kept["train"]
+        assert isinstance(selection, JoinedSelection), "a mixture has sources"
+        return np.where(indices < 0, PADDING, np.searchsorted(selection.offsets[1:-1], indices, side="right"))
 
     def sample_keys(self, split: Split, draws: Draws) -> np.ndarray:
         """The keys of the samples' CPU transforms: uint64 (B, 2), a function of (seed, split, lap, index, repeat).
@@ -326,7 +332,7 @@ class Plan:
         assert self.training, "a plan without draws has a schedule alone"
         key = int(derive_keys(1, self.config.seed, Domain.SUBSTITUTE, at.epoch, index, attempt)[0])
         source = int(self.source_of(np.array([index]))[0]) if self.sources else 0
-        bucket = self.draw(at).buckets[0] if self.config.buckets else 0
+        bucket = self._bucket(at) if self.config.buckets else 0
         return self.training.store_samplers[source][bucket].sample_of(key)
 
 

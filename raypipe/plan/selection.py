@@ -95,6 +95,6 @@ def _compact(indices: np.ndarray) -> np.ndarray:
     return indices.astype(np.min_scalar_type(int(indices[-1]) + 1 if len(indices) else 0))
 
 
-def _like(held: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+def _like(listed: np.ndarray, wanted: np.ndarray) -> np.ndarray:
     """Searched values in the type of the list, which would be copied whole otherwise."""
-    return np.minimum(wanted, np.iinfo(held.dtype).max).astype(held.dtype)
+    return np.minimum(wanted, np.iinfo(listed.dtype).max).astype(listed.dtype)

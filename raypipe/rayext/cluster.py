@@ -21,7 +21,7 @@ from ray._private import node, ray_constants, services
 from raypipe.config import PoolConfig, TrainConfig
 from raypipe.errors import ConfigError, ResourceError
 from raypipe.logs import LogFormat
-from raypipe.plan.schedule import shares
+from raypipe.plan.schedule import lanes
 from raypipe.rayext.console import json_lines, quiet_console
 from raypipe.rayext.limits import autoscaler_limits
 from raypipe.rayext.local import LOCAL_CLUSTER, note_start
@@ -281,7 +281,7 @@ def allocate(offer: Resources, pool: PoolConfig, train: TrainConfig | None, per_
                 f"train.num_workers={workers} does not divide the {per_step} micro-batches of a step "
                 "(plan.global_batch_size / plan.micro_batch_size): each rank must get as many as the others"
             )
-        shares(workers, pool.executions)
+        lanes(workers, pool.executions)
     pool_cpus = pool.least_actors * pool.cpus_per_actor
     per_worker = train.cpus_per_worker if train is not None else 0.0
     if workers and not per_worker:

@@ -157,29 +157,29 @@ class RemoteFile:
     version: str = ""
     digest: str = ""
 
-    def checked(self, found: RemoteFile) -> RemoteFile:
+    def checked(self, now: RemoteFile) -> RemoteFile:
         """What is there, with the digest that it should have; raises StoreError where it has another size."""
-        if self.num_bytes not in (-1, found.num_bytes):
+        if self.num_bytes not in (-1, now.num_bytes):
             raise StoreError(
-                f"{self.address} has {found.num_bytes} bytes, and was written with {self.num_bytes}: convert it "
+                f"{self.address} has {now.num_bytes} bytes, and was written with {self.num_bytes}: convert it "
                 "again"
             )
-        return replace(found, digest=self.digest)
+        return replace(now, digest=self.digest)
 
-    def check_same(self, found: RemoteFile) -> None:
+    def check_same(self, now: RemoteFile) -> None:
         """Raise StoreError if what is found at the address now is another object."""
-        if (found.num_bytes, found.version) != (self.num_bytes, self.version):
+        if (now.num_bytes, now.version) != (self.num_bytes, self.version):
             raise StoreError(
                 f"{self.address} has changed since the store was opened: {self.num_bytes} bytes of version "
-                f"{self.version} then, {found.num_bytes} of {found.version} now. Start a new run, or put the old "
+                f"{self.version} then, {now.num_bytes} of {now.version} now. Start a new run, or put the old "
                 "object back"
             )
 
 
 def look_up(address: str) -> RemoteFile:
     """What is at an address, by one request; raises StoreError where that is nothing, or cannot be reached."""
-    with opened(address) as (_, found):
-        return found
+    with opened(address) as (_, file):
+        return file
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ environment of each process, so on a cluster every node has them:
     gs://bucket/key            GOOGLE_APPLICATION_CREDENTIALS, or the machine's own; gs://anonymous@bucket/key
     az://container/path        AZURE_STORAGE_ACCOUNT; AZURE_STORAGE_KEY, AZURE_STORAGE_SAS_TOKEN or the machine's
     abfs://container@account.dfs.core.windows.net/path     the same, with the account in the address
-    hf://datasets/OWNER/NAME@REVISION/path                 HF_TOKEN, or the machine's own login; see `storage.hub`
+    hf://datasets/OWNER/NAME@REVISION/path                 HF_TOKEN, or the machine's own login; see `_Hub`
 
 An address holds no credentials, and no options: it is printed, logged and kept with the run. One that does is
 refused.
@@ -33,7 +33,7 @@ import pyarrow.fs
 
 from raypipe.errors import ConfigError, RaypipeError, without_credentials
 from raypipe.lookup import to_install
-from raypipe.storage.patience import Patience, one_line, patience_s
+from raypipe.storage.patience import one_line, patience_s
 from raypipe.storage.patient import PatientFileSystem
 
 _CONNECT_S = 5
@@ -119,7 +119,7 @@ def open_filesystem(address: str | Path) -> tuple[pyarrow.fs.FileSystem, str]:
 def _filesystem(kind: str, host: str, settings: frozenset[tuple[str, str]], pid: int) -> PatientFileSystem:
     """One per process, so that connections are used again; never one that a parent process made."""
     patience_s()  # a wrong setting is told before it is needed
-    return PatientFileSystem(kind, host, _make, Patience)
+    return PatientFileSystem(kind, host, _make)
 
 
 def _make(kind: str, host: str) -> pyarrow.fs.FileSystem:
@@ -127,13 +127,7 @@ def _make(kind: str, host: str) -> pyarrow.fs.FileSystem:
         anonymous = host.startswith("anonymous@")
         return pyarrow.fs.GcsFileSystem(anonymous=anonymous, retry_time_limit=_GOOGLE_RETRY)
     if kind == "hf":
-        from raypipe.storage.hub import hub_filesystem
-
-        try:
-            return hub_filesystem()
-        except ImportError as error:
-            extra = f"{to_install('huggingface')}, on every node"
-            raise ConfigError(f"hf:// needs huggingface-hub ({error}): {extra}") from error
+        return _hub()
     return _s3(host) if kind == "s3" else _azure(host)
 
 
@@ -169,6 +163,35 @@ def _azure(host: str) -> pyarrow.fs.FileSystem:
         )
     key, token = os.environ.get("AZURE_STORAGE_KEY"), os.environ.get("AZURE_STORAGE_SAS_TOKEN")
     return pyarrow.fs.AzureFileSystem(account, account_key=key or None, sas_token=(not key and token) or None)
+
+
+def _hub() -> pyarrow.fs.FileSystem:
+    try:
+        from huggingface_hub import HfFileSystem
+    except ImportError as error:
+        extra = f"{to_install('huggingface')}, on every node"
+        raise ConfigError(f"hf:// needs huggingface-hub ({error}): {extra}") from error
+    # As AWS_ENDPOINT_URL is, for a mirror: the client itself looks at it only when it is imported.
+    client = HfFileSystem(endpoint=os.environ.get("HF_ENDPOINT"), skip_instance_cache=True)
+    return pyarrow.fs.PyFileSystem(_Hub(client))
+
+
+class _Hub(pyarrow.fs.FSSpecHandler):
+    """The Hugging Face Hub: it reads ranges of a file and nothing around them, and writes nothing.
+
+    Its client lists each folder once in a process, so a data set that changes while it is read is best named with
+    a revision, such as a commit.
+    """
+
+    def open_input_file(self, path: str) -> pa.NativeFile:
+        if not self.fs.isfile(path):
+            raise FileNotFoundError(path)
+        return pa.PythonFile(self.fs.open(path, "rb", cache_type="none"), mode="r")
+
+    def open_output_stream(self, *args: Any) -> Any:
+        raise OSError("the Hub is only read; write to a disk or to a bucket, and upload it by `hf upload`")
+
+    create_dir = delete_dir = delete_file = open_output_stream
 
 
 @contextlib.contextmanager

@@ -132,14 +132,14 @@ class _Claim:
         """Come to be the only one that claims the folder; or raise RunExistsError."""
         self._filesystem.create_dir(self._folder, recursive=True)
         self._write()
-        begun, seen = time.monotonic(), dict[str, Any]()
+        begun, renewals = time.monotonic(), dict[str, Any]()
         while rivals := self._rivals():
             waited_s = time.monotonic() - begun
             for path, claim, renewed in rivals:
                 is_here = claim["machine"] == _machine() != ""
-                if path not in seen and not is_here:
+                if path not in renewals and not is_here:
                     logger.warning("waiting a minute at most for a sign of life of %s", claim["who"])
-                is_silent = not is_here and seen.setdefault(path, renewed) == renewed
+                is_silent = not is_here and renewals.setdefault(path, renewed) == renewed
                 if waited_s > _EXPIRES_S if is_silent else is_here and _started(claim["pid"]) != claim["started"]:
                     with contextlib.suppress(pa.ArrowException, OSError):
                         self._filesystem.delete_file(path)
@@ -154,12 +154,12 @@ class _Claim:
 
     def _rivals(self) -> list[tuple[str, dict[str, Any], datetime.datetime]]:
         """The claims of others: path, content, and when each was renewed."""
-        found = []
+        rivals = []
         for info in self._filesystem.get_file_info(pyarrow.fs.FileSelector(self._folder)):
             if info.extension == "json" and info.path != self._path:
                 with contextlib.suppress(FileNotFoundError):  # given back in this moment
-                    found.append((info.path, self._read(info.path), info.mtime))
-        return found
+                    rivals.append((info.path, self._read(info.path), info.mtime))
+        return rivals
 
     def _read(self, path: str) -> dict[str, Any]:
         """Another's claim, or that of a process that nothing is known of."""

@@ -85,18 +85,18 @@ class LocalCache:
             opener: opens the local file at a path, which may be gone afterwards. What it makes closes the file
                 when it is freed.
         """
-        held = self._open.get(file) or self._enter(file, opener)
+        entry = self._open.get(file) or self._enter(file, opener)
         with self._mutex:
-            held = self._open.setdefault(file, held)  # another thread may have been faster
+            entry = self._open.setdefault(file, entry)  # another thread may have been faster
             self._open.move_to_end(file)
             if len(self._open) > _MAX_OPEN:
                 self._open.popitem(last=False)
         with contextlib.suppress(OSError):  # somebody may have emptied the cache
             os.utime(self.folder_of(file))
-        return held[0]
+        return entry[0]
 
     def folder_of(self, file: RemoteFile) -> Path:
-        """The folder of a shard, where small files that were made of it may be kept: they are never evicted."""
+        """The folder of a shard."""
         text = f"{file.address} {file.num_bytes} {file.version} {file.digest}"
         return self._folder / hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
@@ -109,8 +109,8 @@ class LocalCache:
     def close_evicted(self) -> None:
         """Close the shards that the cache has no more: their room is wanted."""
         with self._mutex:
-            held = list(self._open.items())
-        self.close([file for file, (_, inode) in held if _inode(self.folder_of(file) / "data") != inode])
+            entries = list(self._open.items())
+        self.close([file for file, (_, inode) in entries if _inode(self.folder_of(file) / "data") != inode])
 
     def _watch(self) -> None:
         while True:  # an idle process would never come to it otherwise
@@ -146,8 +146,8 @@ class LocalCache:
         order = sorted(folders, key=folders.__getitem__)
         contents = [path for folder in order for path in (folder / "data", *folder.glob("partial-*"))]
         sizes = {path: path.stat().st_size for path in contents if path.exists()}
-        held = sum(sizes.values())
-        limit = self._limit_bytes or int(_DISK_SHARE * (shutil.disk_usage(self._folder).free + held))
+        total_bytes = sum(sizes.values())
+        limit = self._limit_bytes or int(_DISK_SHARE * (shutil.disk_usage(self._folder).free + total_bytes))
         if file.num_bytes > limit:
             raise StoreError(
                 f"{file.address} has {file.num_bytes:,} bytes, the cache in {self._folder} a limit of {limit:,}: "
@@ -155,18 +155,18 @@ class LocalCache:
                 "(--shards)"
             )
         for path, num_bytes in sizes.items():
-            if held + file.num_bytes > limit:
+            if total_bytes + file.num_bytes > limit:
                 path.unlink(missing_ok=True)
-                held -= num_bytes
+                total_bytes -= num_bytes
 
 
 def _is_whole(data: Path, file: RemoteFile) -> bool:
     """Whether an object is there as it was downloaded."""
     try:
-        found = data.stat()
+        status = data.stat()
     except FileNotFoundError:
         return False
-    return (found.st_size, found.st_mtime_ns) == (file.num_bytes, _UNTOUCHED_NS)
+    return (status.st_size, status.st_mtime_ns) == (file.num_bytes, _UNTOUCHED_NS)
 
 
 def _fetch(file: RemoteFile, folder: Path) -> None:
@@ -201,8 +201,8 @@ def _fetch(file: RemoteFile, folder: Path) -> None:
 def _download(wanted: RemoteFile, start: int) -> Iterator[bytes]:
     """Yield an object's bytes from `start` to its end, in order, several parts read at a time."""
     at_once = _NUM_AHEAD * PART_BYTES
-    with opened(wanted.address) as (source, found), Threads(_NUM_AHEAD) as pool:
-        wanted.check_same(found)
+    with opened(wanted.address) as (source, current), Threads(_NUM_AHEAD) as pool:
+        wanted.check_same(current)
         for first in range(start, wanted.num_bytes, at_once):
             starts = range(first, min(first + at_once, wanted.num_bytes), PART_BYTES)
             sizes = [min(PART_BYTES, wanted.num_bytes - at) for at in starts]

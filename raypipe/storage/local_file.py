@@ -122,8 +122,8 @@ def make_cache_folder(name: str = "") -> Path:
     folder = cache / name
     if name:
         folder.mkdir(mode=0o700, exist_ok=True)
-        found = folder.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        status = folder.lstat()
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
             raise PermissionError(f"{folder} belongs to another user, or is a link: remove it")
     return folder
 

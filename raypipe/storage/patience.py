@@ -1,4 +1,4 @@
-"""How long a file system elsewhere is waited for: one policy for every operation.
+"""How long a file system elsewhere is waited for: one policy for every operation; and counts of these.
 
     error                              tried again                               then
     503, 500, 429, time-outs,          RAYPIPE_STORAGE_PATIENCE_S (300)          OutageError, which counts
@@ -21,6 +21,7 @@ import random
 import re
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextvars import ContextVar
@@ -79,6 +80,29 @@ _impatient: ContextVar[bool] = ContextVar("impatient", default=False)
 _given_up: ContextVar[threading.Event | None] = ContextVar("given up", default=None)  # of the thread's `Threads`
 
 
+_counts: dict[tuple[str, str], float] = defaultdict(float)  # by operation and what is counted
+_counts_lock = threading.Lock()
+
+
+def take_counts() -> dict[str, dict[str, float]]:
+    """What this process has done since the last call: by operation its requests, seconds, bytes, retries, errors.
+
+    Seconds include the waiting. A request counts once, with all its attempts; an error is one that was raised.
+    """
+    with _counts_lock:
+        operations: dict[str, dict[str, float]] = {}
+        for (operation, name), amount in _counts.items():
+            operations.setdefault(operation, {})[name] = amount
+        _counts.clear()
+    return operations
+
+
+def count(operation: str, **amounts: float) -> None:
+    with _counts_lock:
+        for name, amount in amounts.items():
+            _counts[operation, name] += amount
+
+
 def progress() -> None:
     """Tell whoever watches over this process that it has a reason to take its time."""
     for call in on_progress:
@@ -115,14 +139,10 @@ def one_line(error: BaseException) -> str:
 
 
 class Patience:
-    """Waits for one file system, for all threads of a process, whose lines are those of one.
+    """Waits for one file system, for all threads of a process, whose lines are those of one."""
 
-    Args:
-        count: is told of each operation's requests, seconds, retries and errors, see `storage.counts`.
-    """
-
-    def __init__(self, count: Callable[..., None]) -> None:
-        self._count, self._lock = count, threading.Lock()
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._told_at: float | None = None
 
     def call(
@@ -144,7 +164,7 @@ class Patience:
         try:
             while True:
                 try:
-                    found = do() if waiting is None else _beside(do, waiting.tick)
+                    answer = do() if waiting is None else _beside(do, waiting.tick)
                 except RaypipeError:
                     raise
                 except Exception as raised:
@@ -156,16 +176,16 @@ class Patience:
                     waiting.after(error, is_denied)
                     if renew and (is_denied or _HIDDEN in str(error)):
                         renew()
-                    self._count(operation, retries=1)
+                    count(operation, retries=1)
                 else:
                     if waiting:
                         self._answered(waiting)
-                    return found
+                    return answer
         except BaseException as error:
-            self._count(operation, errors=not isinstance(error, FileNotFoundError))
+            count(operation, errors=not isinstance(error, FileNotFoundError))
             raise
         finally:
-            self._count(operation, requests=1, seconds=time.monotonic() - begun)
+            count(operation, requests=1, seconds=time.monotonic() - begun)
 
     def tell(self, waiting: _Wait) -> None:
         """Log a line if it is time for one."""
@@ -249,11 +269,11 @@ def _as_oserror(error: Exception) -> Exception:
 
 def in_threads(do: Callable[[S], T], items: Iterable[S], num: int = NUM_REQUESTS) -> list[T]:
     """What `do` makes of each item, in their order, several at a time."""
-    given = list(items)
-    if len(given) < 2:
-        return list(map(do, given))
-    with Threads(min(num, len(given))) as pool:
-        return list(pool.map(do, given))
+    work = list(items)
+    if len(work) < 2:
+        return list(map(do, work))
+    with Threads(min(num, len(work))) as pool:
+        return list(pool.map(do, work))
 
 
 def _is_transient(error: BaseException) -> bool:

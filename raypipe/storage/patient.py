@@ -1,4 +1,4 @@
-"""A file system elsewhere, each of whose operations waits by a policy, that of `storage.patience`."""
+"""A file system elsewhere, each of whose operations waits as `storage.patience` says."""
 
 from __future__ import annotations
 
@@ -12,16 +12,12 @@ from typing import Any, TypeVar
 import pyarrow as pa
 import pyarrow.fs
 
-from raypipe.storage.counts import count
+from raypipe.storage.patience import Patience, count
 
 T = TypeVar("T")
 
 Make = Callable[[str, str], pyarrow.fs.FileSystem]
 """Makes pyarrow's own of a scheme and a host, with the credentials of the moment."""
-
-
-Policy = Callable[[Callable[..., None]], Any]
-"""Of what counts operations, makes what they wait by, see `storage.patience.Patience`."""
 
 
 class PatientFileSystem(pyarrow.fs.PyFileSystem):
@@ -32,24 +28,19 @@ class PatientFileSystem(pyarrow.fs.PyFileSystem):
 
     Args:
         scheme, host: of its addresses.
-        make, policy: see above.
+        make: see above.
 
     Raises:
         OSError, ArrowException, OutageError: it cannot be made.
     """
 
-    def __init__(self, scheme: str, host: str, make: Make, policy: Policy) -> None:
-        self._made_by = scheme, host, make, policy
-        super().__init__(_Handler(scheme, host, make, policy))
+    def __init__(self, scheme: str, host: str, make: Make) -> None:
+        self._made_by = scheme, host, make
+        super().__init__(_Handler(scheme, host, make))
         self.call("open", host, lambda inner: None)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), self._made_by
-
-    @property
-    def inner(self) -> pyarrow.fs.FileSystem:
-        """pyarrow's own, which does not wait."""
-        return self.handler.inner()
 
     def call(self, operation: str, path: str, do: Callable[[pyarrow.fs.FileSystem], T]) -> T:
         """What `do` makes of pyarrow's own; it may be called several times."""
@@ -171,11 +162,11 @@ def _waiting(operation: str, name: str, *keywords: str) -> Any:
 class _Handler(pyarrow.fs.FileSystemHandler):
     """What pyarrow calls; see `PatientFileSystem`."""
 
-    def __init__(self, scheme: str, host: str, make: Make, policy: Policy) -> None:
+    def __init__(self, scheme: str, host: str, make: Make) -> None:
         self._scheme, self._make = scheme, lambda: make(scheme, host)
         self._renew = None if host.startswith("anonymous@") else self._forget
         self._made: pyarrow.fs.FileSystem | None = None
-        self._policy, self._lock = policy(count), threading.Lock()
+        self._patience, self._lock = Patience(), threading.Lock()
 
     def inner(self) -> pyarrow.fs.FileSystem:
         with self._lock:
@@ -186,8 +177,7 @@ class _Handler(pyarrow.fs.FileSystemHandler):
         self._made = None
 
     def call(self, operation: str, path: str, do: Callable[[pyarrow.fs.FileSystem], T]) -> T:
-        found: T = self._policy.call(operation, f"{self._scheme}://{path}", lambda: do(self.inner()), self._renew)
-        return found
+        return self._patience.call(operation, f"{self._scheme}://{path}", lambda: do(self.inner()), self._renew)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Handler) and self.inner().equals(other.inner())

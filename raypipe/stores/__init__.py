@@ -7,7 +7,7 @@ public name when it is first used.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from importlib import import_module
 from inspect import signature
 from pathlib import Path
@@ -40,14 +40,9 @@ _STORES = {
 # Kind → its module, and what yields the samples of what is read once, in order.
 _SOURCES = {
     "foreign LMDB": ("lmdb_foreign", "foreign_samples"),
-    "hdf5": ("hdf5", "hdf5_samples"),
-    "tfrecord": ("tfrecord", "tfrecord_samples"),
     "zip": ("zip", "ZipSamples"),
 }
-# End of a file's name → kind; TFRecord has names of its own.
-_ENDS = {f".{kind}": kind for kind in ("lmdb", "parquet", "tar", "zip", "arrow", "lance", "hdf5")} | {
-    ".h5": "hdf5"
-}
+_ENDS = ("lmdb", "parquet", "tar", "zip", "arrow", "lance")  # of a file's name, and its kind
 _REMOTE = ("lmdb", "parquet", "tar", "lance")  # files that are read from object stores too
 
 __all__ = [
@@ -74,11 +69,9 @@ _LAYOUTS = """understood are:
   Lance    a data set *.lance
   folder   a folder of class/image.jpg
   Arrow    a *.arrow file, or a folder of them as the datasets library writes it
-  TFRecord *.tfrecord or NAME-00000-of-01024, or a folder of them; `raypipe convert` copies them
-  zip      a *.zip of class/image.jpg; likewise
-  HDF5     a *.h5 or *.hdf5 file; likewise
-several files, but of HDF5, as NAME-*.parquet or NAME-{0000..0099}.tar; and all but the last four at s3://, gs://,
-az:// or abfs:// too"""
+  zip      a *.zip of class/image.jpg; `raypipe convert` copies it
+several files as NAME-*.parquet or NAME-{0000..0099}.tar; and all but the last two at s3://, gs://, az:// or abfs://
+too. What else Python reads, HDF5 and TFRecord among it, `raypipe.convert` copies from an iterable of rows"""
 
 
 def __getattr__(name: str) -> Any:
@@ -102,7 +95,7 @@ def open_store(address: str | Path, **options: Any) -> Store:
         StoreError: there is nothing at the address, its format is unknown, or it must be converted first.
         ConfigError: the store has no such option, or the address contains credentials.
     """
-    text, kind = _found(address)
+    text, kind = _address_and_kind(address)
     if kind in _SOURCES:
         raise StoreError(
             f"{address} is read once, in order: copy it by `raypipe convert {address} NEW.lmdb`, and open that"
@@ -110,12 +103,12 @@ def open_store(address: str | Path, **options: Any) -> Store:
     return _opened(_STORES[kind], kind, text, options)
 
 
-def open_source(address: str | Path, **options: Any) -> Store | Iterable[dict[str, Any]]:
-    """What `raypipe.convert` copies from an address: a store, see `open_store`, or the samples of TFRecord, HDF5,
-    zip, or LMDB that others wrote, whose option is `layout`; those of zip have `classes`."""
+def open_source(address: str | Path, **options: Any) -> Store | Iterable[Mapping[str, Any]]:
+    """What `raypipe.convert` copies from an address: a store, see `open_store`, or the samples of zip, which
+    have `classes`, or of LMDB that others wrote, whose option is `layout`."""
     from raypipe.storage.filesystem import is_remote
 
-    text, kind = _found(address)
+    text, kind = _address_and_kind(address)
     if kind == "lmdb" and not is_remote(text):
         from raypipe.stores.lmdb import is_foreign
 
@@ -123,7 +116,7 @@ def open_source(address: str | Path, **options: Any) -> Store | Iterable[dict[st
     return _opened((_STORES | _SOURCES)[kind], kind, text, options)
 
 
-def _found(address: str | Path) -> tuple[str, str]:
+def _address_and_kind(address: str | Path) -> tuple[str, str]:
     """The path or URI of an address, and its kind."""
     from raypipe.storage.filesystem import refuse_credentials
 
@@ -148,12 +141,11 @@ def store_options(image_column: str = "image", label_column: str = "label") -> d
     """The options for `open_store` that differ from the defaults, and from '': not every kind of store has them.
 
     Args:
-        image_column: name of the image column; of WebDataset, the suffix of the images; of TFRecord,
-            the feature; of HDF5, the dataset.
+        image_column: name of the image column; of WebDataset, the suffix of the images.
         label_column: likewise; of WebDataset the suffix of the labels, or their field in the JSON.
     """
-    given = {"image_column": (image_column, "image"), "label_column": (label_column, "label")}
-    return {name: value for name, (value, usual) in given.items() if value not in (usual, "")}
+    settings = {"image_column": (image_column, "image"), "label_column": (label_column, "label")}
+    return {name: value for name, (value, usual) in settings.items() if value not in (usual, "")}
 
 
 def _kind_of(address: str) -> str:
@@ -175,8 +167,8 @@ def _kind_of(address: str) -> str:
         # Who reads them will see whether all are of this kind.
         first = list_files(address, lambda _: True, "such", folders=True)[0].address
         kind = _kind_of(first)
-        if kind in ("folder", "hdf5"):
-            raise StoreError(f"{address} finds {first}: a pattern is not for folders and HDF5; {_LAYOUTS}")
+        if kind == "folder":
+            raise StoreError(f"{address} finds {first}: a pattern is not for folders; {_LAYOUTS}")
         return kind
     if not is_remote(address) and (kind := _kind_of_name(name)):
         return kind
@@ -196,13 +188,9 @@ def _checked(kind: str, address: str) -> str:
 
 def _kind_of_name(name: str) -> str:
     """The kind of a file by its name; empty if the name does not tell."""
-    from raypipe.stores.tfrecord import is_tfrecord
-
     if name == "data.mdb":
         return "lmdb"
-    if is_tfrecord(name):
-        return "tfrecord"
-    return next((kind for end, kind in _ENDS.items() if name.endswith(end)), "")
+    return next((kind for kind in _ENDS if name.endswith(f".{kind}")), "")
 
 
 def _is_mds(address: str, names: set[str]) -> bool:
@@ -237,8 +225,6 @@ def _kind_of_folder(address: str, names: set[str]) -> str:
     if "index.json" in names and _is_mds(address, names):
         return "mds"
     here = "://" not in address
-    if here and any(_kind_of_name(name) == "tfrecord" for name in names):
-        return "tfrecord"
     if here and any(Path(address, name).is_dir() for name in names):
         return "folder"
     if "tar" in suffixes:

@@ -3,7 +3,7 @@
 train.parquet                 itself
 data                          all in it of the right names, sorted
 data/train-*.parquet          those that the pattern finds; only the last part of a path is a pattern
-train-{00000..01023}-of-01024.tfrecord
+train-{00000..01023}-of-01024.tar
 
 Data sets come in files named by their split, `train-00000-of-00002.parquet`, which often lie in one folder. A
 folder is one store, so it must hold one split, whole.
@@ -41,15 +41,15 @@ _MAX_SHARDS = 100_000
 def expand(address: str) -> list[str]:
     """The addresses that an address with `{0000..0099}` stands for, up to 100,000; any other stands for itself."""
     num_shards = 1
-    for each in _RANGE.finditer(address):
-        num_shards *= max(0, int(each[2]) - int(each[1]) + 1)
+    for span in _RANGE.finditer(address):
+        num_shards *= max(0, int(span[2]) - int(span[1]) + 1)
     if not 0 < num_shards <= _MAX_SHARDS:
         raise StoreError(f"{address} stands for {num_shards:,} shards; a store has from 1 to {_MAX_SHARDS:,}")
-    found = [address]
-    while (match := _RANGE.search(found[0])) is not None:
+    addresses = [address]
+    while (match := _RANGE.search(addresses[0])) is not None:
         numbers = range(int(match[1]), int(match[2]) + 1)
-        found = [_RANGE.sub(f"{n:0{len(match[1])}}", name, count=1) for name in found for n in numbers]
-    return found
+        addresses = [_RANGE.sub(f"{n:0{len(match[1])}}", name, count=1) for name in addresses for n in numbers]
+    return addresses
 
 
 def list_files(
@@ -71,7 +71,7 @@ def list_files(
         return [RemoteFile(name) for name in expanded]
     folder, pattern = split(address)
     if "*" in pattern:
-        found = [name for name in names_at(folder, folders) or () if fnmatchcase(name, pattern)]
+        files = [name for name in names_at(folder, folders) or () if fnmatchcase(name, pattern)]
     else:
         folder, names = address, names_at(address, folders)
         if names is None:
@@ -83,11 +83,11 @@ def list_files(
                 f"{address} is not complete: it is being written, or the conversion was broken off. Wait for it, "
                 "or convert it again with --overwrite"
             )
-        found = [name for name in names if is_one(name)]
-        check_one_split(address, found)
-    if not found:
+        files = [name for name in names if is_one(name)]
+        check_one_split(address, files)
+    if not files:
         raise StoreError(f"{address} has no {what} files")
-    return [RemoteFile(join(folder, name)) for name in sorted(found)]
+    return [RemoteFile(join(folder, name)) for name in sorted(files)]
 
 
 def names_at(address: str, folders: bool = False) -> set[str] | None:
@@ -113,14 +113,14 @@ def has_folders(address: str) -> bool:
     """Whether there is a folder in one of an object store; raises StoreError where it cannot be listed."""
     with explained(StoreError, f"{address} cannot be opened"):
         filesystem, path = open_filesystem(address)
-        found = filesystem.get_file_info(pyarrow.fs.FileSelector(path))
-        return any(info.type == pyarrow.fs.FileType.Directory for info in found)
+        infos = filesystem.get_file_info(pyarrow.fs.FileSelector(path))
+        return any(info.type == pyarrow.fs.FileType.Directory for info in infos)
 
 
 def names_in(filesystem: pyarrow.fs.FileSystem, path: str) -> set[str]:
     """Names of the files in a folder of a file system, without hidden ones, but with the manifest."""
-    found = filesystem.get_file_info(pyarrow.fs.FileSelector(path, allow_not_found=True))
-    names = {info.base_name for info in found if info.type == pyarrow.fs.FileType.File}
+    infos = filesystem.get_file_info(pyarrow.fs.FileSelector(path, allow_not_found=True))
+    names = {info.base_name for info in infos if info.type == pyarrow.fs.FileType.File}
     return {name for name in names if name == MANIFEST or name[0] not in "._"}
 
 
@@ -133,11 +133,11 @@ def check_one_split(address: str, names: Iterable[str]) -> None:
         elif match := _SPLIT.match(name):
             splits.setdefault(match[0].lower(), []).append(name)
     if len(splits) > 1:
-        found = ", ".join(f"{split} ({len(files)})" for split, files in sorted(splits.items()))
+        listed = ", ".join(f"{split} ({len(files)})" for split, files in sorted(splits.items()))
         split, files = max(splits.items())
         example = files[0] if len(files) == 1 else f"{split}*{PurePosixPath(files[0]).suffix}, in quotes"
         raise StoreError(
-            f"{address} holds files of several splits: {found}. A store is one of them: give "
+            f"{address} holds files of several splits: {listed}. A store is one of them: give "
             f"{address.rstrip('/')}/{example}"
         )
     for split, files in splits.items():

@@ -98,9 +98,9 @@ class _Batches(TableParts):
         """Raise StoreError where all images of a batch are paths to files that are elsewhere."""
         field = self.fields["image"]
         if self.is_hf_image("image") and field.type.get_field_index("path") >= 0:
-            found = batch.column(field.name)
-            held, paths = (pc.struct_field(found, name) for name in ("bytes", "path"))
-            if held.null_count == len(held) > paths.null_count:
+            images = batch.column(field.name)
+            contents, paths = (pc.struct_field(images, name) for name in ("bytes", "path"))
+            if contents.null_count == len(contents) > paths.null_count:
                 raise StoreError(
                     f"{path} holds the paths of images, and not the images: write it by "
                     "dataset.to_parquet('train.parquet'), which holds them too"

@@ -50,14 +50,45 @@ class TableColumns:
         return name == "image" and pa.types.is_struct(self.fields[name].type)
 
     def take(self, name: str, column: pa.ChunkedArray, rows: np.ndarray, path: str) -> Any:
-        """Rows of a column as it stands in a file, see `take`."""
+        """Rows of a column as it stands in a file: numbers, and arrays of one shape, as arrays, others as lists.
+
+        Numbers of which some are null are a list too; a null label raises StoreError.
+        """
         if self.is_hf_image(name):
             column = pc.struct_field(column, "bytes")
-        return take(column, rows, name == "label", f"{path}, column {self.fields[name].name!r}")
+        array_of = _array_of(column.type)
+        if not _is_number(column.type) and array_of is None:
+            return [_python_value(column[row]) for row in rows.tolist()]
+        if isinstance(column.type, pa.BaseExtensionType):
+            column = pa.chunked_array([chunk.storage for chunk in column.chunks], column.type.storage_type)
+        column = column.take(pa.array(rows))
+        if name == "label" and column.null_count:
+            raise StoreError(
+                f"{path}, column {self.fields[name].name!r}: a label is null; training on a made-up one would not "
+                "be noticed"
+            )
+        if array_of is None:
+            return _with_none(column) if column.null_count else column.to_numpy()
+        values: Any = column.combine_chunks()
+        while pa.types.is_fixed_size_list(values.type) or pa.types.is_list(values.type):
+            if values.null_count:
+                return _with_none(column)
+            values = values.flatten()
+        if values.null_count:
+            return _with_none(column)
+        return values.to_numpy(zero_copy_only=False).reshape(len(rows), *array_of[1])
 
     def join(self, name: str, parts: list[Any], places: np.ndarray) -> Any:
         """Put the parts together as they were asked for: value i is number places[i] of them all."""
-        return join(parts, places, self.fields[name].type, name == "label")
+        kind = self.fields[name].type
+        array_of = _array_of(kind)
+        if (not _is_number(kind) and array_of is None) or any(isinstance(part, list) for part in parts):
+            values = list(itertools.chain.from_iterable(parts))
+            return [values[place] for place in places.tolist()]
+        value_type, shape = array_of or (kind, ())
+        nothing = np.empty((0, *shape), value_type.to_pandas_dtype())
+        joined = np.concatenate(parts)[places] if parts else nothing
+        return labels_of(joined) if name == "label" and pa.types.is_integer(kind) else joined
 
 
 class TableParts(TableColumns, ABC):
@@ -138,39 +169,13 @@ def _array_of(kind: pa.DataType) -> tuple[pa.DataType, tuple[int, ...]] | None:
     return (kind, shape) if shape and known else None
 
 
-def take(column: pa.ChunkedArray, rows: np.ndarray, is_label: bool, where: str) -> Any:
-    """Return the rows of a column: numbers, and arrays of one shape, as an array, other values as a list.
-
-    Numbers of which some are null are a list too.
-    """
-    array_of = _array_of(column.type)
-    if not _is_number(column.type) and array_of is None:
-        return [_python_value(column[row]) for row in rows.tolist()]
-    if isinstance(column.type, pa.BaseExtensionType):
-        column = pa.chunked_array([chunk.storage for chunk in column.chunks], column.type.storage_type)
-    taken = column.take(pa.array(rows))
-    if is_label and taken.null_count:
-        raise StoreError(f"{where}: a label is null; training on a made-up one would not be noticed")
-    if array_of is None:
-        return _with_none(taken) if taken.null_count else taken.to_numpy()
-    shape = array_of[1]
-    values: Any = taken.combine_chunks()
-    while pa.types.is_fixed_size_list(values.type) or pa.types.is_list(values.type):
-        if values.null_count:
-            return _with_none(taken)
-        values = values.flatten()
-    if values.null_count:
-        return _with_none(taken)
-    return values.to_numpy(zero_copy_only=False).reshape(len(rows), *shape)
-
-
-def _with_none(taken: pa.ChunkedArray) -> list[Any]:
+def _with_none(column: pa.ChunkedArray) -> list[Any]:
     """Values of which some are null, or hold a null."""
-    if not _is_number(taken.type):
-        found = taken.to_pylist()
-        return [None if value is None or _holds_none(value) else np.asarray(value) for value in found]
-    dtype = taken.type.to_pandas_dtype()
-    return [None if value is None else dtype(value) for value in taken.to_pylist()]
+    if not _is_number(column.type):
+        values = column.to_pylist()
+        return [None if value is None or _holds_none(value) else np.asarray(value) for value in values]
+    dtype = column.type.to_pandas_dtype()
+    return [None if value is None else dtype(value) for value in column.to_pylist()]
 
 
 def _holds_none(value: Any) -> bool:
@@ -196,15 +201,3 @@ def _num_bytes_of(values: pa.Array | None) -> int:
     if pa.types.is_dictionary(values.type):
         return len(values) * values.dictionary.nbytes
     return values.nbytes
-
-
-def join(parts: list[Any], places: np.ndarray, kind: pa.DataType, is_label: bool) -> Any:
-    """Put the parts, one per group, together as they were asked for: value i is number places[i] of them all."""
-    array_of = _array_of(kind)
-    if (not _is_number(kind) and array_of is None) or any(isinstance(part, list) for part in parts):
-        values = list(itertools.chain.from_iterable(parts))
-        return [values[place] for place in places.tolist()]
-    value_type, shape = array_of or (kind, ())
-    nothing = np.empty((0, *shape), value_type.to_pandas_dtype())
-    joined = np.concatenate(parts)[places] if parts else nothing
-    return labels_of(joined) if is_label and pa.types.is_integer(kind) else joined

@@ -122,10 +122,10 @@ class FileStore(ABC, Generic[C]):
         self._opened: C | None = None
         self._pid = 0
         # Of a remote store, what who opened it first has found there: others need not ask, and notice a change.
-        self._found: Any = None
+        self._listing: Any = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.address, *self._options), {"_found": self._found}
+        return type(self), (self.address, *self._options), {"_listing": self._listing}
 
     @abstractmethod
     def _open(self) -> C:
@@ -309,14 +309,14 @@ class MemoryStore:
         self._columns: dict[str, Any] = {"image": list(images)}
         self.label_is_class = True
         if labels is not None:
-            given = exactly(labels)
-            self.label_is_class = (given.ndim == 1 and given.dtype.kind in "iub") or not given.size
-            self._columns["label"] = exactly(given, np.int64) if self.label_is_class else given
+            numbers = exactly(labels)
+            self.label_is_class = (numbers.ndim == 1 and numbers.dtype.kind in "iub") or not numbers.size
+            self._columns["label"] = exactly(numbers, np.int64) if self.label_is_class else numbers
         for name, values in (columns or {}).items():
             self._columns[name] = exactly(values) if _are_numbers(values) else list(values)
-        for name, held in self._columns.items():
-            if len(held) != len(self):
-                raise ValueError(f"column {name!r} has {len(held)} values for {len(self)} images")
+        for name, values in self._columns.items():
+            if len(values) != len(self):
+                raise ValueError(f"column {name!r} has {len(values)} values for {len(self)} images")
         self.columns = tuple(self._columns)
         self.classes = None if classes is None else tuple(classes)
         self.groups: np.ndarray | None = None
@@ -335,8 +335,8 @@ class MemoryStore:
         wanted = check_indices(indices, len(self), self.address)
         check_columns(columns, self.columns, self.address)
         return {
-            name: held[wanted] if isinstance(held, np.ndarray) else [held[index] for index in wanted.tolist()]
-            for name, held in ((name, self._columns[name]) for name in columns)
+            name: values[wanted] if isinstance(values, np.ndarray) else [values[i] for i in wanted.tolist()]
+            for name, values in ((name, self._columns[name]) for name in columns)
         }
 
     def close(self) -> None:
@@ -344,12 +344,12 @@ class MemoryStore:
 
     def _hash(self, group_size: int | None) -> str:
         digest = hashlib.blake2b(repr((self.classes, group_size)).encode(), digest_size=16)
-        for name, held in self._columns.items():
-            digest.update(repr((name, len(held))).encode())
-            if isinstance(held, np.ndarray):
-                digest.update(str(held.dtype).encode() + held.tobytes())
+        for name, values in self._columns.items():
+            digest.update(repr((name, len(values))).encode())
+            if isinstance(values, np.ndarray):
+                digest.update(str(values.dtype).encode() + values.tobytes())
                 continue
-            for value in held:
+            for value in values:
                 content = value if isinstance(value, bytes) else repr(value).encode()
                 digest.update(f"{type(value).__name__}:{len(content)}:".encode())
                 digest.update(content)

@@ -43,10 +43,10 @@ def new_path(dst: Path, overwrite: bool) -> Iterator[Path]:
     lock = dst.parent / f".{dst.name}.lock"
     partial, old = (dst.parent / f".{dst.name}.{kind}{dst.suffix}" for kind in ("partial", "old"))
     with contextlib.ExitStack() as stack:
-        held = open_lock(lock)
-        stack.callback(os.close, held)
+        descriptor = open_lock(lock)
+        stack.callback(os.close, descriptor)
         # A lock that was opened before, and taken after, another process finished is on a file that is gone.
-        if not try_lock(held, exclusive=True) or not os.fstat(held).st_nlink:
+        if not try_lock(descriptor, exclusive=True) or not os.fstat(descriptor).st_nlink:
             raise StoreError(f"another process is writing {dst} at the moment")
         stack.callback(lock.unlink, missing_ok=True)
         if old.exists() and not dst.exists():  # a process was killed between the renames below
@@ -95,27 +95,29 @@ def new_remote(dst: str, overwrite: bool) -> Iterator[Path]:
     It is in the cache folder (RAYPIPE_CACHE), which must have room for the whole store.
     """
     check_bucket(dst)
-    _there(dst, overwrite)
+    _objects_at(dst, overwrite)
     with explained(StoreError, f"{cache_folder()} cannot be written to"):
-        made = tempfile.TemporaryDirectory(prefix="convert-", dir=make_cache_folder(), ignore_cleanup_errors=True)
-    with made as folder:
+        temporary = tempfile.TemporaryDirectory(
+            prefix="convert-", dir=make_cache_folder(), ignore_cleanup_errors=True
+        )
+    with temporary as folder:
         path = Path(folder, f"store{Path(split(dst)[1]).suffix}")
         yield path
         with explained(StoreError, f"{dst} cannot be written"):
-            _upload(sorted(path.iterdir()) if path.is_dir() else [path], dst, _there(dst, overwrite))
+            _upload(sorted(path.iterdir()) if path.is_dir() else [path], dst, _objects_at(dst, overwrite))
 
 
-def _there(dst: str, overwrite: bool) -> set[str]:
+def _objects_at(dst: str, overwrite: bool) -> set[str]:
     """Paths of the objects at an address; raises StoreError if there are any that must stay."""
     with explained(StoreError, f"{dst} cannot be written"):
         filesystem, path = open_filesystem(dst)
         if filesystem.get_file_info(path).type == pyarrow.fs.FileType.File:
-            found = {path}
+            objects = {path}
         else:
-            found = {f"{path}/{name}" for name in names_in(filesystem, path)}
-    if found and not overwrite:
+            objects = {f"{path}/{name}" for name in names_in(filesystem, path)}
+    if objects and not overwrite:
         raise StoreError(_exists(dst))
-    return found
+    return objects
 
 
 def _upload(files: list[Path], dst: str, old: set[str]) -> None:

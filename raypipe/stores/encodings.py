@@ -120,8 +120,8 @@ def _of_mds(data: bytes, dtype: np.dtype[Any] | None, shape: tuple[int, ...] | N
     if math.prod(shape) != len(values):  # numpy would take a product over 64 bits for another
         raise ValueError(f"{len(values)} values in an array of {tuple(shape)}")
     # Of no values in four billion rows, each row would become a list.
-    found: list[Any] = values.reshape(shape).tolist() if len(values) else []
-    return found
+    rows: list[Any] = values.reshape(shape).tolist() if len(values) else []
+    return rows
 
 
 ENCODINGS: dict[str, Callable[[str], Encoding | None]] = {

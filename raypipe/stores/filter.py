@@ -91,8 +91,8 @@ def _array(values: Any) -> pa.Array:
 
 def _type_of(store: Store, name: str, setting: str) -> pa.DataType:
     """The type of a column of whose first samples none has a value; if no sample has one, null."""
-    found = (_array(columns[name]).type for columns in scan(store, (name,), setting))
-    return next((each for each in found if not pa.types.is_null(each)), pa.null())
+    types = (_array(columns[name]).type for columns in scan(store, (name,), setting))
+    return next((kind for kind in types if not pa.types.is_null(kind)), pa.null())
 
 
 def parse(expression: str, setting: str) -> tuple[Compiled, tuple[str, ...]]:
@@ -132,7 +132,7 @@ def _compiled(node: ast.expr) -> Compiled:
             return _applied(_ARITHMETIC[type(op)], left, right)
         case ast.Compare(left=left, ops=ops, comparators=comparators):
             sides = zip([left, *comparators], ops, comparators, strict=False)
-            return _joined(pc.and_kleene, [_compared(*each) for each in sides])
+            return _joined(pc.and_kleene, [_compared(*side) for side in sides])
     raise ConfigError(f"{shown(ast.unparse(node))} is not allowed")
 
 
@@ -167,7 +167,7 @@ def _compared(left: ast.expr, op: ast.cmpop, right: ast.expr) -> Compiled:
         return _applied(_COMPARISONS[type(op)], left, right)
     if isinstance(op, ast.In | ast.NotIn) and isinstance(right, ast.List | ast.Tuple | ast.Set):
         is_in = _is_in([_constant(value) for value in right.elts])
-        return _applied(is_in if isinstance(op, ast.In) else lambda given: pc.invert(is_in(given)), left)
+        return _applied(is_in if isinstance(op, ast.In) else lambda operand: pc.invert(is_in(operand)), left)
     text = shown(ast.unparse(ast.Compare(left, [op], [right])))
     raise ConfigError(f"{text} is not allowed: `in` takes a list")
 
@@ -180,8 +180,8 @@ def _is_in(values: list[Any]) -> Callable[[Any], Any]:
 
     def is_in(left: Any) -> Any:
         is_null = pc.is_null(left)
-        found = (is_null if value is None else pc.equal(left, pa.scalar(value)) for value in values)
-        return reduce(pc.or_kleene, found, pc.and_kleene(is_null, pa.scalar(False)))
+        comparisons = (is_null if value is None else pc.equal(left, pa.scalar(value)) for value in values)
+        return reduce(pc.or_kleene, comparisons, pc.and_kleene(is_null, pa.scalar(False)))
 
     return is_in
 

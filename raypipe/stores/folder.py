@@ -1,16 +1,19 @@
-"""A folder of class folders of images, as torchvision's ImageFolder reads it, here or in an object store."""
+"""Class folders of images, `class/image.jpg`, as torchvision's ImageFolder reads them: the store of a folder, here
+or in an object store; and, for tar and zip, the samples of an archive by the names of its members."""
 
 from __future__ import annotations
 
 import hashlib
 import io
+import itertools
 import os
 import stat
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path, PurePosixPath
+from typing import TypeVar
 
 import numpy as np
 import pyarrow.fs
@@ -21,9 +24,11 @@ from raypipe.storage.local_file import check_regular, open_regular
 from raypipe.storage.patience import in_threads, progress
 from raypipe.stores.base import ARRAY_SUFFIX, IMAGE_SUFFIXES, MAX_SAMPLE_BYTES, Columns, FileStore
 
+M = TypeVar("M")
+
 _SUFFIXES = {*IMAGE_SUFFIXES, ARRAY_SUFFIX}
 
-_Found = tuple[str, int]
+_File = tuple[str, int]
 """The path of a file from the root, and its size; of a local one -1, which is asked for where it is needed."""
 
 
@@ -46,22 +51,22 @@ class FolderStore(FileStore["_Images"]):
 
     def _open(self) -> _Images:
         if not is_remote(self.address):
-            return _LocalImages(self.address, *_chosen(self.address, _found_here(self.address)))
-        self._found = self._found or _packed(*_chosen(self.address, _found_there(self.address)))
-        return _RemoteImages(self.address, *_unpacked(self._found))
+            return _LocalImages(self.address, *_samples_of(self.address, _scan_disk(self.address)))
+        self._listing = self._listing or _packed(*_samples_of(self.address, _list_objects(self.address)))
+        return _RemoteImages(self.address, *_unpacked(self._listing))
 
 
-def _chosen(root: str, found: dict[str, list[_Found]]) -> tuple[tuple[str, ...], list[int], list[_Found]]:
-    """Class names, the number of samples of each, and the samples in order; `found` has each class's files."""
-    every = [sorted(of_class) for of_class in found.values()]
-    images = [[each for each in of_class if _suffix(each[0]) in IMAGE_SUFFIXES] for of_class in every]
+def _samples_of(root: str, files: dict[str, list[_File]]) -> tuple[tuple[str, ...], list[int], list[_File]]:
+    """Class names, the number of samples of each, and the samples in order; `files` has those of each class."""
+    every = [sorted(of_class) for of_class in files.values()]
+    images = [[file for file in of_class if _suffix(file[0]) in IMAGE_SUFFIXES] for of_class in every]
     samples = images if any(images) else every
     if not any(samples):
         raise StoreError(
             f"{root} has no class folders with images ({', '.join(sorted(IMAGE_SUFFIXES))}), nor with "
             f"arrays ({ARRAY_SUFFIX}): the layout is root/class/image.jpg"
         )
-    return tuple(found), list(map(len, samples)), [each for of_class in samples for each in of_class]
+    return tuple(files), list(map(len, samples)), list(itertools.chain.from_iterable(samples))
 
 
 def _suffix(path: str) -> str:
@@ -74,7 +79,7 @@ class _Images(ABC):
     columns = ("image", "label")
     groups = None
 
-    def __init__(self, root: str, classes: tuple[str, ...], num: Sequence[int], files: Sequence[_Found]) -> None:
+    def __init__(self, root: str, classes: tuple[str, ...], num: Sequence[int], files: Sequence[_File]) -> None:
         self._root, self.classes = root, classes
         self._labels = np.repeat(np.arange(len(classes)), num)
         self._paths = [path for path, _ in files]
@@ -125,7 +130,7 @@ class _LocalImages(_Images):
         return [_bytes_of(self.sample_name(index)) for index in indices]
 
 
-def _found_here(root: str) -> dict[str, list[_Found]]:
+def _scan_disk(root: str) -> dict[str, list[_File]]:
     try:
         entries = sorted(_visible(root), key=lambda entry: entry.name)
         classes = [entry.name for entry in entries if stat.S_ISDIR(_mode(entry))]
@@ -143,10 +148,10 @@ def _files(root: str, name: str) -> Iterator[str]:
     """Yield the paths of all images and arrays of a class from the root, in no order."""
     folders, visited = [name], set[tuple[int, int]]()
     for folder in folders:  # which grow meanwhile
-        found = Path(f"{root}/{folder}").stat()
-        if (found.st_dev, found.st_ino) in visited:
+        status = Path(f"{root}/{folder}").stat()
+        if (status.st_dev, status.st_ino) in visited:
             continue
-        visited.add((found.st_dev, found.st_ino))
+        visited.add((status.st_dev, status.st_ino))
         within = []
         for entry in _visible(f"{root}/{folder}"):
             path, mode = f"{folder}/{entry.name}", _mode(entry)
@@ -185,7 +190,7 @@ def _bytes_of(path: str) -> bytes | None:
 
 
 class _RemoteImages(_Images):
-    def __init__(self, root: str, classes: tuple[str, ...], num: Sequence[int], files: Sequence[_Found]) -> None:
+    def __init__(self, root: str, classes: tuple[str, ...], num: Sequence[int], files: Sequence[_File]) -> None:
         super().__init__(root, classes, num, files)
         self._sizes = np.array([size for _, size in files], np.int64)
 
@@ -216,23 +221,23 @@ class _RemoteImages(_Images):
             return None
 
 
-def _found_there(address: str) -> dict[str, list[_Found]]:
+def _list_objects(address: str) -> dict[str, list[_File]]:
     """Ask the object store what there is: the classes first, then several of them at a time."""
     with explained(StoreError, f"{address} cannot be listed"):
         filesystem, root = open_filesystem(address)
-        found = filesystem.get_file_info(pyarrow.fs.FileSelector(root))
-        folders = (info.base_name for info in found if info.type == pyarrow.fs.FileType.Directory)
+        infos = filesystem.get_file_info(pyarrow.fs.FileSelector(root))
+        folders = (info.base_name for info in infos if info.type == pyarrow.fs.FileType.Directory)
         classes = sorted(name for name in folders if not name.startswith("."))
         files = in_threads(lambda name: _objects(filesystem, root, name), classes)
     return dict(zip(classes, files, strict=True))
 
 
-def _objects(filesystem: pyarrow.fs.FileSystem, root: str, name: str) -> list[_Found]:
+def _objects(filesystem: pyarrow.fs.FileSystem, root: str, name: str) -> list[_File]:
     """The images and arrays of a class."""
-    found = filesystem.get_file_info(pyarrow.fs.FileSelector(f"{root}/{name}", recursive=True))
+    infos = filesystem.get_file_info(pyarrow.fs.FileSelector(f"{root}/{name}", recursive=True))
     progress()
-    there = (info for info in found if info.type == pyarrow.fs.FileType.File)
-    files = ((info.path.removeprefix(f"{root}/"), info.size) for info in there)
+    objects = (info for info in infos if info.type == pyarrow.fs.FileType.File)
+    files = ((info.path.removeprefix(f"{root}/"), info.size) for info in objects)
     return [
         (path, size)
         for path, size in files
@@ -244,12 +249,60 @@ _Packed = tuple[tuple[str, ...], list[int], bytes, bytes]
 """Class names, the number of samples of each, and their paths and sizes, deflated: every process gets it."""
 
 
-def _packed(classes: tuple[str, ...], num: list[int], files: list[_Found]) -> _Packed:
+def _packed(classes: tuple[str, ...], num: list[int], files: list[_File]) -> _Packed:
     paths, sizes = "\0".join(path for path, _ in files), np.array([size for _, size in files], "<i8")
     return classes, num, zlib.compress(paths.encode()), zlib.compress(sizes.tobytes())
 
 
-def _unpacked(found: _Packed) -> tuple[tuple[str, ...], list[int], list[_Found]]:
-    classes, num, paths, sizes = found
+def _unpacked(packed: _Packed) -> tuple[tuple[str, ...], list[int], list[_File]]:
+    classes, num, paths, sizes = packed
     names, numbers = zlib.decompress(paths).decode().split("\0"), np.frombuffer(zlib.decompress(sizes), "<i8")
     return classes, num, list(zip(names, numbers.tolist(), strict=True))
+
+
+# In an archive, by the names of its members
+
+
+def is_visible(name: PurePosixPath) -> bool:
+    """Whether a member counts: hidden members, absolute names and names that lead out of the folder do not."""
+    return not name.is_absolute() and not any(part.startswith(".") or part == "__MACOSX" for part in name.parts)
+
+
+def archive_samples(members: Iterable[tuple[str, M | None]]) -> dict[str, M]:
+    """The members of an archive that are samples, by name: its images or, where it has none, its arrays.
+
+    Args:
+        members: names, and what stands for the files; None for links and folders. The last of a name counts.
+    """
+    files: dict[str, M] = {}
+    for name, member in members:
+        files.pop(name, None)
+        if member is not None and _suffix(name) in _SUFFIXES and is_visible(PurePosixPath(name)):
+            files[name] = member
+    images = {name: member for name, member in files.items() if _suffix(name) in IMAGE_SUFFIXES}
+    return images or files
+
+
+def class_samples(
+    address: str, archives: Sequence[Iterable[str]], hint: str = ""
+) -> tuple[tuple[str, ...], list[list[tuple[int, str]]]]:
+    """Class names, position = label; and of each archive the label and name of its samples, sorted by both.
+
+    Args:
+        address: of the archives, for errors.
+        archives: the names of each one's samples.
+        hint: what else such archives may hold, for errors.
+    """
+    shards = [list(names) for names in archives]
+    shared = [name.split("/") for names in shards for name in names if "/" in name]
+    if not shared:
+        where = "only images at its top, so their labels are unknown" if any(shards) else "no images"
+        raise StoreError(f"{address} has {where}: the layout is class/image.jpg, maybe below common folders{hint}")
+    depth = 0
+    # A folder that all share is a wrapper such as `train/`, as long as a class folder is left below it.
+    while len({parts[depth] for parts in shared}) == 1 and min(map(len, shared)) > depth + 2:
+        depth += 1
+    by_class = [sorted((name.split("/")[depth], name) for name in names if "/" in name) for names in shards]
+    classes = tuple(sorted({name for samples in by_class for name, _ in samples}))
+    labels = {name: label for label, name in enumerate(classes)}
+    return classes, [[(labels[folder], name) for folder, name in samples] for samples in by_class]

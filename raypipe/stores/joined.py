@@ -83,16 +83,16 @@ class JoinedStore:
             check_columns(columns, store.columns, store.address)
         stores = list(self.parts.values())
         places: list[np.ndarray] = [np.empty(0, np.int64)]
-        found: dict[str, list[Any]] = {name: [] for name in columns}
+        values_of: dict[str, list[Any]] = {name: [] for name in columns}
         for number, positions in by_part(wanted, self.offsets):
             places.append(positions)
             of_part = stores[number].read(wanted[positions] - self.offsets[number], columns)
             for name in columns:
-                found[name].append(of_part[name])
-        if not found or len(places) == 1:
+                values_of[name].append(of_part[name])
+        if not values_of or len(places) == 1:
             return stores[0].read(wanted, columns)
         back = np.argsort(np.concatenate(places))
-        return {name: _put_back(name, values, back) for name, values in found.items()}
+        return {name: _put_back(name, values, back) for name, values in values_of.items()}
 
     def sample_name(self, index: int) -> str:
         """The name of a sample's source, and what that store calls it."""
@@ -107,17 +107,17 @@ class JoinedStore:
 
 def _put_back(name: str, values: list[Any], back: np.ndarray) -> Any:
     """A column that was read by parts, in the order that was asked for."""
-    arrays = [isinstance(each, np.ndarray) for each in values]
-    if all(arrays) and len({each.shape[1:] for each in values}) == 1:
+    arrays = [isinstance(part, np.ndarray) for part in values]
+    if all(arrays) and len({part.shape[1:] for part in values}) == 1:
         try:
             common = np.result_type(*values)
-            return np.concatenate([exactly(each, common) for each in values])[back]
+            return np.concatenate([exactly(part, common) for part in values])[back]
         except InexactError as error:
             raise StoreError(f"column {name!r} of {common} has {error}: give the stores one type for it") from None
     if all(arrays):
-        shapes = sorted({each.shape[1:] for each in values})
+        shapes = sorted({part.shape[1:] for part in values})
         raise StoreError(f"column {name!r} has arrays of several shapes in the stores, {shapes}")
-    if any(arrays) and any(not array and None not in each for each, array in zip(values, arrays, strict=True)):
+    if any(arrays) and any(not array and None not in part for part, array in zip(values, arrays, strict=True)):
         raise StoreError(f"column {name!r} has numbers in one of the stores and no numbers in another")
-    joined = [value for each in values for value in each]
+    joined = [value for part in values for value in part]
     return [joined[place] for place in back.tolist()]

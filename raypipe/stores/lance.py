@@ -53,8 +53,8 @@ class LanceStore(FileStore["_Version"]):
         super().__init__(address, image_column, label_column)
 
     def _open(self) -> _Version:
-        opened = _Version(self.address, self._found, *self._options)
-        self._found = opened.number
+        opened = _Version(self.address, self._listing, *self._options)
+        self._listing = opened.number
         return opened
 
 
@@ -81,7 +81,7 @@ class _Version(TableColumns):
         schema = pa.schema(plain, schema.metadata)
         super().__init__([(address, schema)], image_column, label_column)
         facts = [(name, str(field)) for name, field in self.fields.items()], self.classes
-        files = [[each[name] for name in _OF_A_FRAGMENT if each.get(name)] for each in fragments]
+        files = [[fragment[name] for name in _OF_A_FRAGMENT if fragment.get(name)] for fragment in fragments]
         self.fingerprint = hash_of_facts((facts, files))
 
     def __len__(self) -> int:
@@ -105,18 +105,18 @@ class _Version(TableColumns):
         if isinstance(column.type, pa.BaseExtensionType):
             column = pa.chunked_array([chunk.storage for chunk in column.chunks], field.type)
         rows = np.arange(len(column))
-        taken = self.take(name, column, rows, self._address)
+        values = self.take(name, column, rows, self._address)
         if name == "image":
-            taken = [None if image is None or len(image) > MAX_SAMPLE_BYTES else image for image in taken]
-        return self.join(name, [taken], rows)
+            values = [None if image is None or len(image) > MAX_SAMPLE_BYTES else image for image in values]
+        return self.join(name, [values], rows)
 
     def _contents_of(self, column: str, table: pa.Table | None, indices: np.ndarray) -> list[bytes | None]:
         """The blobs of a column; None for one that is a link to a file elsewhere, which is not followed."""
         places = [] if table is None else table.column(column).to_pylist()
         inside = [at for at, place in enumerate(places) if place is not None and not place.get("blob_uri")]
         contents: list[bytes | None] = [None] * len(places)
-        found = self._data.take_blobs(column, indices=indices[inside].tolist()) if inside else []
-        for at, blob in zip(inside, found, strict=True):
+        blobs = self._data.take_blobs(column, indices=indices[inside].tolist()) if inside else []
+        for at, blob in zip(inside, blobs, strict=True):
             if blob is not None and blob.size() <= MAX_SAMPLE_BYTES:
                 contents[at] = blob.readall()
         return contents
@@ -179,8 +179,8 @@ def _options(address: str) -> dict[str, str]:
         options |= {"client_max_retries": "1000", "client_retry_timeout": f"{patience_s():.0f}"}
     elif scheme in ("az", "abfs", "abfss"):
         names = {"account_name": "ACCOUNT", "account_key": "KEY", "sas_token": "SAS_TOKEN"}
-        given = {name: environment(f"AZURE_STORAGE_{ours}") for name, ours in names.items()}
-        options = {f"azure_storage_{name}": value for name, value in given.items() if value}
+        variables = {name: environment(f"AZURE_STORAGE_{ours}") for name, ours in names.items()}
+        options = {f"azure_storage_{name}": value for name, value in variables.items() if value}
     if rest.startswith("anonymous@"):
         options["aws_skip_signature" if scheme == "s3" else "google_skip_signature"] = "true"
     return options

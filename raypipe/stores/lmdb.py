@@ -9,7 +9,7 @@ Shards in an object store are opened by ranged reads of their metadata; records 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,14 +49,14 @@ class LMDBStore(FileStore["_Shards"]):
         (label_column,) = self._options
         if not is_remote(self.address):
             return _Shards([_open_file(file.address) for file in lmdb_files(self.address)], label_column)
-        if self._found is None:
-            self._found = in_threads(_look_up, lmdb_files(self.address))
-        return _Shards(self._found, label_column)
+        if self._listing is None:
+            self._listing = in_threads(_look_up, lmdb_files(self.address))
+        return _Shards(self._listing, label_column)
 
     def close(self) -> None:
         super().close()
-        if self._found:
-            shared_cache().close([shard.file for shard in self._found])
+        if self._listing:
+            shared_cache().close([shard.file for shard in self._listing])
 
 
 def lmdb_files(address: str) -> list[RemoteFile]:
@@ -64,10 +64,10 @@ def lmdb_files(address: str) -> list[RemoteFile]:
     if Path(address, "data.mdb").exists():
         return [RemoteFile(f"{address}/data.mdb")]
     what = "data.mdb of an LMDB environment, and no *.lmdb"
-    found = list_files(address, lambda name: name.endswith(".lmdb"), what, folders=True)
+    files = list_files(address, lambda name: name.endswith(".lmdb"), what, folders=True)
     return [
         replace(file, address=f"{file.address}/data.mdb") if Path(file.address).is_dir() else file
-        for file in found
+        for file in files
     ]
 
 
@@ -100,12 +100,12 @@ class _Shard:
 
     def _open_cached(self, path: Path) -> LMDBFile:
         try:
-            found = _open_file(path)
+            shard = _open_file(path)
         except StoreError as error:
             raise StoreError(f"{self.path}, in the cache: {error}") from error
-        if found.metadata.fingerprint != self.metadata.fingerprint:
+        if shard.metadata.fingerprint != self.metadata.fingerprint:
             raise StoreError(f"{self.path} has changed since the store was opened: start a new run")
-        return found.open()
+        return shard.open()
 
 
 class _Shards:
@@ -144,38 +144,66 @@ class _Shards:
         return int(self._offsets[-1])
 
     def read(self, indices: np.ndarray, columns: tuple[str, ...]) -> Columns:
-        rows: list[dict[str, Any]] = [{}] * len(indices)
-        stored = [self._stored[name] for name in columns]
+        stored = dict.fromkeys(self._stored[name] for name in columns)
+        values: dict[str, Any] = {}
+        for name in stored:
+            is_number = self._types[name] in ("int64", "float64")
+            values[name] = np.empty(len(indices), self._types[name]) if is_number else [None] * len(indices)
         for number, positions in by_part(indices, self._offsets):
             shard, layout = self._shards[number], self._layouts[number]
             keys = indices[positions] - self._offsets[number]
             file = shard.open()
-            for position, key in zip(positions.tolist(), keys.tolist(), strict=True):
-                try:
-                    record = file.get(KEY.pack(key))
-                except StoreError:
-                    continue  # a bad sample like any other: its place in the file is what is damaged
-                except OSError as error:
-                    raise StoreError(f"{shard.path} cannot be read at key {key}: {error}") from error
-                if record is not None:
-                    rows[position] = layout.unpack(record, stored)
-        return {
-            name: _column([row.get(self._stored[name]) for row in rows], self._types[self._stored[name]])
-            for name in columns
-        }
+            fixed, variable, done = file.records(keys, layout.native(stored))
+            if done.any():
+                for name, column in layout.columns(fixed, variable, stored).items():
+                    _put(values, name, positions, column)
+            for position, key in zip(positions[~done].tolist(), keys[~done].tolist(), strict=True):
+                row = self._row(shard, file, key, layout, stored)
+                for name in stored:
+                    values[name] = _with(values[name], position, row.get(name))
+        return {name: _column(values[self._stored[name]], self._types[self._stored[name]]) for name in columns}
+
+    @staticmethod
+    def _row(
+        shard: _Shard, file: LMDBFile, key: int, layout: RecordLayout, stored: Collection[str]
+    ) -> dict[str, Any]:
+        """The columns of one record; none where it is missing or damaged."""
+        try:
+            record = file.get(KEY.pack(key))
+        except StoreError:
+            return {}  # a bad sample like any other: its place in the file is what is damaged
+        except OSError as error:
+            raise StoreError(f"{shard.path} cannot be read at key {key}: {error}") from error
+        return {} if record is None else layout.unpack(record, stored)
 
     def sample_name(self, index: int) -> str:
         number, within = part_of(self._offsets, index)
         return f"{self._shards[number].path}, key {within}"
 
 
-def _column(values: list[Any], kind: str) -> Any:
-    """Values of one column; a list where some have no value."""
-    if any(value is None for value in values):
-        return values
-    if kind in ("int64", "float64"):
-        return np.array(values, kind)
-    if (array := array_type(kind)) is None:
+def _put(values: dict[str, Any], name: str, positions: np.ndarray, column: np.ndarray | list[Any]) -> None:
+    """Put the values of some samples into a column."""
+    if isinstance(column, np.ndarray) and isinstance(values[name], np.ndarray):
+        values[name][positions] = column
+        return
+    if isinstance(values[name], np.ndarray):
+        values[name] = values[name].tolist()
+    for position, value in zip(positions.tolist(), column, strict=True):
+        values[name][position] = value
+
+
+def _with(values: np.ndarray | list[Any], position: int, value: Any) -> np.ndarray | list[Any]:
+    """A column with a value in its place; a list from the first number on that has none."""
+    if value is None and isinstance(values, np.ndarray):
+        values = values.tolist()
+    values[position] = value
+    return values
+
+
+def _column(values: Any, kind: str) -> Any:
+    """Values of one column: an array of arrays, where all samples have one."""
+    array = None if isinstance(values, np.ndarray) else array_type(kind)
+    if array is None or any(value is None for value in values):
         return values
     dtype, shape = array
     return np.array(values, dtype.newbyteorder("=")).reshape(len(values), *shape)
@@ -199,14 +227,14 @@ def _open_file(path: Path | str, source: pa.NativeFile | None = None) -> _Shard:
         raise StoreError(
             f"{path} is truncated: {file.num_bytes} bytes, needs {file.declared_bytes}; copy or convert it again"
         )
-    found = Metadata.from_json(bytes(record), f"{path} has a bad {METADATA_KEY.decode()} record")
-    if file.num_entries != found.count + 1:
+    metadata = Metadata.from_json(bytes(record), f"{path} has a bad {METADATA_KEY.decode()} record")
+    if file.num_entries != metadata.count + 1:
         raise StoreError(
-            f"{path} holds {file.num_entries - 1} samples, but was written with {found.count}; convert it again"
+            f"{path} holds {file.num_entries - 1} samples, but was written with {metadata.count}; convert it again"
         )
-    return _Shard(str(path), found, file)
+    return _Shard(str(path), metadata, file)
 
 
 def _look_up(listed: RemoteFile) -> _Shard:
-    with opened(listed.address) as (source, found):
-        return replace(_open_file(listed.address, source), file=listed.checked(found))
+    with opened(listed.address) as (source, current):
+        return replace(_open_file(listed.address, source), file=listed.checked(current))

@@ -22,11 +22,9 @@ from raypipe.lookup import import_name
 from raypipe.storage.filesystem import explained
 from raypipe.stores.lmdb import lmdb_files
 from raypipe.stores.lmdb_pages import LMDBFile
-from raypipe.stores.record import METADATA_KEY
+from raypipe.stores.record import METADATA_KEY, ColumnValues
 
 logger = logging.getLogger(__name__)
-
-Sample = dict[str, Any]
 
 # Entries that tell of the others: what folder2lmdb, the scene-text tools, StyleGAN2's and BasicSR's write.
 _ABOUT_ALL = (b"__keys__", b"__len__", b"__meta__", b"length", b"meta_info.txt", b"num-samples")
@@ -35,7 +33,7 @@ _MAGICS = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF8", b"BM", b"II*\0", b"MM
 _NUM_TRIED = 16  # entries at the start: their values tell the layout, and one must be a sample
 
 
-def foreign_samples(address: str | Path, layout: str = "auto") -> Iterator[Sample]:
+def foreign_samples(address: str | Path, layout: str = "auto") -> Iterator[ColumnValues]:
     """Yield the samples of an LMDB file or environment folder, or of a folder of `*.lmdb`.
 
     One that damage has made unreadable, or that is not in the layout, is {"image": None}, and a warning names it.
@@ -44,12 +42,12 @@ def foreign_samples(address: str | Path, layout: str = "auto") -> Iterator[Sampl
         address: see above.
         layout: "auto" = found out, or a layout's name.
     """
-    for found in lmdb_files(str(Path(address).absolute())):
-        with explained(StoreError, f"{found.address} cannot be read"):
-            yield from _samples(LMDBFile(found.address), layout)
+    for listed in lmdb_files(str(Path(address).absolute())):
+        with explained(StoreError, f"{listed.address} cannot be read"):
+            yield from _samples(LMDBFile(listed.address), layout)
 
 
-def _samples(file: LMDBFile, layout: str) -> Iterator[Sample]:
+def _samples(file: LMDBFile, layout: str) -> Iterator[ColumnValues]:
     if file.get(METADATA_KEY) is not None:
         raise StoreError(
             f"{file.path} is raypipe's own: convert it without a layout, and apart from files of others"
@@ -87,10 +85,10 @@ def _recognized(file: LMDBFile) -> str:
     """The layout of a file; raises StoreError where it is not known, or must be asked for."""
     if file.get(b"num-samples") is not None and file.get(_PICTURE + b"000000001") is not None:
         return "scene-text"
-    found = [(key, bytes(value or b"")[:16]) for key, value in itertools.islice(_entries(file), _NUM_TRIED)]
-    if 4 * sum(_is_image(value) for _, value in found) >= 3 * len(found):  # a few may be damaged
+    entries = [(key, bytes(value or b"")[:16]) for key, value in itertools.islice(_entries(file), _NUM_TRIED)]
+    if 4 * sum(_is_image(value) for _, value in entries) >= 3 * len(entries):  # a few may be damaged
         return "image"
-    shown = "; ".join(f"{key[:40]!r}: {value!r}" for key, value in found[:2])
+    shown = "; ".join(f"{key[:40]!r}: {value!r}" for key, value in entries[:2])
     raise StoreError(
         f"{file.path} has no __raypipe__ record, and its values are no images ({shown}): name its layout. "
         "--layout pickle reads pickled (image, label), as of Efficient-PyTorch, and runs nothing of them; "
@@ -102,18 +100,18 @@ def _is_image(start: bytes) -> bool:
     return start.startswith(_MAGICS) or (start[:4] == b"RIFF" and start[8:12] == b"WEBP")
 
 
-def _parser(file: LMDBFile, layout: str) -> Callable[[bytes, memoryview], Sample]:
+def _parser(file: LMDBFile, layout: str) -> Callable[[bytes, memoryview], ColumnValues]:
     """What makes a sample of a key and a value; it raises ValueError where they are none."""
 
-    def with_text(key: bytes, value: memoryview) -> Sample:
+    def with_text(key: bytes, value: memoryview) -> ColumnValues:
         try:
-            found = file.get(_TEXT + key.removeprefix(_PICTURE))
-            text = None if found is None else bytes(found).decode()
+            content = file.get(_TEXT + key.removeprefix(_PICTURE))
+            text = None if content is None else bytes(content).decode()
         except (UnicodeDecodeError, StoreError):
             text = None
         return {"image": bytes(value), "text": text}
 
-    known: dict[str, Callable[[bytes, memoryview], Sample]] = {
+    known: dict[str, Callable[[bytes, memoryview], ColumnValues]] = {
         "image": lambda _, value: {"image": bytes(value)},
         "scene-text": with_text,
         "pickle": _from_pickle,
@@ -124,7 +122,7 @@ def _parser(file: LMDBFile, layout: str) -> Callable[[bytes, memoryview], Sample
         raise StoreError(f"layout {layout!r} is none of: auto, {', '.join(known)}, module:function")
     function = import_name(layout, "layout")
 
-    def parse(key: bytes, value: memoryview) -> Sample:
+    def parse(key: bytes, value: memoryview) -> ColumnValues:
         try:
             sample = function(key, bytes(value))
         except Exception as error:  # whatever a damaged value makes of it
@@ -136,12 +134,12 @@ def _parser(file: LMDBFile, layout: str) -> Callable[[bytes, memoryview], Sample
     return parse
 
 
-def _from_pickle(_: bytes, value: memoryview) -> Sample:
-    found = loads(value)
-    pair: Any = [found.get("image"), found.get("label")] if isinstance(found, dict) else found
-    kinds = [type(each).__name__ for each in pair[:3]] if isinstance(pair, tuple | list) else []
+def _from_pickle(_: bytes, value: memoryview) -> ColumnValues:
+    pickled = loads(value)
+    pair: Any = [pickled.get("image"), pickled.get("label")] if isinstance(pickled, dict) else pickled
+    kinds = [type(part).__name__ for part in pair[:3]] if isinstance(pair, tuple | list) else []
     if kinds != ["bytes", "int"] or not -(1 << 63) <= pair[1] < 1 << 63:
-        raise ValueError(f"it is a pickled {type(found).__name__} of {kinds}, not (image, label)")
+        raise ValueError(f"it is a pickled {type(pickled).__name__} of {kinds}, not (image, label)")
     return {"image": pair[0], "label": pair[1]}
 
 

@@ -32,13 +32,14 @@ from raypipe.stores.mds_shard import OpenShard, Shard, check_shard, open_file, u
 from raypipe.stores.numbers import labels_of
 
 _INDEX = "index.json"
-DEFAULT_CACHE_BYTES = 1 << 30  # 16 unpacked shards of 64 MiB, the usual size
+# Of unpacked shards that a store keeps, beside the one used last: 16 of 64 MiB, the usual size.
+_MAX_UNPACKED_BYTES = 1 << 30
 
 _MAX_OPEN = 256  # each takes a file descriptor
 
 
 @dataclass(frozen=True)
-class _Index:
+class _IndexFile:
     """What an index says.
 
     Attributes:
@@ -65,19 +66,12 @@ class MDSStore(FileStore["_Opened"]):
         image_column: the column that becomes `image`.
         label_column: the column of numbers, or of arrays of them, that becomes `label`; integers are classes. A
             store without a column `label` has no labels; any other name must be there.
-        cache_bytes: unpacked shards that this object keeps; the last one always stays.
     """
 
     _has_lock = True
 
-    def __init__(
-        self,
-        address: str | Path,
-        image_column: str = "image",
-        label_column: str = "label",
-        cache_bytes: int = DEFAULT_CACHE_BYTES,
-    ) -> None:
-        super().__init__(address, image_column, label_column, cache_bytes)
+    def __init__(self, address: str | Path, image_column: str = "image", label_column: str = "label") -> None:
+        super().__init__(address, image_column, label_column)
 
     def read(self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")) -> Columns:
         """Read samples, see `Store.read`."""
@@ -87,12 +81,12 @@ class MDSStore(FileStore["_Opened"]):
         return super().read(indices, columns)
 
     def _open(self) -> _Opened:
-        index, files = self._found or self._find()
+        index, files = self._listing or self._find()
         if is_remote(self.address):
-            self._found = index, files
+            self._listing = index, files
         return _Opened(self.address, index, files, *self._options)
 
-    def _find(self) -> tuple[_Index, list[str | RemoteFile]]:
+    def _find(self) -> tuple[_IndexFile, list[RemoteFile]]:
         where = join(self.address, _INDEX)
         try:
             index = _parsed(read_json(where))
@@ -107,11 +101,13 @@ class MDSStore(FileStore["_Opened"]):
             raise StoreError(
                 f"{where} cannot be understood: {type(error).__name__}: {error!s:.300}; copy it again"
             ) from None
-        files = [join(self.address, *PurePosixPath(shard.name).parts) for shard in index.shards]
-        if not is_remote(self.address):
-            return index, list(files)
-        listed = [RemoteFile(file, shard.num_bytes) for file, shard in zip(files, index.shards, strict=True)]
-        return index, in_threads(lambda file: file.checked(look_up(file.address)), listed)
+        files = [
+            RemoteFile(join(self.address, *PurePosixPath(shard.name).parts), shard.num_bytes)
+            for shard in index.shards
+        ]
+        if is_remote(self.address):
+            files = in_threads(lambda file: file.checked(look_up(file.address)), files)
+        return index, files
 
     def _preferred(self, shard: Shard) -> Shard:
         """Of a local shard the uncompressed file, where that is there in place of the compressed one."""
@@ -120,7 +116,7 @@ class MDSStore(FileStore["_Opened"]):
         return Shard(shard.unpacked_name, shard.num_samples, shard.unpacked_bytes)
 
 
-def _parsed(content: Any) -> _Index:
+def _parsed(content: Any) -> _IndexFile:
     """The JSON of an index, understood. StoreError says what is not read; damage may raise others."""
     shards = content["shards"]
     if content["version"] != 2 or {shard["format"] for shard in shards} != {"mds"}:
@@ -135,7 +131,7 @@ def _parsed(content: Any) -> _Index:
             raise ValueError(f"shards 0 and {number} differ in their columns")
     if any(size is not None and size < 0 for size in sizes) or len(set(names)) != len(names):
         raise ValueError(f"columns {names} of {sizes} bytes")
-    return _Index(
+    return _IndexFile(
         encodings={str(name): str(kind) for name, kind in zip(names, kinds, strict=True)},
         sizes=tuple(int(size) if size else None for _, size in zip(names, sizes, strict=True)),
         shards=tuple(map(_shard_of, shards)),
@@ -143,13 +139,13 @@ def _parsed(content: Any) -> _Index:
     )
 
 
-def _shard_of(found: dict[str, Any]) -> Shard:
-    raw, packed = found["raw_data"], found.get("zip_data")
-    name, num_bytes, num_samples = str(raw["basename"]), int(raw["bytes"]), int(found["samples"])
+def _shard_of(entry: dict[str, Any]) -> Shard:
+    raw, packed = entry["raw_data"], entry.get("zip_data")
+    name, num_bytes, num_samples = str(raw["basename"]), int(raw["bytes"]), int(entry["samples"])
     if packed is None:
         return Shard(name, num_samples, num_bytes)
     return Shard(
-        str(packed["basename"]), num_samples, int(packed["bytes"]), str(found["compression"]), num_bytes, name
+        str(packed["basename"]), num_samples, int(packed["bytes"]), str(entry["compression"]), num_bytes, name
     )
 
 
@@ -170,13 +166,12 @@ class _Opened:
     def __init__(
         self,
         address: str,
-        index: _Index,
-        files: Sequence[str | RemoteFile],
+        index: _IndexFile,
+        files: Sequence[RemoteFile],
         image_column: str,
         label_column: str,
-        cache_bytes: int,
     ) -> None:
-        self._shards, self._files, self._cache_bytes = index.shards, files, cache_bytes
+        self._shards, self._files = index.shards, files
         self._sizes, self._num_sizes = index.sizes, index.sizes.count(None)
         encodings = {name: encoding_of(kind) for name, kind in index.encodings.items()}
         self.refused = {name: index.encodings[name] for name, encoding in encodings.items() if encoding is None}
@@ -212,11 +207,7 @@ class _Opened:
 
     def sample_name(self, index: int) -> str:
         number, within = part_of(self._bounds, index)
-        return f"{self._name(number)}, sample {within}"
-
-    def _name(self, number: int) -> str:
-        file = self._files[number]
-        return file.address if isinstance(file, RemoteFile) else file
+        return f"{self._files[number].address}, sample {within}"
 
     def _row(self, shard: OpenShard, sample: int, columns: tuple[str, ...]) -> dict[str, Any]:
         """The values of a sample that are sound."""
@@ -224,8 +215,8 @@ class _Opened:
         head = np.frombuffer(shard.part(start, 4 * self._num_sizes), np.uint8)
         if len(head) < 4 * self._num_sizes:
             return {}
-        given = iter(head.view("<u4").tolist())
-        sizes = [next(given) if size is None else size for size in self._sizes]
+        own_sizes = iter(head.view("<u4").tolist())
+        sizes = [next(own_sizes) if size is None else size for size in self._sizes]
         begins = list(itertools.accumulate(sizes, initial=start + len(head)))
         row: dict[str, Any] = {}
         if begins[-1] != end:  # each value may then be a part of another
@@ -241,28 +232,24 @@ class _Opened:
 
     def _column(self, name: str, values: list[Any]) -> Any:
         encoding = self._fields[name][1]
-        found: Any = values
+        column: Any = values
         if encoding.dtype is not None and None not in values:
-            found = np.array(values, encoding.dtype).reshape(len(values), *encoding.shape)
-        return labels_of(found) if name == "label" and self.label_is_class else found
+            column = np.array(values, encoding.dtype).reshape(len(values), *encoding.shape)
+        return labels_of(column) if name == "label" and self.label_is_class else column
 
     def _shard(self, number: int) -> OpenShard:
         """A shard, which becomes the one used last."""
         shard, file = self._shards[number], self._files[number]
-        if isinstance(file, RemoteFile) and not shard.codec:  # the node's cache knows when to close it
-            name = file.address
+        name, remote = file.address, is_remote(file.address)
+        if remote and not shard.codec:  # the node's cache knows when to close it
             return shared_cache().get(file, lambda path: _open_shard(open_file(path, shard, name), shard, name))
         with self._lock:
             if number not in self._open:
-                name = self._name(number)
-                if isinstance(file, RemoteFile):
-                    opened = shared_cache().get(file, OpenFile)
-                else:
-                    opened = open_file(file, shard, name)
-                self._open[number] = _open_shard(opened, shard, name)
+                whole = shared_cache().get(file, OpenFile) if remote else open_file(name, shard, name)
+                self._open[number] = _open_shard(whole, shard, name)
             self._open.move_to_end(number)
-            num_bytes = sum(held.num_bytes for held in self._open.values())
-            while len(self._open) > 1 and (len(self._open) > _MAX_OPEN or num_bytes > self._cache_bytes):
+            num_bytes = sum(opened.num_bytes for opened in self._open.values())
+            while len(self._open) > 1 and (len(self._open) > _MAX_OPEN or num_bytes > _MAX_UNPACKED_BYTES):
                 num_bytes -= self._open.popitem(last=False)[1].num_bytes
             return self._open[number]
 

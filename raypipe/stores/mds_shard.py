@@ -103,9 +103,11 @@ def open_file(path: str | Path, shard: Shard, name: str) -> OpenFile:
         file = OpenFile(Path(path))
     except OSError as error:
         raise StoreError(f"{name} cannot be opened: {error}; copy it again") from error
-    found = os.fstat(file.descriptor).st_size
-    if shard.num_bytes != found:
-        raise StoreError(f"{name} is truncated, or damaged: {found} bytes, needs {shard.num_bytes}; copy it again")
+    num_bytes = os.fstat(file.descriptor).st_size
+    if shard.num_bytes != num_bytes:
+        raise StoreError(
+            f"{name} is truncated, or damaged: {num_bytes} bytes, needs {shard.num_bytes}; copy it again"
+        )
     return file
 
 

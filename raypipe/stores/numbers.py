@@ -41,22 +41,22 @@ def exactly(values: Any, dtype: npt.DTypeLike | None = None) -> np.ndarray:
     if dtype is None or array.dtype == dtype or not array.size:
         return array if dtype is None else array.astype(dtype, copy=False)
     with np.errstate(over="ignore", invalid="ignore"):
-        made = array.astype(dtype)
-        changed = _changed(array, made)
+        cast = array.astype(dtype)
+        changed = _changed(array, cast)
     if changed.any():
-        raise InexactError(f"the number {array[changed].flat[0]}, and {made.dtype} cannot hold it")
-    return made
+        raise InexactError(f"the number {array[changed].flat[0]}, and {cast.dtype} cannot hold it")
+    return cast
 
 
-def _changed(array: np.ndarray, made: np.ndarray) -> np.ndarray:
+def _changed(array: np.ndarray, cast: np.ndarray) -> np.ndarray:
     """Which numbers are others after a cast, bool of their shape."""
     if array.dtype.kind == "f":
-        if made.dtype.kind == "f":
-            return np.isfinite(array) & ~np.isfinite(made)
+        if cast.dtype.kind == "f":
+            return np.isfinite(array) & ~np.isfinite(cast)
         return np.ones(array.shape, bool)  # of floats no integers are made
-    if made.dtype.kind != "f" or array.dtype.kind == "b":
-        return np.asarray(made != array)
-    wide = made.astype(np.float64)
+    if cast.dtype.kind != "f" or array.dtype.kind == "b":
+        return np.asarray(cast != array)
+    wide = cast.astype(np.float64)
     fits = wide < 2.0 ** (8 * array.dtype.itemsize - (array.dtype.kind == "i"))
     return ~fits | (np.where(fits, wide, 0).astype(array.dtype) != array)
 
@@ -65,8 +65,8 @@ def labels_of(values: Any) -> Any:
     """Integer labels as int64 (n,); a list of n where some have no value, or int64 cannot hold them: None."""
     if isinstance(values, np.ndarray) and (values.dtype != np.uint64 or values.max(initial=0) < 1 << 63):
         return values.astype(np.int64, copy=False)
-    found = [None if value is None or not -(1 << 63) <= value < 1 << 63 else int(value) for value in values]
-    return found if None in found else np.array(found, np.int64)
+    labels = [None if value is None or not -(1 << 63) <= value < 1 << 63 else int(value) for value in values]
+    return labels if None in labels else np.array(labels, np.int64)
 
 
 class NpyHeader(NamedTuple):

@@ -131,10 +131,10 @@ class _Groups(TableParts):
             self._cache.update({(number, name): column for name, column in self._load(number, missing).items()})
             for name in names:
                 self._cache.move_to_end((number, name))
-            found = {name: self._cache[number, name] for name in names}
-            while len(self._cache) > len(found) and self.num_bytes() > self._cache_bytes:
+            columns = {name: self._cache[number, name] for name in names}
+            while len(self._cache) > len(columns) and self.num_bytes() > self._cache_bytes:
                 self._cache.popitem(last=False)
-            return self._groups[number].path, found
+            return self._groups[number].path, columns
 
     def _load(self, number: int, names: list[str]) -> dict[str, pa.ChunkedArray]:
         if not names:
@@ -163,13 +163,13 @@ class _Groups(TableParts):
 
 def _check_size(group: _Group, leaves: list[str]) -> None:
     """Raise StoreError where the footer says that columns of a row group unpack to more than the limits."""
-    found = group.metadata.row_group(group.number)
-    unpacked, stored = _VALUE_BYTES * found.num_rows * len(leaves), 0
-    if found.total_byte_size + unpacked <= MAX_GROUP_BYTES:
+    row_group = group.metadata.row_group(group.number)
+    unpacked, stored = _VALUE_BYTES * row_group.num_rows * len(leaves), 0
+    if row_group.total_byte_size + unpacked <= MAX_GROUP_BYTES:
         return
     starts = tuple(f"{leaf}." for leaf in leaves)
-    for number in range(found.num_columns):
-        column = found.column(number)
+    for number in range(row_group.num_columns):
+        column = row_group.column(number)
         if column.path_in_schema in leaves or column.path_in_schema.startswith(starts):
             unpacked += column.total_uncompressed_size
             stored += column.total_compressed_size

@@ -22,7 +22,7 @@ import json
 import math
 import re
 import struct
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,8 +38,8 @@ COLUMN_TYPES = ("int64", "float64", "binary", "string")
 _ARRAY = re.compile(r"(bool|u?int(?:8|16|32|64)|float(?:16|32|64))\[([0-9]{1,9}(?:,[0-9]{1,9})*)\]")
 DEFAULT_COLUMNS = {"image": "binary", "label": "int64"}
 
-Sample = Mapping[str, Any]
-"""Columns and their values, as samples come from others."""
+ColumnValues = Mapping[str, Any]
+"""Columns and their values: a sample as it comes from others."""
 
 KEY = struct.Struct(">Q")
 """In LMDB: that of a record, by its index."""
@@ -83,10 +83,10 @@ class RecordLayout:
         self.types = dict(types)
         self._fixed_names = [name for name, kind in types.items() if kind in _FIXED_CODES]
         self._variable_names = [name for name, kind in types.items() if kind not in _FIXED_CODES]
-        self._arrays = {name: found for name, kind in types.items() if (found := array_type(kind)) is not None}
+        self._arrays = {name: array for name, kind in types.items() if (array := array_type(kind)) is not None}
         self._fixed = struct.Struct("<" + "".join(_FIXED_CODES[types[name]] for name in self._fixed_names))
 
-    def pack(self, sample: Mapping[str, Any]) -> bytes:
+    def pack(self, sample: ColumnValues) -> bytes:
         """The record of a sample; raises StoreError where its columns, or their types, are not those declared."""
         if sample.keys() != self.types.keys():
             raise StoreError(f"a sample has the columns {sorted(sample)}, but {sorted(self.types)} were declared")
@@ -113,6 +113,29 @@ class RecordLayout:
                 raise StoreError(f"column {name!r} holds {len(encoded)} bytes; the limit is {_NONE - 1}")
             parts += (_LENGTH.pack(len(encoded)), encoded)
         return b"".join(parts)
+
+    def native(self, wanted: Collection[str]) -> tuple[int, int, int]:
+        """Numbers of fixed and of variable columns, and a bit for each of these that is wanted."""
+        bits = (1 << number for number, name in enumerate(self._variable_names) if name in wanted)
+        return len(self._fixed_names), len(self._variable_names), sum(bits)
+
+    def columns(
+        self, fixed: bytes, variable: Sequence[Sequence[bytes | None]], wanted: Collection[str]
+    ) -> dict[str, np.ndarray | list[Any]]:
+        """The wanted columns of n records, of what a compiled reader found in them."""
+        num_fixed = len(self._fixed_names)
+        numbers = np.frombuffer(fixed, "<i8").reshape(-1, num_fixed) if num_fixed else None
+        columns: dict[str, np.ndarray | list[Any]] = {}
+        for number, name in enumerate(self._fixed_names):
+            if name in wanted and numbers is not None:
+                columns[name] = np.ascontiguousarray(numbers[:, number]).view(self.types[name])
+        names = (name for name in self._variable_names if name in wanted)
+        for name, contents in zip(names, variable, strict=True):
+            is_plain = self.types[name] == "binary"
+            columns[name] = [
+                content if is_plain or content is None else self._value(name, content) for content in contents
+            ]
+        return columns
 
     def unpack(self, value: memoryview, wanted: Collection[str]) -> dict[str, Any]:
         """Return the wanted columns of a record, copied out of it.
@@ -238,7 +261,7 @@ def column_types(first: Mapping[str, Iterable[Any]], where: str, short_side: int
         if name == "image" or isinstance(value, bytes):
             types[name] = "binary"
         elif isinstance(value, bool | int | np.integer | np.bool_):
-            no_integer = (each is None or isinstance(each, float | np.floating) for each in values)
+            no_integer = (number is None or isinstance(number, float | np.floating) for number in values)
             types[name] = "float64" if any(no_integer) else "int64"
         elif isinstance(value, float | np.floating):
             types[name] = "float64"
@@ -257,7 +280,7 @@ def column_types(first: Mapping[str, Iterable[Any]], where: str, short_side: int
     return types
 
 
-def plain(sample: Sample, types: Mapping[str, str] | None = None) -> dict[str, Any]:
+def plain(sample: ColumnValues, types: Mapping[str, str] | None = None) -> dict[str, Any]:
     """A sample with values of their columns' types; where these are given, arrays stay, and no float is None."""
     plain = dict(sample)
     for name, value in sample.items():

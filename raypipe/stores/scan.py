@@ -46,21 +46,21 @@ def scan(store: Store, columns: tuple[str, ...], setting: str) -> Iterator[Colum
     beside = read_sizes(store) if lacking & set(SIZE_COLUMNS) else {}
     for name in columns:
         if name == "image" or name not in (*store.columns, *beside):
-            others = [each for each in store.columns if each != "image"]
+            others = [other for other in store.columns if other != "image"]
             add = f"; `raypipe inspect {store.address} --add-sizes` adds it" if name in SIZE_COLUMNS else ""
             raise ConfigError(f"{missing(store.address, name, others, setting)}{add}")
     inside = tuple(name for name in columns if name in store.columns)
     for first in range(0, len(store), _CHUNK):
         stop = min(len(store), first + _CHUNK)
-        found = store.read(np.arange(first, stop), inside) if inside else {}
-        yield {name: found[name] if name in found else beside[name][first:stop] for name in columns}
+        stored = store.read(np.arange(first, stop), inside) if inside else {}
+        yield {name: stored[name] if name in stored else beside[name][first:stop] for name in columns}
 
 
 def numbers_of(store: Store, column: str, setting: str) -> np.ndarray:
     """A column of numbers, (N,); raises ConfigError where it is none."""
     parts = []
-    for found in scan(store, (column,), setting):
-        values = found[column]
+    for part in scan(store, (column,), setting):
+        values = part[column]
         if isinstance(values, list) and all(isinstance(value, int | float | np.number | None) for value in values):
             values = np.array([np.nan if value is None else value for value in values])  # some have no value
         if not (isinstance(values, np.ndarray) and values.dtype.kind in "iufb" and values.ndim == 1):

@@ -13,7 +13,7 @@ import os
 import re
 import tarfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -26,14 +26,23 @@ from raypipe.storage.local_cache import shared_cache
 from raypipe.storage.local_file import OpenFile, locked, make_cache_folder, open_regular
 from raypipe.storage.patience import in_threads
 from raypipe.stores.addresses import list_files
-from raypipe.stores.base import MAX_SAMPLE_BYTES, Columns, FileStore, as_text, by_part, join_fingerprints, part_of
-from raypipe.stores.class_folders import class_samples, is_sample, sample_suffixes
-from raypipe.stores.webdataset import Index, Place, Scan, find_samples, index_samples
+from raypipe.stores.base import (
+    MAX_SAMPLE_BYTES,
+    Columns,
+    FileStore,
+    as_text,
+    by_part,
+    hash_of_facts,
+    join_fingerprints,
+    part_of,
+)
+from raypipe.stores.folder import archive_samples, class_samples
+from raypipe.stores.webdataset import Place, Scan, TarIndex, find_samples, index_samples
 
 _NUM_FETCHES = 4  # tars that are fetched and scanned at a time
 # A scan takes some 80 us for each member: of a local tar below this size, a few seconds at most.
 _SMALL_BYTES = 64 << 20
-_INDEX_FILE = "tar-5.json"  # in the cache; another layout gets another number
+_SCAN_FILE = "tar-5.json"  # in the cache; another layout gets another number
 # Names are up to 4 KiB, extended attributes up to 64 KiB.
 _MAX_HEADER_BYTES = 128 << 10
 _ENDLESS_NUMBER = re.compile(rb"\d{256}")  # more than a file name may be long
@@ -66,45 +75,39 @@ class TarStore(FileStore["_Opened"]):
 
     def close(self) -> None:
         super().close()
-        if self._found:
-            shared_cache().close([archive.file for archive in self._found])
+        if self._listing:
+            shared_cache().close([archive.file for archive in self._listing])
 
     def _open(self) -> _Opened:
-        archives = self._found
+        archives = self._listing
         if archives is None:
             files = list_files(self.address, lambda name: name.endswith(".tar"), "*.tar")
             archives = in_threads(_find, files)
             if is_remote(self.address):
-                self._found = archives
+                self._listing = archives
         scans = in_threads(self._scanned, archives, _NUM_FETCHES)
         return _Opened(archives, self._index([archive.name for archive in archives], scans))
 
     def _scanned(self, archive: _Archive) -> Scan:
         """What is in a tar. Scans of remote and of large ones are kept on the node, for all its processes."""
-        state: list[Any] = list(self._options)
-        lock: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if isinstance(archive.file, RemoteFile):
-            index = shared_cache().folder_of(archive.file) / _INDEX_FILE
+            version: tuple[Any, ...] = astuple(archive.file)
         else:
-            found = os.fstat(archive.file.descriptor)
-            state += [found.st_size, found.st_mtime_ns, found.st_ino]
-            try:
-                folder = make_cache_folder("scans") if found.st_size >= _SMALL_BYTES else None
-            except OSError:  # it is for speed alone
-                folder = None
-            if folder is None:
+            status = os.fstat(archive.file.descriptor)
+            if status.st_size < _SMALL_BYTES:
                 return self._checked_scan(Path(archive.name), archive.name)
-            name = hashlib.blake2b(os.fsencode(archive.name), digest_size=16).hexdigest()
-            index = folder / f"{name}-{_INDEX_FILE}"
-            lock = locked(index.with_suffix(".lock"))  # one process scans, and the others wait
-        with lock:
+            version = archive.name, status.st_size, status.st_mtime_ns, status.st_ino
+        try:
+            folder = make_cache_folder("scans")
+        except OSError:  # it is for speed alone
+            return self._checked_scan(archive.open().path, archive.name)
+        kept = folder / f"{hash_of_facts((version, self._options))}-{_SCAN_FILE}"
+        with locked(kept.with_suffix(".lock")):  # one process scans, and the others wait
             with contextlib.suppress(ConfigError, KeyError, TypeError):
-                kept = read_json(index)
-                if kept["state"] == state:
-                    return kept["found"]
+                return read_json(kept)["scan"]
             scan = self._checked_scan(archive.open().path, archive.name)
             with contextlib.suppress(ConfigError):
-                write_json(index, {"state": state, "found": scan})
+                write_json(kept, {"scan": scan})
         return scan
 
     def _checked_scan(self, path: Path, name: str) -> Scan:
@@ -118,7 +121,7 @@ class TarStore(FileStore["_Opened"]):
                 "allows no random access, or truncated or no tar: uncompress it, or copy it again"
             ) from error
 
-    def _index(self, names: Sequence[str], scans: Sequence[Scan]) -> Index:
+    def _index(self, names: Sequence[str], scans: Sequence[Scan]) -> TarIndex:
         has_samples = ["samples" in scan for scan in scans]
         if all(has_samples):
             return index_samples(names, scans)
@@ -149,7 +152,7 @@ class _Opened:
 
     groups = None
 
-    def __init__(self, archives: list[_Archive], index: Index) -> None:
+    def __init__(self, archives: list[_Archive], index: TarIndex) -> None:
         self._archives, self._index = archives, index
         self.columns, self.classes, self.fingerprint = tuple(index.columns), index.classes, index.fingerprint
         labels = index.columns.get("label")
@@ -204,7 +207,7 @@ def _content(file: OpenFile, name: str, start: int, num_bytes: int) -> bytes | N
 
 def _scan(path: Path, name: str, image_column: str, label_column: str) -> Scan:
     """Read all headers of a tar, and the labels of a WebDataset's."""
-    found: list[tuple[str, Place | None]] = []
+    entries: list[tuple[str, Place | None]] = []
     with (
         _HeaderReader(io.FileIO(path, opener=open_regular)) as file,
         tarfile.open(fileobj=file, mode="r:") as tar,
@@ -217,22 +220,16 @@ def _scan(path: Path, name: str, image_column: str, label_column: str) -> Scan:
             is_file = member.isreg() and not member.issparse()
             start = tar.offset
             place = (member.offset_data, member.size, member.mtime) if is_file else None
-            found.append((str(PurePosixPath(member.name)), place))
+            entries.append((str(PurePosixPath(member.name)), place))
         # tarfile takes a missing or a broken header for the end; the real one is a block of zeros.
         assert tar.fileobj is not None
         tar.fileobj.seek(tar.offset)
         if tar.fileobj.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
             raise tarfile.ReadError(f"no valid member and no end mark at byte {tar.offset}")
-        samples = find_samples(name, found, file.fileno(), image_column, label_column)
+        samples = find_samples(name, entries, file.fileno(), image_column, label_column)
     if samples is not None:
         return {"samples": samples}
-    images: dict[str, Place] = {}
-    suffixes = sample_suffixes(member_name for member_name, place in found if place)
-    for member_name, place in found:
-        images.pop(member_name, None)  # the last of a name counts, and if it is a link, none
-        if place and is_sample(PurePosixPath(member_name), suffixes):
-            images[member_name] = place
-    return {"members": images}
+    return {"members": archive_samples(entries)}
 
 
 class _HeaderReader(io.BufferedReader):
@@ -253,18 +250,18 @@ class _HeaderReader(io.BufferedReader):
         return content
 
 
-def _index_class_folders(address: str, scans: Sequence[Scan], hint: str) -> Index:
+def _index_class_folders(address: str, scans: Sequence[Scan], hint: str) -> TarIndex:
     """The index of tars of {"members": name → place}: samples are sorted by tar, by class, then by name."""
     shards = [scan["members"] for scan in scans]
-    classes, found = class_samples(address, shards, hint)
-    pairs = list(zip(shards, found, strict=True))
+    classes, samples_of_tars = class_samples(address, shards, hint)
+    pairs = list(zip(shards, samples_of_tars, strict=True))
     places = [members[name][:2] for members, samples in pairs for _, name in samples]
-    labels = [label for samples in found for label, _ in samples]
-    return Index(
+    labels = [label for samples in samples_of_tars for label, _ in samples]
+    return TarIndex(
         columns={"image": np.array(places, np.int64), "label": np.array(labels, np.int64)},
         texts=frozenset(),
         classes=classes,
-        bounds=np.cumsum([0] + [len(samples) for samples in found]),
+        bounds=np.cumsum([0] + [len(samples) for samples in samples_of_tars]),
         fingerprint=join_fingerprints([_fingerprint(members, samples) for members, samples in pairs]),
     )
 

@@ -29,7 +29,7 @@ import numpy as np
 
 from raypipe.errors import StoreError
 from raypipe.stores.base import ARRAY_SUFFIX, IMAGE_SUFFIXES, RENAMED, join_fingerprints, missing
-from raypipe.stores.class_folders import is_visible
+from raypipe.stores.folder import is_visible
 from raypipe.stores.numbers import exactly
 
 _TEXT_SUFFIXES = frozenset({"txt", "text", "transcript", "html", "htm", "json", "jsn"})
@@ -48,7 +48,7 @@ of WebDataset {"samples": what `find_samples` returns}."""
 
 
 @dataclass(frozen=True)
-class Index:
+class TarIndex:
     """The samples of one tar or of several, one tar after the other.
 
     Attributes:
@@ -125,13 +125,13 @@ def _label_suffix(column: str) -> str:
 
 
 def find_samples(
-    name: str, found: Sequence[tuple[str, Place | None]], descriptor: int, image_column: str, label_column: str
+    name: str, entries: Sequence[tuple[str, Place | None]], descriptor: int, image_column: str, label_column: str
 ) -> Scan | None:
     """Make samples of a tar's members.
 
     Args:
         name: of the tar, for errors.
-        found: its members in their order: names, and where the regular files are.
+        entries: its members in their order: names, and where the regular files are.
         descriptor: of the tar.
         image_column: the suffix of the images; "image" = that of any image.
         label_column: the suffix of the labels, or their field in the JSON; "label" = as above.
@@ -147,7 +147,7 @@ def find_samples(
     """
     problem = ""
     samples: list[tuple[str, dict[str, Place]]] = []
-    for key, group in itertools.groupby(_parts(found), key=lambda part: part[0]):
+    for key, group in itertools.groupby(_parts(entries), key=lambda part: part[0]):
         members: dict[str, Place] = {}
         for _, suffix, place in group:
             if suffix in members:
@@ -192,9 +192,9 @@ def find_samples(
     }
 
 
-def _parts(found: Sequence[tuple[str, Place | None]]) -> Iterator[tuple[str, str, Place]]:
+def _parts(entries: Sequence[tuple[str, Place | None]]) -> Iterator[tuple[str, str, Place]]:
     """Key, suffix and place of each member that counts."""
-    for name, place in found:
+    for name, place in entries:
         folder, slash, file = name.rpartition("/")
         stem, _, suffix = file.partition(".")
         counts = place and stem and suffix and not _WEBDATASET_SKIPS.match(name)
@@ -206,8 +206,8 @@ def _image_of(members: Mapping[str, Place], suffix: str) -> str | None:
     if suffix != "image":
         return suffix if suffix in members else None
     # `jpg` goes before `depth.png`.
-    found = [suffix for suffix in members if suffix.rpartition(".")[2] in _SIMPLE_IMAGES]
-    return min(found, key=lambda suffix: "." in suffix, default=None)
+    images = [suffix for suffix in members if suffix.rpartition(".")[2] in _SIMPLE_IMAGES]
+    return min(images, key=lambda suffix: "." in suffix, default=None)
 
 
 def _bad(name: str, problem: str, label_column: str) -> StoreError:
@@ -217,7 +217,7 @@ def _bad(name: str, problem: str, label_column: str) -> StoreError:
     )
 
 
-def index_samples(names: Sequence[str], scans: Sequence[Scan]) -> Index:
+def index_samples(names: Sequence[str], scans: Sequence[Scan]) -> TarIndex:
     """The index of tars of {"samples": what `find_samples` returns}, in their order; names are for errors."""
     shards = [scan["samples"] for scan in scans]
     labelled = [shard["labels"] is not None for shard in shards]
@@ -234,7 +234,7 @@ def index_samples(names: Sequence[str], scans: Sequence[Scan]) -> Index:
     columns = {"image": places.pop("")}
     if labelled[0]:
         columns["label"] = _labels_of(names[0], shards)
-    return Index(
+    return TarIndex(
         columns=columns | places,
         texts=_TEXT_SUFFIXES,
         classes=None,

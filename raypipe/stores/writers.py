@@ -23,6 +23,7 @@ from raypipe.stores.record import (
     DEFAULT_COLUMNS,
     KEY,
     METADATA_KEY,
+    ColumnValues,
     Fingerprint,
     Metadata,
     RecordLayout,
@@ -59,7 +60,7 @@ class FileWriter(ABC):
         self._layout = RecordLayout(DEFAULT_COLUMNS if columns is None else columns)
         self._classes = None if classes is None else tuple(classes)
         self._fingerprint = Fingerprint(self._layout.types, self._classes)
-        self._batch: list[tuple[Mapping[str, Any], bytes]] = []
+        self._batch: list[tuple[ColumnValues, bytes]] = []
         self._num_bytes = self._count = 0
 
     @property
@@ -77,7 +78,7 @@ class FileWriter(ABC):
                 raise
         return self
 
-    def append(self, sample: Mapping[str, Any]) -> None:
+    def append(self, sample: ColumnValues) -> None:
         """Add one sample with exactly the declared columns; None is allowed in binary and string ones."""
         record = self._layout.pack(sample)
         self._fingerprint.add(record)
@@ -121,7 +122,7 @@ class FileWriter(ABC):
         """Open the file, which is there and empty."""
 
     @abstractmethod
-    def _write(self, batch: Sequence[tuple[Mapping[str, Any], bytes]]) -> None:
+    def _write(self, batch: Sequence[tuple[ColumnValues, bytes]]) -> None:
         """Add samples, each with its record, behind the `_count` that are there."""
 
     @abstractmethod
@@ -143,7 +144,7 @@ class LMDBWriter(FileWriter):
         # the end: until then the file is worth nothing anyway.
         self._env = lmdb.open(str(self._path), subdir=False, lock=False, sync=False, map_size=_FIRST_MAP_BYTES)
 
-    def _write(self, batch: Sequence[tuple[Mapping[str, Any], bytes]]) -> None:
+    def _write(self, batch: Sequence[tuple[ColumnValues, bytes]]) -> None:
         self._put([(KEY.pack(number), record) for number, (_, record) in enumerate(batch, self._count)])
 
     def _finish(self) -> None:
@@ -220,7 +221,7 @@ class ParquetWriter(FileWriter):
             write_statistics=small,
         )
 
-    def _write(self, batch: Sequence[tuple[Mapping[str, Any], bytes]]) -> None:
+    def _write(self, batch: Sequence[tuple[ColumnValues, bytes]]) -> None:
         columns = {name: [_listed(sample[name]) for sample, _ in batch] for name in self._schema.names}
         self._writer.write_table(pa.table(columns, schema=self._schema))
 
@@ -242,10 +243,10 @@ def _arrow_type(kind: str) -> Any:
     if (array := array_type(kind)) is None:
         return kind
     dtype, shape = array
-    found = pa.from_numpy_dtype(dtype.newbyteorder("="))
+    arrow_type = pa.from_numpy_dtype(dtype.newbyteorder("="))
     for side in reversed(shape):
-        found = pa.list_(found, side)
-    return found
+        arrow_type = pa.list_(arrow_type, side)
+    return arrow_type
 
 
 def _listed(value: Any) -> Any:

@@ -15,7 +15,7 @@ from raypipe.errors import StoreError
 from raypipe.storage.local_file import open_regular
 from raypipe.stores.addresses import list_files
 from raypipe.stores.base import MAX_SAMPLE_BYTES
-from raypipe.stores.class_folders import class_samples, is_sample, sample_suffixes
+from raypipe.stores.folder import archive_samples, class_samples
 
 logger = logging.getLogger(__name__)
 
@@ -54,17 +54,14 @@ def _opened(path: str) -> zipfile.ZipFile:
 
 
 def _members(path: str) -> dict[str, zipfile.ZipInfo]:
-    """Name → member, of those that may be samples; the last of a name counts."""
+    """Name → member, of those that are samples."""
     with _opened(path) as archive:
         infos = archive.infolist()
-    suffixes, members = sample_suffixes(info.filename for info in infos), dict[str, zipfile.ZipInfo]()
-    for info in infos:
-        key = PurePosixPath(info.filename)
-        members.pop(str(key), None)
-        is_file = not info.filename.endswith("/") and not stat.S_ISLNK(info.external_attr >> 16)
-        if is_file and is_sample(key, suffixes):
-            members[str(key)] = info
-    return members
+    return archive_samples((str(PurePosixPath(info.filename)), info if _is_file(info) else None) for info in infos)
+
+
+def _is_file(info: zipfile.ZipInfo) -> bool:
+    return not info.is_dir() and not stat.S_ISLNK(info.external_attr >> 16)
 
 
 def _content(archive: zipfile.ZipFile, info: zipfile.ZipInfo, path: str) -> bytes | None:

@@ -21,7 +21,7 @@ from raypipe.transform.fields import IMAGE, VIEW, MicroBatch
 from raypipe.transform.sizes import Size, size_in
 
 
-class Source(NamedTuple):
+class Feed(NamedTuple):
     """What a rank's batches are made of.
 
     Attributes:
@@ -41,7 +41,7 @@ class Source(NamedTuple):
 
 
 def moved(
-    source: Source,
+    feed: Feed,
     spec: StreamSpec,
     device: torch.device,
     clocks: Mapping[Split, StageClock],
@@ -84,9 +84,9 @@ def moved(
             on_copied=functools.partial(clocks["train"].add, "transfer"),
         )
     in_thread = bool(library) or device.type == "cuda"
-    if source.draws_globally and in_thread:
-        return asked_for_here(source.batches, move, depth), library
-    return move(source.batches), library
+    if feed.draws_globally and in_thread:
+        return asked_for_here(feed.batches, move, depth), library
+    return move(feed.batches), library
 
 
 def judge(batch: Batch, spec: StreamSpec, budget: BadSampleBudget) -> None:

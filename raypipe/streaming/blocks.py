@@ -38,12 +38,12 @@ def tasks(total: int, ranks: int) -> list[tuple[int, int]]:
     """
     longest = max(_LONGEST_TASK, -(-total // _MAX_TASKS))
     longest = -(-longest // ranks) * ranks
-    found: list[tuple[int, int]] = []
+    task_ranges: list[tuple[int, int]] = []
     first, size = 0, _FIRST_TASK * ranks
-    while first < total or not found:
-        found.append((first, min(size, total - first)))
+    while first < total or not task_ranges:
+        task_ranges.append((first, min(size, total - first)))
         first, size = first + size, min(2 * size, longest)
-    return found
+    return task_ranges
 
 
 def cut(places: Iterable[MicroBatchId], ranks: int, sizes: Mapping[Split, int]) -> Iterator[Block]:

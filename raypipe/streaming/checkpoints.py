@@ -23,7 +23,7 @@ import pyarrow as pa
 import pyarrow.fs
 
 from raypipe.errors import ConfigError, CursorError
-from raypipe.plan.cursor import CURSOR_FILE, Cursor
+from raypipe.plan.places import CURSOR_FILE, Cursor
 from raypipe.storage.files import read_by, sync_folder, write_synced
 from raypipe.storage.filesystem import as_uri, exists, explained, join, open_filesystem, split
 from raypipe.storage.patience import impatient

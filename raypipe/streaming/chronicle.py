@@ -10,7 +10,6 @@ the end of an epoch           a record of where the time went; of the last one a
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import logging
 import os
@@ -28,7 +27,6 @@ from raypipe.errors import RaypipeError
 from raypipe.logs import progress
 from raypipe.metrics.records import STATUS
 from raypipe.metrics.run_log import Folder, RunLog
-from raypipe.metrics.timing import StageTimes, diagnose
 from raypipe.storage.files import write_synced, write_text
 from raypipe.storage.patience import impatient
 from raypipe.streaming.supervisor import follow
@@ -92,8 +90,9 @@ class Chronicle:
         """
         self.close()
         if self._folder:
-            self._shown = {"begun": time.time(), "to_step": settings()["to_step"]}
-            self.log = RunLog(self._folder, self.step, self._world_size, validates, settings())
+            of_run = settings()
+            self._shown = {"begun": time.time(), "to_step": of_run["to_step"]}
+            self.log = RunLog(self._folder, self.step, self._world_size, validates, of_run)
             self._stop_following = follow(supervisor, self._tell_event)
 
     @property
@@ -114,16 +113,6 @@ class Chronicle:
             values.pop("text", None)
             if line:
                 progress(logger, line, step=self.step, kind=kind, **values)
-
-    def diagnose(self, times: StageTimes, last: bool, **circumstances: Any) -> None:
-        """Record where the time of the run went; of its last epoch, say it as well.
-
-        Args:
-            times: of this rank, or sums over all.
-            circumstances: arguments of `timing.diagnose`.
-        """
-        text = " ".join(diagnose(times, world_size=self._world_size, **circumstances))
-        self.record("diagnosis", text if last else "", **dataclasses.asdict(times), text=text)
 
     @contextlib.contextmanager
     def waiting(self, thing: str, whom: Callable[[], str]) -> Iterator[None]:

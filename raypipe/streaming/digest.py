@@ -25,7 +25,7 @@ import numpy as np
 
 from raypipe.errors import ConfigError, RaypipeError
 from raypipe.lookup import versions
-from raypipe.plan.cursor import Cursor
+from raypipe.plan.places import Cursor
 from raypipe.rayext.failures import get
 from raypipe.storage.files import read_json, write_json
 from raypipe.streaming.row import host_batches
@@ -103,9 +103,9 @@ def digested(batches: Iterable[MicroBatch]) -> Iterator[MicroBatchDigest]:
 
 
 def _consume(iterator: DataIterator) -> Iterator[list[MicroBatchDigest]]:
-    found = digested(host_batches(iterator))
-    while some := list(islice(found, _CHUNK)):
-        yield some
+    digests = digested(host_batches(iterator))
+    while chunk := list(islice(digests, _CHUNK)):
+        yield chunk
 
 
 def iterate_digests(plan: Plan, cursor: Cursor, iterators: Sequence[DataIterator]) -> Iterator[MicroBatchDigest]:
@@ -129,14 +129,14 @@ def iterate_digests(plan: Plan, cursor: Cursor, iterators: Sequence[DataIterator
     ranks = [chain.from_iterable(map(get, consume.remote(iterator))) for iterator in iterators]
     for at in plan.micro_batches(cursor):
         rank = at.micro % len(ranks)
-        found = next(ranks[rank], None)
-        if found is None or found.name != str(at):
-            got = "ended" if found is None else f"brought {found.name}"
+        digest = next(ranks[rank], None)
+        if digest is None or digest.name != str(at):
+            got = "ended" if digest is None else f"brought {digest.name}"
             raise RaypipeError(f"rank {rank} expected {at}, the stream {got}")
-        yield found
+        yield digest
     for rank, left in enumerate(ranks):
-        if (found := next(left, None)) is not None:
-            raise RaypipeError(f"rank {rank} expected the end, the stream brought {found.name}")
+        if (digest := next(left, None)) is not None:
+            raise RaypipeError(f"rank {rank} expected the end, the stream brought {digest.name}")
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ def compare(expected: DigestFile, found: DigestFile) -> dict[str, Any]:
 def settings_of(spec: StreamSpec, *, workers: int, actors: int, from_step: int, to_step: int) -> dict[str, Any]:
     """A stream's settings, as names and plain values; its range in training steps through all epochs."""
     val = spec.stores.get("val")
-    found = {
+    settings = {
         "plan": spec.plan.fingerprint,
         "store": spec.stores["train"].address,
         "val": val and val.address,
@@ -214,4 +214,4 @@ def settings_of(spec: StreamSpec, *, workers: int, actors: int, from_step: int, 
         **{f"version.{name}": version for name, version in versions().items()},
         "machine": platform.machine(),
     }
-    return json.loads(json.dumps(found))  # keys that are epochs as a file has them
+    return json.loads(json.dumps(settings))  # keys that are epochs as a file has them

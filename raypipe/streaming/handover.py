@@ -18,16 +18,17 @@ import torch
 from raypipe.config import AtLeast1, AugmentConfig
 from raypipe.errors import ConfigError
 from raypipe.metrics.run_log import Folder
-from raypipe.plan.cursor import Cursor
-from raypipe.plan.schedule import shares
+from raypipe.plan.places import Cursor
+from raypipe.plan.schedule import lanes
 from raypipe.rayext.splits import begun
 from raypipe.rayext.watch import in_worker, this_process
 from raypipe.section import MAX_INT, Limits, check
 from raypipe.storage.filesystem import as_uri, open_filesystem
-from raypipe.streaming.arrival import Source
+from raypipe.streaming.arrival import Feed
 from raypipe.streaming.checkpoints import cursor_of, find_start
-from raypipe.streaming.inline import first_maker, inline_batches
+from raypipe.streaming.inline import inline_batches
 from raypipe.streaming.loader import Loader
+from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.row import host_batches
 from raypipe.streaming.running import end_oldest
 from raypipe.streaming.spec import StreamSpec
@@ -107,16 +108,16 @@ def loader(
     spec.plan.check_workers(world_size)
     device = torch.device(device or (ray.train.torch.get_device() if in_train else "cpu"))
 
-    def open_at(start: Cursor) -> Source:
+    def open_at(start: Cursor) -> Feed:
         if spec.pool.engine == "inline":
-            maker = first_maker(spec)
+            maker = MicroBatchMaker(spec)
             batches = inline_batches(spec, start, rank, world_size, maker)
-            return Source(batches, draws_globally=bool(maker.draws_globally()))
+            return Feed(batches, draws_globally=bool(maker.draws_globally()))
         iterators, supervisor, actors = _handed_round(
             spec, start, max_actors, rank, world_size, in_train, apart=device.type == "cuda"
         )
         end = functools.partial(end_actors, supervisor, iterators, rank)
-        return Source(host_batches(begun(iterators[rank])), supervisor, actors=actors, end=end)
+        return Feed(host_batches(begun(iterators[rank])), supervisor, actors=actors, end=end)
 
     first = latest_of_train()
     if start_from and not first:
@@ -162,13 +163,13 @@ def check_resources(spec: StreamSpec, scaling_config: ScalingConfig) -> None:
     workers = config.num_workers
     if isinstance(workers, int):
         spec.plan.check_workers(workers or 1)  # 0 = the train function runs in this process
-        shares(workers or 1, spec.pool.executions)
+        lanes(workers or 1, spec.pool.executions)
     else:
         workers = min(workers)  # elastic
     if not ray.is_initialized():
         ray.init()
-    each, offer = worker_resources(config), cluster_resources()
-    check_own(offer.cpus, workers, each.get("CPU", 0.0), spec.pool, offer.gpus, each.get("GPU", 0.0))
+    per_worker, offer = worker_resources(config), cluster_resources()
+    check_own(offer.cpus, workers, per_worker.get("CPU", 0.0), spec.pool, offer.gpus, per_worker.get("GPU", 0.0))
 
 
 def _handed_round(

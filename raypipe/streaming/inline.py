@@ -12,26 +12,10 @@ from itertools import islice
 from queue import SimpleQueue
 
 from raypipe.errors import ConfigError
-from raypipe.plan.cursor import Cursor
-from raypipe.plan.places import MicroBatchId
+from raypipe.plan.places import Cursor, MicroBatchId
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.fields import MicroBatch
-
-
-def first_maker(spec: StreamSpec) -> MicroBatchMaker:
-    """A maker of a stream's micro-batches, for `inline_batches`.
-
-    Raises:
-        ConfigError: several threads were asked for, and a transform draws from generators that they share.
-    """
-    maker = MicroBatchMaker(spec)
-    if spec.pool.threads > 1 and (split := maker.draws_globally()):
-        raise ConfigError(
-            f"pool.threads is {spec.pool.threads}, and the {split} transform draws from generators that "
-            "threads share: set pool.threads=0, or let it take rng (docs/transforms.md)"
-        )
-    return maker
 
 
 def inline_batches(
@@ -42,13 +26,26 @@ def inline_batches(
     The thread that asks for them makes them if there are none, or a transform draws from the process's generators.
 
     Args:
-        maker: from `first_maker`; None = it is made, and its errors are raised, when the first one is asked for.
+        maker: of the stream; None = a new one.
+
+    Raises:
+        ConfigError: several threads were asked for, and a transform draws from generators that they share.
     """
-    maker = maker or first_maker(spec)
+    maker = maker or MicroBatchMaker(spec)
+    split = maker.draws_globally()
+    if split and spec.pool.threads > 1:
+        raise ConfigError(
+            f"pool.threads is {spec.pool.threads}, and the {split} transform draws from generators that "
+            "threads share: set pool.threads=0, or let it take rng (docs/transforms.md)"
+        )
     places = (at for at in spec.plan.micro_batches(cursor) if at.micro % world_size == rank)
-    if not spec.pool.threads or maker.draws_globally():
-        yield from map(maker.batch, places)
-        return
+    if split or not spec.pool.threads:
+        return (maker.batch(at) for at in places)
+    return _by_threads(spec, maker, places)
+
+
+def _by_threads(spec: StreamSpec, maker: MicroBatchMaker, places: Iterator[MicroBatchId]) -> Iterator[MicroBatch]:
+    """Micro-batches in order, made ahead."""
     makers = SimpleQueue[MicroBatchMaker]()  # those at rest: one serves a thread at a time
     makers.put(maker)
     for _ in range(spec.pool.threads - 1):

@@ -28,18 +28,17 @@ from raypipe.logs import STAGES, configure_logs, log_place
 from raypipe.metrics.meter import Meter
 from raypipe.metrics.prometheus import TrainerMetrics
 from raypipe.metrics.run_log import Folder
-from raypipe.metrics.timing import StageTimes
-from raypipe.plan.cursor import CURSOR_FILE, Cursor
-from raypipe.plan.places import MicroBatchId, Split
+from raypipe.metrics.timing import StageTimes, diagnose
+from raypipe.plan.places import CURSOR_FILE, Cursor, MicroBatchId, Split
 from raypipe.plan.schedule import Segment
 from raypipe.rayext.trainer_notice import Notice
 from raypipe.storage.files import write_text
 from raypipe.storage.filesystem import join
-from raypipe.streaming.arrival import Source, augmented, judge, moved
+from raypipe.streaming.arrival import Feed, augmented, judge, moved
 from raypipe.streaming.bad_samples import BadSampleBudget
 from raypipe.streaming.chronicle import Chronicle
 from raypipe.streaming.digest import settings_of
-from raypipe.streaming.epochs import Epoch, Pass, Rest
+from raypipe.streaming.epochs import Epoch, Pass
 from raypipe.streaming.running import EXHAUSTED, Running
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.stateful import Stateful, latest_of_train, numbers_in, report, restore
@@ -50,6 +49,7 @@ _logger = logging.getLogger(__name__)
 
 
 _INTERVAL_S = 10.0
+_Rest = tuple[Segment | None, Iterator[Batch]]
 
 
 class Interval(NamedTuple):
@@ -94,7 +94,7 @@ class Loader:
     def __init__(
         self,
         spec: StreamSpec,
-        open_at: Callable[[Cursor], Source],
+        open_at: Callable[[Cursor], Feed],
         rank: int = 0,
         world_size: int = 1,
         device: torch.device | None = None,
@@ -164,14 +164,14 @@ class Loader:
             )
         self._meter.begin()
         self.exported.begin()
-        # Of the source no more is held than these: its execution is to be collected once it has ended.
-        source = self._open_at(self._start)
-        self._supervisor, self._actors = source.supervisor, source.actors
+        # Of the feed no more is held than these: its execution is to be collected once it has ended.
+        feed = self._open_at(self._start)
+        self._supervisor, self._actors = feed.supervisor, feed.actors
         clocks = self._meter.clocks
-        self._batches, self.jpeg_decoder = moved(source, self._spec, self.device, clocks, self._depth, self.keep)
-        closes = (functools.partial(_close, generator) for generator in (source.batches, self._batches))
-        has_actors, unfollow = source.supervisor is not None, self.chronicle.unfollow
-        self._running.begin(has_actors, source.end, self.exported.end, unfollow, *closes)
+        self._batches, self.jpeg_decoder = moved(feed, self._spec, self.device, clocks, self._depth, self.keep)
+        closes = (functools.partial(_close, generator) for generator in (feed.batches, self._batches))
+        has_actors, unfollow = feed.supervisor is not None, self.chronicle.unfollow
+        self._running.begin(has_actors, feed.end, self.exported.end, unfollow, *closes)
 
     def epochs(self) -> Epochs:
         """The remaining epochs, each once; of the first, the rest of it.
@@ -184,8 +184,8 @@ class Loader:
         self.cursor = cursor
         self.chronicle.step = self.global_step
 
-    def _each_epoch(self) -> Iterator[tuple[int, Rest, Rest]]:
-        """Number, training and validation of each epoch."""
+    def _each_epoch(self) -> Iterator[tuple[int, list[_Rest]]]:
+        """Number of each epoch, and what is left of its training and of its validation."""
         at, total = self.cursor, self.plan.config.epochs * self.plan.steps_per_epoch
         begins = {"workers": self.world_size, "actors": self._actors, "from_step": self.global_step}
         validates = at.step == self.plan.steps_per_epoch and self.plan.has_val(at.epoch)
@@ -196,17 +196,18 @@ class Loader:
         )
         for number, segments in groupby(self.plan.segments(self._start), lambda segment: segment.epoch):
             of_split: dict[Split, Segment] = {segment.split: segment for segment in segments}
-            train = Loader._rest(self, of_split.get("train"))
-            val = Loader._rest(self, of_split.get("val"), train)
-            yield number, train, val
-            val.skip()
+            both = of_split.get("train"), of_split.get("val")
+            # By the class, since a method of a weak reference's would hold the loader.
+            rests = [(segment, Loader._deliver(self, segment) if segment else iter(())) for segment in both]
+            yield number, rests
+            for _, batches in rests:
+                self._skip(batches)
         assert self._batches is None or next(self._batches, None) is None, "the stream is longer than the plan"
         self._running.end(EXHAUSTED)
 
-    def _rest(self, segment: Segment | None, after: Rest | None = None) -> Rest:
-        # By the class, since a method of a weak reference's would hold the loader.
-        batches = Loader._deliver(self, segment) if segment else iter(())
-        return Rest(batches, segment, self._meter, after)
+    def _skip(self, batches: Iterator[Batch]) -> None:
+        for _ in batches:
+            self._meter.skips = True
 
     def state_dict(self) -> dict[str, Any]:
         """The run's place after the last step of which all batches were handed out; plain numbers and text."""
@@ -374,7 +375,11 @@ class Loader:
         last, spec = epoch + 1 == self.num_epochs, self._spec
         readers = spec.pool.executions if self._supervisor is not None and "train" in spec.readers() else 0
         times, device = times or self.times(), self.device.type
-        self.chronicle.diagnose(times, last, actors=self._actors, device=device, readers=readers)
+        sentences = diagnose(
+            times, world_size=self.world_size, actors=self._actors, device=device, readers=readers
+        )
+        text = " ".join(sentences)
+        self.chronicle.record("diagnosis", text if last else "", **asdict(times), text=text)
 
     def strength(self, epoch: int, step: int) -> float:
         """The strength of the augmentation at a training step."""
@@ -398,7 +403,7 @@ class Loader:
                     self._stand_at(Cursor(epoch + 1, 0, self.plan.fingerprint))
                 yield replace(batch, ends_step=ends_step)
                 is_last = step + 1 == segment.num_steps
-                is_due = is_last or self._meter.interval()[1] >= self.interval_s
+                is_due = is_last or self._meter.interval_age_s >= self.interval_s
                 if ends_step and split == "train" and is_due and records and not self._meter.skips:
                     self.interval()
         self._export()
@@ -460,8 +465,9 @@ class Epochs(Iterator[Epoch]):
     def __next__(self) -> Epoch:
         loader = self._loader
         loader._check_running()
-        number, train, val = next(loader._epochs)
-        return Epoch(number, *(Pass(loader, rest, loader.accumulation) for rest in (train, val)))
+        number, (train, val) = next(loader._epochs)
+        of_loader = loader._skip, loader.accumulation
+        return Epoch(number, Pass(*train, iter(()), *of_loader), Pass(*val, train[1], *of_loader))
 
     def __iter__(self) -> Iterator[Epoch]:
         try:

@@ -19,7 +19,7 @@ import numpy as np
 from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError, SampleError
 from raypipe.logs import log_place
-from raypipe.plan.places import PADDING, MicroBatchId, Split
+from raypipe.plan.places import PADDING, MicroBatchId, Sides, Split
 from raypipe.plan.samplers import Draws
 from raypipe.stores.base import name_of, title_of
 from raypipe.streaming.bad_samples import BadSampleBudget, record_bad
@@ -33,12 +33,12 @@ from raypipe.transform.batch import (
 )
 from raypipe.transform.columns import ColumnMaker
 from raypipe.transform.contents import build_content
-from raypipe.transform.fields import IMAGE, VIEW, BlockMemory, MicroBatch
+from raypipe.transform.fields import IMAGE, BlockMemory, MicroBatch, is_image
 from raypipe.transform.presets import is_preset
 from raypipe.transform.process_state import process_kept
 from raypipe.transform.sample_cache import open_caches
 from raypipe.transform.samples import NO_LABEL, EncodedSample, read_samples
-from raypipe.transform.sizes import Sides, Size, has_sizes, sides_of, size_in, sizes_of
+from raypipe.transform.sizes import Size, has_sizes, sides_of, size_in, sizes_of
 
 if TYPE_CHECKING:
     from raypipe.streaming.spec import StreamSpec
@@ -51,10 +51,11 @@ NO_VIEWS = (
 )
 
 _FIRST = MicroBatchId("train", 0, 0, 0)
+_NUM_TRIED = 8
 
 
 @dataclass(frozen=True)
-class Made:
+class Outcome:
     """A micro-batch, and what only its maker's process needs to know of it.
 
     Attributes:
@@ -77,61 +78,80 @@ class MicroBatchMaker:
         self._attempt = FIRST_ATTEMPT
         self._transforms: dict[tuple[Split, Size], MicroBatchTransform] = {}
         for split in spec.stores:
-            self._transform(MicroBatchId(split, 0, 0, 0))
+            self._first_transform(split)
 
-    def _transform(self, at: MicroBatchId) -> MicroBatchTransform:
+    def _first_transform(self, split: Split) -> MicroBatchTransform:
+        at = MicroBatchId(split, 0, 0, 0)
+        return self._transform(at, self.plan.draw(at))
+
+    def _transform(self, at: MicroBatchId, draws: Draws) -> MicroBatchTransform:
         """Of a micro-batch, by the size of its images; made where it is the first of that size."""
-        split, size, spec = at.split, self._size(at), self._spec
+        split, buckets = at.split, self.plan.config.sides_in(at.split)
+        bucket = buckets[draws.buckets[0]] if buckets else None
+        size = size_in(self._spec.transform, split, at.epoch, bucket)
         if (split, size) not in self._transforms:
-            store = self._stores[split]
-            several = has_sizes(spec.transform, split, self.plan.config.sides_in(split))
-            self._transforms[split, size] = MicroBatchTransform(
-                build_content(
-                    spec.transforms[split], spec.transform, spec.columns, size, sides_of(size) if several else None
-                ),
-                on_bad_sample=spec.transform.on_bad_sample,
+            self._transforms[split, size] = transform_of(
+                self._spec,
+                split,
+                size,
+                on_bad_sample=self._spec.transform.on_bad_sample,
                 exact=split == "val",
-                store_address=store.address,
-                sample_name=functools.partial(name_of, store),
                 decoded=self.caches[split].decoded if split in self.caches else None,
-                columns=ColumnMaker(spec.columns) if spec.columns else None,
                 probe=functools.partial(self._first_samples, split),
             )
         return self._transforms[split, size]
 
-    def _size(self, at: MicroBatchId) -> Size:
-        return size_in(self._spec.transform, at.split, at.epoch, self.plan.bucket_of(at))
-
-    def memory(self, places: Sequence[MicroBatchId]) -> BlockMemory | None:
-        """Memory for the micro-batches of a block; None = each has its own, since images differ in size."""
-        if len(set(map(self._size, places))) > 1:
-            return None
-        return BlockMemory(self._transform(places[0]).content.fields, len(places))
-
     def draws_globally(self) -> Split | None:
         """A split whose transform draws from generators of the process, as long as there is one."""
-        found = (split for (split, _), transform in self._transforms.items() if transform.draws_globally)
-        return next(found, None)
+        splits = (split for (split, _), transform in self._transforms.items() if transform.draws_globally)
+        return next(splits, None)
 
-    def batch(self, at: MicroBatchId, draws: Draws | None = None) -> MicroBatch:
+    def batch(self, at: MicroBatchId) -> MicroBatch:
         """One micro-batch, made in a process that is also the user's; its bad samples are recorded."""
         with process_kept(self.draws_globally() is not None):  # the first compares with the validation
-            made = self.make(at, draws=draws)
-        self.settle(made)
-        return made.batch
+            outcome = self.make(at)
+        self.settle(outcome)
+        return outcome.batch
+
+    def block(
+        self,
+        places: Sequence[MicroBatchId],
+        reads: Sequence[Sequence[EncodedSample]] | None = None,
+        read_s: float = 0.0,
+        attempt: Callable[[MicroBatchId], Attempt] = lambda _: FIRST_ATTEMPT,
+    ) -> tuple[list[Outcome], BlockMemory | None]:
+        """Make the micro-batches of a block.
+
+        Args:
+            reads, read_s: what a reader has read for each, and its seconds for all; None = the store is read here.
+            attempt: called before each one, for what is known of it.
+
+        Returns:
+            The micro-batches, and the memory of them all; None = each has its own, since images differ in size.
+        """
+        draws = self.plan.draw_block(places)
+        transform, *others = {self._transform(at, draws.at(number)) for number, at in enumerate(places)}
+        memory = None if others else BlockMemory(transform.content.fields, len(places))
+        outcomes = list[Outcome]()
+        for number, at in enumerate(places):
+            read = reads[number] if reads else None
+            of_one = draws.at(number)
+            outcomes.append(self.make(at, read, read_s / len(places), attempt(at), memory, of_one))
+        return outcomes, memory
 
     def make(
         self,
         at: MicroBatchId,
         read: Sequence[EncodedSample] | None = None,
+        read_s: float = 0.0,
         attempt: Attempt = FIRST_ATTEMPT,
         memory: BlockMemory | None = None,
         draws: Draws | None = None,
-    ) -> Made:
+    ) -> Outcome:
         """Make one micro-batch; reads the store unless a reader has done so.
 
         Args:
-            read: its B samples, by a reader.
+            read, read_s: its B samples, by a reader, and the seconds that it took.
             attempt: what is known of it.
             memory: where its arrays are put; None = they have memory of their own.
             draws: of its samples, where the plan has been asked for them.
@@ -140,16 +160,17 @@ class MicroBatchMaker:
         self._log_place(at)
         self._attempt = attempt
         draws = draws or self.plan.draw(at)
-        indices, transform = draws.indices, self._transform(at)
+        indices, transform = draws.indices, self._transform(at, draws)
         cache = self.caches.get(at.split)
         kept = cache.find(indices) if cache else {}
         samples: list[Sample] = self._samples(at.split, indices, attempt, [*kept]) if read is None else [*read]
         for row, decoded in kept.items():
             samples[row] = decoded
-        read_s = time.perf_counter() - started
+        if read is None:
+            read_s = time.perf_counter() - started
 
         def substitutes(row: int) -> Iterator[Candidate]:
-            of_row = Draws(*(column[row : row + 1] for column in draws))
+            of_row = draws.at(slice(row, row + 1))
             for number in range(NUM_SUBSTITUTES):
                 index = self.plan.substitute(at, int(indices[row]), number)
                 k0, k1 = self.plan.sample_keys(at.split, of_row._replace(indices=np.array([index])))[0].tolist()
@@ -162,7 +183,7 @@ class MicroBatchMaker:
             self._compare_with_val(rows.memory.fields[IMAGE].shape or ())
         work_s = time.perf_counter() - started
         batch = MicroBatch(at, rows.index, rows.weight, fields, len(bad), read_s, work_s)
-        return Made(batch, bad, len(kept))
+        return Outcome(batch, bad, len(kept))
 
     def _samples(self, split: Split, indices: np.ndarray, attempt: Attempt, kept: list[int]) -> list[Sample]:
         """The samples of a micro-batch but those that are kept: read, or to be read one by one."""
@@ -180,7 +201,7 @@ class MicroBatchMaker:
         of_size = all(map(is_preset, spec.transforms.values()))
         if "val" not in self._stores or of_size or has_sizes(spec.transform, "train", buckets):
             return
-        content = self._transform(MicroBatchId("val", 0, 0, 0)).content
+        content = self._first_transform("val").content
         for sample in self._first_samples("val"):
             with contextlib.suppress(SampleError):
                 image = content.one(sample, (0, 0)).get(IMAGE)
@@ -190,13 +211,13 @@ class MicroBatchMaker:
                         logger.warning("%s", words)
                 return
 
-    def settle(self, made: Made) -> None:
+    def settle(self, outcome: Outcome) -> None:
         """Record the bad samples of a micro-batch, and count them against the budget."""
-        at = made.batch.at
-        if made.bad:
+        at = outcome.batch.at
+        if outcome.bad:
             self._log_place(at)
-            record_bad(self._spec.quarantine, at, made.bad)
-        self._budget.spend(made.bad, len(made.batch.index))
+            record_bad(self._spec.quarantine, at, outcome.bad)
+        self._budget.spend(outcome.bad, len(outcome.batch.index))
 
     def _log_place(self, at: MicroBatchId) -> None:
         log_place(split=at.split, epoch=at.epoch, step=self.plan.global_step(at))
@@ -212,6 +233,19 @@ class MicroBatchMaker:
                 self._attempt.before_sample(index)
             if index not in self._attempt.bad:
                 yield self._read(split, index)
+
+
+def transform_of(spec: StreamSpec, split: Split, size: Size, **options: Any) -> MicroBatchTransform:
+    """What makes the micro-batches of a split whose images have one size; `options` see `MicroBatchTransform`."""
+    store, buckets = spec.stores[split], spec.plan.config.sides_in(split)
+    sides = sides_of(size) if has_sizes(spec.transform, split, buckets) else None
+    return MicroBatchTransform(
+        build_content(spec.transforms[split], spec.transform, spec.columns, size, sides, spec.pool.kernel_threads),
+        store_address=store.address,
+        sample_name=functools.partial(name_of, store),
+        columns=ColumnMaker(spec.columns) if spec.columns else None,
+        **options,
+    )
 
 
 def differing(
@@ -230,8 +264,10 @@ def differing(
     """
     if len(set(sizes.values())) < 2:
         return ""
-    made = ", ".join(f"transform.{split} makes {height} x {width}" for split, (height, width) in sizes.items())
-    words = f"sizes of images differ: {made} (height x width)"
+    sizes_made = ", ".join(
+        f"transform.{split} makes {height} x {width}" for split, (height, width) in sizes.items()
+    )
+    words = f"sizes of images differ: {sizes_made} (height x width)"
     for split, transform in transforms.items():
         if is_preset(transform) and config.size == TransformConfig.size:
             raise ConfigError(
@@ -252,7 +288,7 @@ def check_labels(labels: np.ndarray, num_classes: int, title: Callable[[int], st
 
 
 @process_kept()
-def try_samples(spec: StreamSpec, num_classes: int, num: int = 8, channels: int = 3) -> dict[Split, Sides]:
+def try_samples(spec: StreamSpec, num_classes: int, channels: int = 3) -> dict[Split, Sides]:
     """Read, decode and transform the first few samples of each split: what is wrong with all is told at once.
 
     Args:
@@ -271,22 +307,10 @@ def try_samples(spec: StreamSpec, num_classes: int, num: int = 8, channels: int 
     for split, store in spec.stores.items():
         at, config = MicroBatchId(split, 0, 0, 0), spec.transform
         draws = spec.plan.draw(at)
-        first_rows = np.flatnonzero(draws.indices != PADDING)[:num]
+        first_rows = np.flatnonzero(draws.indices != PADDING)[:_NUM_TRIED]
         indices = draws.indices[first_rows]
         buckets = spec.plan.config.sides_in(split)
-        several = sizes_of(config, split, buckets) if has_sizes(config, split, buckets) else []
-        columns = ColumnMaker(spec.columns) if spec.columns else None
-        first, *others = (
-            MicroBatchTransform(
-                build_content(
-                    spec.transforms[split], config, spec.columns, size, sides_of(size) if several else None
-                ),
-                store_address=store.address,
-                sample_name=functools.partial(name_of, store),
-                columns=columns,
-            )
-            for size in several or [config.final_size]
-        )
+        first, *others = (transform_of(spec, split, size) for size in sizes_of(config, split, buckets))
         samples = read_samples(store, indices, spec.wanted)
         titles = [title_of(store.address, index, name_of(store, index)) for index in indices.tolist()]
         if spec.columns.target is None:
@@ -296,12 +320,12 @@ def try_samples(spec: StreamSpec, num_classes: int, num: int = 8, channels: int 
         keys = spec.plan.sample_keys(split, draws)[first_rows].tolist()
         for sample, index, title, key in zip(samples, indices.tolist(), titles, keys, strict=True):
             try:
-                made = first.one(sample, index, key)
+                fields = first.one(sample, index, key)
                 while others:  # each size once
                     others.pop().one(sample, index, key)
-                _check_image(made, split, channels, title)
-                if IMAGE in made and not several:
-                    sizes[split] = made[IMAGE].shape[:2]
+                _check_image(fields, split, channels, title)
+                if IMAGE in fields and not has_sizes(config, split, buckets):
+                    sizes[split] = fields[IMAGE].shape[:2]
             except SampleError as error:
                 bad.append(f"{title}: {error}; {error.advice}")
         if len(bad) == len(indices):
@@ -309,12 +333,12 @@ def try_samples(spec: StreamSpec, num_classes: int, num: int = 8, channels: int 
     return sizes
 
 
-def _check_image(made: Mapping[str, Any], split: Split, channels: int, title: str) -> None:
+def _check_image(fields: Mapping[str, Any], split: Split, channels: int, title: str) -> None:
     """Raise ConfigError where a classifier has no use for what was made of a sample."""
-    if any(name.partition(".")[0] == VIEW for name in made):
+    if any(map(is_image, fields.keys() - {IMAGE})):
         raise ConfigError(f"{title}: transform.{split} {NO_VIEWS}")
-    if IMAGE in made and made[IMAGE].shape[2] != channels:
+    if IMAGE in fields and fields[IMAGE].shape[2] != channels:
         raise ConfigError(
-            f"{title}: it has {made[IMAGE].shape[2]} channels, and augment.mean and augment.std are of "
+            f"{title}: it has {fields[IMAGE].shape[2]} channels, and augment.mean and augment.std are of "
             f"{channels}: give a number for each channel"
         )

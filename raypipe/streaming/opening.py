@@ -96,7 +96,7 @@ def open_stream(
     )
     check_images(transform, transforms, stores, plan, laid_out.kept)
     make = make_columns or transform.make_columns or None
-    found = _columns_of(stores, declared, make, laid_out, pool, bool(label_column))
+    sample_columns = _columns_of(stores, declared, make, laid_out, pool, bool(label_column))
     sizes = list(transform.size_by_epoch.items())
     return StreamSpec(
         plan=laid_out.bound_to({"sizes": sizes}) if len(sizes) > 1 else laid_out,
@@ -107,7 +107,7 @@ def open_stream(
         quarantine=quarantine,
         run=run,
         log=log,
-        columns=found,
+        columns=sample_columns,
     )
 
 
@@ -140,13 +140,13 @@ def _columns_of(
         kept = plan.kept[split]
         return kept.indices(np.arange(min(NUM_PROBED, kept.size)))
 
-    found = find_columns(stores, declared, make, first, label)
-    if found and pool.cache == "disk":
+    sample_columns = find_columns(stores, declared, make, first, label)
+    if sample_columns and pool.cache == "disk":
         raise ConfigError(
             f"pool.cache={pool.cache!r} keeps images and classes, and no columns or other targets: set "
             "pool.cache='off', or leave store.columns out"
         )
-    return found
+    return sample_columns
 
 
 def open_stores(train: Train, options: Mapping[str, str]) -> Store:
@@ -155,7 +155,7 @@ def open_stores(train: Train, options: Mapping[str, str]) -> Store:
         return _opened(train, options)
     if not train:
         raise ConfigError("store.train names no store: give {NAME: ADDRESS, …}")
-    return JoinedStore({name: _opened(each, options) for name, each in train.items()})
+    return JoinedStore({name: _opened(part, options) for name, part in train.items()})
 
 
 def _opened(store: Store | str | Path, options: Mapping[str, str]) -> Store:
@@ -218,5 +218,5 @@ def run_columns(run: RunConfig, store: Store) -> SampleColumns:
 
 def renamed(columns: Any, label_column: str | None) -> dict[str, Any]:
     """The columns that are named, with their options: the one that is the target is `label` in its store."""
-    given = columns if isinstance(columns, Mapping) else dict.fromkeys(columns)
-    return {LABEL if name == label_column else name: options for name, options in given.items()}
+    options_by_name = columns if isinstance(columns, Mapping) else dict.fromkeys(columns)
+    return {LABEL if name == label_column else name: options for name, options in options_by_name.items()}

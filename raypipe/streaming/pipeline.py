@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import ray.data
 
-from raypipe.config import PlanConfig, PoolConfig, TransformConfig
+from raypipe.config import PoolConfig
 from raypipe.errors import ConfigError, ResourceError, SampleError
-from raypipe.plan.cursor import Cursor
-from raypipe.plan.schedule import WHOLE, Share, shares
+from raypipe.plan.places import Cursor
+from raypipe.plan.schedule import ONE_LANE, Lane, lanes
 from raypipe.rayext.cluster import connect, largest_divisor, preflight
 from raypipe.rayext.execution import Settings, datasets_with
 from raypipe.rayext.iteration import Ended
@@ -28,9 +28,9 @@ from raypipe.storage.filesystem import is_remote
 from raypipe.storage.patience import patience_s
 from raypipe.stores.base import Store
 from raypipe.streaming.blocks import MAX_BYTES
-from raypipe.streaming.opening import open_stream
+from raypipe.streaming.opening import Train, open_stream
 from raypipe.streaming.source import MicroBatchSource
-from raypipe.streaming.spec import StreamSpec, Transform
+from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.supervisor import start_supervisor
 from raypipe.streaming.worker import TransformWorker
 from raypipe.transform.column_types import NUM_PROBED
@@ -53,7 +53,7 @@ _LAST_ATTEMPT_S = 60.0
 _READER_CPUS = 0
 
 
-def _pool_of(pool: PoolConfig, share: Share, max_actors: int) -> tuple[PoolConfig, int]:
+def _pool_of(pool: PoolConfig, lane: Lane, max_actors: int) -> tuple[PoolConfig, int]:
     """The pool of one execution, with its share of the largest number of actors; and how many it begins with.
 
     It begins with as many as there is room for now. More nodes come when ranks wait.
@@ -61,38 +61,35 @@ def _pool_of(pool: PoolConfig, share: Share, max_actors: int) -> tuple[PoolConfi
     pool = replace(
         pool,
         executions=1,
-        max_actors=max(share.of(max_actors), pool.min_actors),
-        max_in_flight=share.of(pool.max_in_flight),
+        max_actors=max(lane.of(max_actors), pool.min_actors),
+        max_in_flight=lane.of(pool.max_in_flight),
     )
     room = int(ray.available_resources().get("CPU", 0.0) / pool.cpus_per_actor + 1e-9)
-    return pool, min(max(share.of(room), pool.min_actors), pool.max_actors)
+    return pool, min(max(lane.of(room), pool.min_actors), pool.max_actors)
 
 
 def blocks_in_flight(pool: PoolConfig, max_actors: int, world_size: int) -> int:
     """Blocks that may be in flight in all executions of a stream, when their pools have their largest size."""
     total = 0
-    for share in shares(world_size, pool.executions):
-        part, actors = _pool_of(pool, share, max_actors)
-        fixed, per_actor, _ = part.blocks_for(share.of(world_size), actors)
+    for lane in lanes(world_size, pool.executions):
+        part, actors = _pool_of(pool, lane, max_actors)
+        fixed, per_actor, _ = part.blocks_for(lane.of(world_size), actors)
         total += fixed + per_actor * actors
     return total
 
 
-def check_memory(spec: StreamSpec, max_actors: int, world_size: int, num_streams: int = 1) -> None:
+def check_memory(spec: StreamSpec, max_actors: int, world_size: int) -> None:
     """Raise ResourceError unless the data in flight fits the object store; only presets tell its size beforehand.
 
     Without Ray nothing is in flight. Actors on nodes that are yet to come are not counted: each node brings its
     own object store.
-
-    Args:
-        num_streams: number of such streams that run at the same time.
     """
     batch_bytes = _micro_batch_bytes(spec)
     if spec.pool.engine == "inline" or not batch_bytes:
         return
     block = max(1, spec.pool.block)  # blocks whose size is found are no larger than there is room for
     block_bytes = block * batch_bytes
-    num = num_streams * blocks_in_flight(spec.pool, max_actors, world_size)
+    num = blocks_in_flight(spec.pool, max_actors, world_size)
     capacity, needed = _object_store_bytes(), num * block_bytes
     if needed > capacity:
         raise ResourceError(
@@ -106,8 +103,8 @@ def _micro_batch_bytes(spec: StreamSpec) -> int:
     """Of pixels and targets of their size, in the largest micro-batch of presets; 0 = a transform is none."""
     largest = most_pixels(spec.transform, spec.plan.config.bucket_sides)
     pixels = [
-        largest if is_preset(each) else num_pixels(each, spec.transform.final_size) or 0
-        for each in spec.transforms.values()
+        largest if is_preset(transform) else num_pixels(transform, spec.transform.final_size) or 0
+        for transform in spec.transforms.values()
     ]
     if not all(pixels):
         return 0
@@ -118,9 +115,9 @@ def _bytes_of(spec: StreamSpec, pixels: int) -> int:
     """Of a micro-batch of images, and targets of their size, of so many pixels; 0 = not known."""
     pixel_bytes = _pixel_bytes(spec)
     if pixel_bytes:
-        targets = stream_fields(spec.transform)
-        of_pixels = (each for name, each in targets.items() if name != IMAGE and each.shape is None)
-        pixel_bytes += sum(np.dtype(each.dtype).itemsize for each in of_pixels)
+        fields = stream_fields(spec.transform)
+        targets = (field for name, field in fields.items() if name != IMAGE and field.shape is None)
+        pixel_bytes += sum(np.dtype(field.dtype).itemsize for field in targets)
     return spec.plan.config.micro_batch_size * pixels * pixel_bytes
 
 
@@ -148,22 +145,22 @@ def dataset(
     max_actors: int,
     world_size: int = 1,
     supervisor: Any = None,
-    share: Share = WHOLE,
+    lane: Lane = ONE_LANE,
 ) -> Dataset:
     """The stream from a cursor on: a Dataset of one row for each block.
 
     Iterate with `batch_size=None`, or split it with `streaming_split(R, equal=True)` over the R ranks of the
-    share: each then gets every R-th row, and so the micro-batches m of each step with m mod W = its rank among W.
+    lane: each then gets every R-th row, and so the micro-batches m of each step with m mod W = its rank among W.
 
     Args:
         max_actors: transform actors that the pools of all executions may grow to.
         world_size: W.
         supervisor: handle of the Supervisor to which faults are reported; None = a new one.
-        share: this execution's share of the schedule and of the ranks.
+        lane: this execution's part of the schedule and of the ranks.
     """
     supervisor = supervisor or start_supervisor(spec.pool.max_attempts, spec.run, spec.log)
     spec.plan.check_workers(world_size)
-    (pool, actors), ranks = _pool_of(spec.pool, share, max_actors), share.of(world_size)
+    (pool, actors), ranks = _pool_of(spec.pool, lane, max_actors), lane.of(world_size)
     if any(is_remote(store.address) for store in spec.stores.values()):  # an outage ends in its own error
         pool = replace(pool, stall_timeout_s=max(pool.stall_timeout_s, patience_s() + _LAST_ATTEMPT_S))
     fixed, per_actor, largest = pool.blocks_for(ranks, actors)
@@ -180,7 +177,7 @@ def dataset(
         cursor,
         spec.readers(),
         supervisor,
-        share,
+        lane,
         spec.wanted,
         ranks=ranks,
         block=pool.block,
@@ -249,9 +246,9 @@ def splits(
         )
     ranks = world_size // executions
     iterators: list[list[DataIterator]] = []
-    for share in shares(world_size, executions):
+    for lane in lanes(world_size, executions):
         rows = dataset(
-            spec, cursor, max_actors=max_actors, world_size=world_size, supervisor=supervisor, share=share
+            spec, cursor, max_actors=max_actors, world_size=world_size, supervisor=supervisor, lane=lane
         )
         iterators.append(
             [rows.iterator()] if ranks == 1 and not apart else rows.streaming_split(ranks, equal=True)
@@ -260,14 +257,9 @@ def splits(
 
 
 def stream(
-    train: Store | str | Path,
+    train: Train,
     val: Store | str | Path | None = None,
     *,
-    plan: PlanConfig | None = None,
-    transform: TransformConfig | None = None,
-    pool: PoolConfig | None = None,
-    train_transform: Transform = "",
-    val_transform: Transform = "",
     cursor: Cursor | None = None,
     world_size: int = 1,
     **settings: Any,
@@ -275,8 +267,7 @@ def stream(
     """The stream as a plain Dataset, if you only want the data.
 
     Args:
-        train, val, plan, transform, pool, train_transform, val_transform: see `open_stream`, which also gets all
-            further arguments.
+        train, val, settings: see `open_stream`.
         cursor: where to start; None = at the beginning.
         world_size: W, the number of ranks that the Dataset will be split over.
 
@@ -287,16 +278,7 @@ def stream(
     Raises:
         StoreError, ConfigError, CursorError, ResourceError: the message says what is wrong, and how to fix it.
     """
-    spec = open_stream(
-        train,
-        val,
-        plan=plan,
-        transform=transform,
-        pool=pool,
-        train_transform=train_transform,
-        val_transform=val_transform,
-        **settings,
-    )
+    spec = open_stream(train, val, **settings)
     if spec.pool.executions > 1:
         raise ConfigError(
             f"raypipe.stream is one Dataset, so one execution: pool.executions is {spec.pool.executions}; "

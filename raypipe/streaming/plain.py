@@ -59,8 +59,8 @@ def plain_loaders(loader: Loader, form: Form = "dict") -> tuple[PlainLoader, Pla
         )
     if form == "dict" and (clash := {"image", "target", "weight", "views"} & loader.columns.types.keys()):
         raise ConfigError(f"column {min(clash)!r} has the name of an entry of 'dict': give a function instead")
-    turns = _Turns(loader)
-    return PlainLoader(turns, "train", form), PlainLoader(turns, "val", form)
+    shared = _SharedEpochs(loader)
+    return PlainLoader(shared, "train", form), PlainLoader(shared, "val", form)
 
 
 def _padding_alone(loader: Loader) -> int:
@@ -69,7 +69,7 @@ def _padding_alone(loader: Loader) -> int:
     return plan.val_steps * plan.config.per_step + -plan.num_val_rows // plan.config.micro_batch_size
 
 
-class _Turns:
+class _SharedEpochs:
     """The place of both loaders in the one stream that they share."""
 
     def __init__(self, loader: Loader) -> None:
@@ -118,9 +118,9 @@ class PlainLoader:
             `Loader.accumulation`.
     """
 
-    def __init__(self, turns: _Turns, split: Split, form: Form) -> None:
-        self.batch_size = turns.loader.plan.config.micro_batch_size
-        self._turns, self._loader, self._split, self._form = turns, turns.loader, split, form
+    def __init__(self, shared: _SharedEpochs, split: Split, form: Form) -> None:
+        self.batch_size = shared.loader.plan.config.micro_batch_size
+        self._shared, self._loader, self._split, self._form = shared, shared.loader, split, form
 
     def __len__(self) -> int:
         """This rank's micro-batches of a whole epoch."""
@@ -132,7 +132,7 @@ class PlainLoader:
 
     def __iter__(self) -> Iterator[Any]:
         # A generator: loops of others make iterators that they never ask.
-        batches = _to_the_end(self._turns.next(self._split))
+        batches = _to_the_end(self._shared.next(self._split))
         yield from self._tuples(batches) if self._form == "tuple" else map(self._formed, batches)
 
     def state_dict(self) -> dict[str, Any]:
@@ -148,8 +148,8 @@ class PlainLoader:
             return self._form(batch)
         if self._form == "batch":
             return batch
-        made: dict[str, Any] = {"image": batch.image, "target": counted_target(batch), "weight": batch.weight}
-        return made | ({"views": batch.views} if batch.views else {}) | batch.columns
+        entries: dict[str, Any] = {"image": batch.image, "target": counted_target(batch), "weight": batch.weight}
+        return entries | ({"views": batch.views} if batch.views else {}) | batch.columns
 
     def _tuples(self, batches: Iterable[Batch]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Image and target of the rows that count."""

@@ -11,7 +11,8 @@ import numpy as np
 from raypipe.config import PlanConfig
 from raypipe.errors import ConfigError, SampleError
 from raypipe.plan.compose import Source
-from raypipe.plan.schedule import Plan, Sides
+from raypipe.plan.places import Sides
+from raypipe.plan.schedule import Plan
 from raypipe.plan.selection import Selection
 from raypipe.storage.files import read_whole
 from raypipe.stores.base import Store, is_class
@@ -199,12 +200,12 @@ def _selected(store: Store, exclude: str | Path, filter: str, prefix: str) -> Se
     return Selection.where(keep)
 
 
-def _check_names(store: JoinedStore, setting: str, given: PerSource, or_one: bool) -> None:
-    if set(given) - set(store.parts) if isinstance(given, Mapping) else given and not or_one:
+def _check_names(store: JoinedStore, setting: str, wanted: PerSource, or_one: bool) -> None:
+    if set(wanted) - set(store.parts) if isinstance(wanted, Mapping) else wanted and not or_one:
         raise ConfigError(
-            f"{setting} must be {{NAME: …}} by the stores of store.train, {', '.join(store.parts)}, got {given!r}"
+            f"{setting} must be {{NAME: …}} by the stores of store.train, {', '.join(store.parts)}, got {wanted!r}"
         )
 
 
-def _of_source(name: str, given: PerSource) -> str | Path:
-    return given.get(name, "") if isinstance(given, Mapping) else given
+def _of_source(name: str, wanted: PerSource) -> str | Path:
+    return wanted.get(name, "") if isinstance(wanted, Mapping) else wanted

@@ -1,10 +1,9 @@
 """The row of the stream, which is one block of k micro-batches, of one rank and one segment: its columns.
 
 from the source   split int8, epoch int64; step, micro int64, lists of k: their places, which is all that an actor
-                  needs that reads
-from a reader     the same; image, label, and columns (of each sample in one value, if there are any), lists of
-                  k·B; read_s float64, seconds that the reader spent on the block; null in a split left to the
-                  actors
+                  needs that reads; and what a reader has read, null in a split left to the actors: image, label,
+                  lists of k·B; columns, of all samples, pickled, null if there are none; read_s float64, seconds
+                  that the reader spent on the block
 from an actor     split, epoch (1,); step, micro (1, k); index int64 (1, k, B), weight float32 (1, k, B); num_bad
                   int64 (1, k); read_s, work_s float64 (1, k): seconds spent on each micro-batch, reading, by the
                   actor or a reader, and in all by the actor; and each field by its name, see
@@ -19,10 +18,11 @@ from an actor     split, epoch (1,); step, micro (1, k); index int64 (1, k, B), 
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -30,7 +30,6 @@ import pyarrow as pa
 from raypipe.plan.places import MicroBatchId, Split
 from raypipe.rayext.iteration import rows
 from raypipe.streaming.blocks import Block
-from raypipe.streaming.values import pack_values, unpack_values
 from raypipe.transform.fields import BlockMemory, MicroBatch, Ragged
 from raypipe.transform.samples import EncodedSample
 
@@ -39,60 +38,65 @@ if TYPE_CHECKING:
 
 _SPLITS: tuple[Split, ...] = ("train", "val")
 _FLAT, _SHAPES, _OFFSETS = "flat", ":shapes", ":offsets"
-_BINARIES = pa.list_(pa.large_binary())
-_NUMBERS = pa.list_(pa.int64())
-PLACE_SCHEMA = pa.schema([("split", pa.int8()), ("epoch", pa.int64()), ("step", _NUMBERS), ("micro", _NUMBERS)])
+_BINARIES, _NUMBERS = pa.list_(pa.large_binary()), pa.list_(pa.int64())
+SOURCE_SCHEMA = pa.schema(
+    {
+        "split": pa.int8(),
+        "epoch": pa.int64(),
+        "step": _NUMBERS,
+        "micro": _NUMBERS,
+        "image": _BINARIES,
+        "label": _NUMBERS,
+        "columns": pa.large_binary(),
+        "read_s": pa.float64(),
+    }
+)
 
 
-def block_of(table: pa.Table) -> Block:
-    """The block that a row of the source names."""
-    (row,) = table.select(PLACE_SCHEMA.names).to_pylist()
-    return _places(row["split"], row["epoch"], row["step"], row["micro"])
+class SourceRow(NamedTuple):
+    """A row of the source: a block, what a reader has read of each micro-batch, and its seconds for all of them.
+
+    Attributes:
+        reads: None = the actor reads.
+    """
+
+    block: Block
+    reads: list[list[EncodedSample]] | None = None
+    read_s: float = 0.0
+
+    def packed(self) -> pa.Table:
+        """The row as Ray has it."""
+        row: dict[str, Any] = {
+            "split": _SPLITS.index(self.block[0].split),
+            "epoch": self.block[0].epoch,
+            "step": [at.step for at in self.block],
+            "micro": [at.micro for at in self.block],
+        }
+        if self.reads is not None:
+            samples = list(chain.from_iterable(self.reads))
+            row |= {"image": [sample.image for sample in samples], "label": [sample.label for sample in samples]}
+            row["read_s"] = self.read_s
+            if any(sample.columns for sample in samples):
+                row["columns"] = pickle.dumps([dict(sample.columns) for sample in samples])
+        return pa.Table.from_pylist([row], SOURCE_SCHEMA)
+
+    @staticmethod
+    def unpacked(table: pa.Table) -> SourceRow:
+        """The row that `packed` made."""
+        (row,) = table.to_pylist()
+        block = _places(row["split"], row["epoch"], row["step"], row["micro"])
+        if row["image"] is None:
+            return SourceRow(block)
+        images, labels = row["image"], row["label"]
+        columns = pickle.loads(row["columns"]) if row["columns"] else [{}] * len(images)
+        samples, size = list(map(EncodedSample, images, labels, columns)), len(images) // len(block)
+        reads = [samples[first : first + size] for first in range(0, len(samples), size)]
+        return SourceRow(block, reads, row["read_s"])
 
 
 def _places(split: int, epoch: int, steps: list[int], micros: list[int]) -> Block:
     at = (_SPLITS[int(split)], int(epoch))
     return [MicroBatchId(*at, step, micro) for step, micro in zip(steps, micros, strict=True)]
-
-
-def read_schema(columns: bool) -> pa.Schema:
-    """Of a reader's rows, of streams that have columns or not: to serialise lists of nothing takes long."""
-    read = [("image", _BINARIES), ("label", _NUMBERS), ("read_s", pa.float64())]
-    return pa.schema([*PLACE_SCHEMA, *read, *([("columns", _BINARIES)] if columns else [])])
-
-
-def source_row(
-    block: Block, reads: Sequence[Sequence[EncodedSample]] | None, schema: pa.Schema, read_s: float = 0.0
-) -> pa.Table:
-    """A row of the source, or, with what was read of each micro-batch, and the seconds for all, of a reader."""
-    row: list[Any] = [_SPLITS.index(block[0].split), block[0].epoch]
-    row += [[at.step for at in block], [at.micro for at in block]]
-    if reads is not None:
-        samples = list(chain.from_iterable(reads))
-        row += [[sample.image for sample in samples], [sample.label for sample in samples], read_s]
-        if "columns" in schema.names:
-            row.append([pack_values(sample.columns) for sample in samples])
-    row += [None] * (len(schema) - len(row))
-    arrays = [pa.array([value], field.type) for value, field in zip(row, schema, strict=True)]
-    return pa.Table.from_arrays(arrays, schema=schema)
-
-
-def reads_of(table: pa.Table) -> list[list[EncodedSample]] | None:
-    """What a reader has put into a row, for each micro-batch; None if the actor reads."""
-    if "image" not in table.column_names or not table["image"][0].is_valid:
-        return None
-    images, labels = table["image"][0].as_py(), table["label"][0].as_py()
-    columns: Any = [{}] * len(images)
-    if "columns" in table.column_names:
-        columns = map(unpack_values, table["columns"][0].as_py())
-    samples = list(map(EncodedSample, images, labels, columns))
-    size = len(samples) // len(table["step"][0])
-    return [samples[first : first + size] for first in range(0, len(samples), size)]
-
-
-def reader_seconds(table: pa.Table) -> float:
-    """The seconds that a reader has spent on a row; 0 if the actor reads."""
-    return table["read_s"][0].as_py() or 0.0 if "read_s" in table.column_names else 0.0
 
 
 def block_row(batches: Sequence[MicroBatch], memory: BlockMemory | None = None) -> dict[str, np.ndarray]:
@@ -106,7 +110,7 @@ def block_row(batches: Sequence[MicroBatch], memory: BlockMemory | None = None) 
     columns: dict[str, Any] = {
         "step": [at.step for at in places],
         "micro": [at.micro for at in places],
-        **{name: [getattr(each, name) for each in batches] for name in ("index", "weight", *_NUMBERS_OF)},
+        **{name: [getattr(batch, name) for batch in batches] for name in ("index", "weight", *_NUMBERS_OF)},
     }
     forms: dict[str, str] = {}
     for name in batches[0].fields:
@@ -164,7 +168,7 @@ def _parts(name: str, form: Any, columns: Mapping[str, np.ndarray]) -> Sequence[
         return [part.reshape(shape) for part, shape in zip(flat, shapes, strict=True)]
     offsets = columns[name + _OFFSETS]
     flat = _cut(values, offsets[:, -1])
-    return [Ragged(form, part, each) for part, each in zip(flat, offsets, strict=True)]
+    return [Ragged(form, part, of_part) for part, of_part in zip(flat, offsets, strict=True)]
 
 
 def _cut(values: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:

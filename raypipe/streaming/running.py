@@ -71,8 +71,8 @@ _with_actors: dict[Running, None] = {}
 
 
 def _close_all() -> None:
-    for each in list(_all):
-        each.close()
+    for running in list(_all):
+        running.close()
 
 
 def end_oldest(why: str) -> bool:

@@ -26,14 +26,13 @@ from ray.data.datasource import ReadTask
 
 from raypipe.errors import ResourceError, StoreError
 from raypipe.metrics.prometheus import Recorder
-from raypipe.plan.cursor import Cursor
-from raypipe.plan.places import PADDING, MicroBatchId, Split
-from raypipe.plan.schedule import WHOLE, Plan, Share
+from raypipe.plan.places import PADDING, Cursor, MicroBatchId, Split
+from raypipe.plan.schedule import ONE_LANE, Lane, Plan
 from raypipe.rayext.watch import this_process
 from raypipe.stores import open_store
 from raypipe.stores.base import Store, check_columns, name_of
 from raypipe.streaming.blocks import MAX_BYTES, cut, most, tasks
-from raypipe.streaming.row import PLACE_SCHEMA, read_schema, source_row
+from raypipe.streaming.row import SOURCE_SCHEMA, SourceRow
 from raypipe.transform.samples import EncodedSample, Wanted, read_samples
 
 if TYPE_CHECKING:
@@ -46,7 +45,7 @@ class MicroBatchSource(Datasource):
     Args:
         readers: the stores, by split, that the reader reads; other splits are left to the actors.
         supervisor: handle of the stream's Supervisor, to which readers report their start; None = no report.
-        share: the share of the schedule that these tasks are.
+        lane: the part of the schedule that these tasks are.
         ranks: number of ranks that get the rows in turn.
         block: micro-batches in a block; 0 = as many as the supervisor finds, within these limits:
         largest, max_bytes: micro-batches (0 = any number), and bytes, of a block.
@@ -60,7 +59,7 @@ class MicroBatchSource(Datasource):
         cursor: Cursor,
         readers: dict[Split, Store],
         supervisor: Any = None,
-        share: Share = WHOLE,
+        lane: Lane = ONE_LANE,
         wanted: Wanted = Wanted(),  # noqa: B008
         *,
         ranks: int = 1,
@@ -74,11 +73,10 @@ class MicroBatchSource(Datasource):
         # Each task has the plan. What only names places needs no lists of samples.
         self._plan = plan if readers else plan.without_draws()
         self._cursor, self._readers, self._supervisor = cursor, readers, supervisor
-        self._share, self._wanted = share, wanted
+        self._lane, self._wanted = lane, wanted
         self._ranks, self._block, self._largest, self._max_bytes = ranks, block, largest, max_bytes
         self._run = run
-        self._schema = read_schema(bool(wanted.columns)) if readers else PLACE_SCHEMA
-        self._tasks = tasks(plan.num_micro_batches(cursor, share), ranks)
+        self._tasks = tasks(plan.num_micro_batches(cursor, lane), ranks)
 
     @property
     def num_tasks(self) -> int:
@@ -99,13 +97,13 @@ class MicroBatchSource(Datasource):
                 functools.partial(self._rows, first, count),
                 # How many rows there will be is not known, and nothing depends on it.
                 BlockMetadata(num_rows=count, size_bytes=None, exec_stats=None, input_files=None),
-                schema=self._schema,
+                schema=SOURCE_SCHEMA,
             )
             for first, count in self._tasks
         ]
 
     def _rows(self, first: int, count: int) -> Iterator[pa.Table]:
-        places = itertools.islice(self._plan.micro_batches(self._cursor, first, self._share), count)
+        places = itertools.islice(self._plan.micro_batches(self._cursor, first, self._lane), count)
         at = next(places, None)
         if at is None:
             return
@@ -125,7 +123,7 @@ class MicroBatchSource(Datasource):
             if block[0].split in self._readers:
                 reads = [self._read(at, task if careful else "") for at in block]
                 metrics.add_storage("reader")
-            yield source_row(block, reads, self._schema, time.perf_counter() - begun_s)
+            yield SourceRow(block, reads, time.perf_counter() - begun_s).packed()
         if task:
             self._supervisor.has_read.remote(task)
 

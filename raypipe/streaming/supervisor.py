@@ -203,7 +203,7 @@ class Supervisor:
         self.note(f"the reader of {share} died{work}, and was restarted", "reader_restarted")
         return True
 
-    def made(self, split: str, seconds: float, num_bytes: int) -> None:
+    def measured(self, split: str, seconds: float, num_bytes: int) -> None:
         """An actor has made a block: what a micro-batch of it took, and its bytes."""
         self._seconds[split].append(seconds)
         self._num_bytes[split].append(num_bytes)

@@ -10,7 +10,6 @@ import contextlib
 import faulthandler
 import functools
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import cv2
@@ -22,16 +21,14 @@ from raypipe.errors import ResourceError
 from raypipe.logs import configure_logs
 from raypipe.metrics.prometheus import Recorder
 from raypipe.plan.places import PADDING, MicroBatchId
-from raypipe.plan.samplers import Draws
 from raypipe.rayext.watch import this_process
 from raypipe.storage import patience
 from raypipe.streaming.blocks import Block
-from raypipe.streaming.maker import Made, MicroBatchMaker
-from raypipe.streaming.row import block_of, block_row, reader_seconds, reads_of
+from raypipe.streaming.maker import MicroBatchMaker, Outcome
+from raypipe.streaming.row import SourceRow, block_row
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.supervisor import Orders
 from raypipe.transform.batch import FIRST_ATTEMPT, Attempt
-from raypipe.transform.samples import EncodedSample
 
 # A restarted actor asks what is known of so many blocks before it trusts the world again. What killed it
 # was at most as far away as the queue of its tasks.
@@ -60,52 +57,36 @@ class TransformWorker:
         self._supervisor, self._num_blocks = supervisor, 0
 
     def __call__(self, table: pa.Table) -> dict[str, np.ndarray]:
-        return self.run(block_of(table), reads_of(table), reader_seconds(table))
-
-    def run(
-        self, places: Block, reads: list[list[EncodedSample]] | None = None, read_s: float = 0.0
-    ) -> dict[str, np.ndarray]:
-        """The finished row of a block.
-
-        Args:
-            reads: for each micro-batch, what a reader has read; None = this actor reads.
-            read_s: seconds that the reader took for all.
-        """
-        memory, all_made = self._maker.memory(places), list[Made]()
+        """The finished row of a block, from a row of the source."""
+        places, reads, read_s = SourceRow.unpacked(table)
         with self._guard.block(places) as orders:
-            draws = self._maker.plan.draw_block(places)
-            for number, at in enumerate(places):
-                attempt = self._guard.attempt(at, orders)
-                read = reads[number] if reads else None
-                of_micro_batch = Draws(*(column[number] for column in draws))
-                all_made.append(self._maker.make(at, read, attempt, memory, of_micro_batch))
+            attempt = functools.partial(self._guard.attempt, orders=orders)
+            outcomes, memory = self._maker.block(places, reads, read_s, attempt)
         # Unguarded: where records go may be slow, which is no fault of the samples.
-        for made in all_made:
-            self._maker.settle(made)
-        if reads:
-            all_made = [replace(made, batch=replace(made.batch, read_s=read_s / len(places))) for made in all_made]
-        self._count(all_made)
-        row = block_row([made.batch for made in all_made], memory)
+        for outcome in outcomes:
+            self._maker.settle(outcome)
+        self._count(outcomes)
+        row = block_row([outcome.batch for outcome in outcomes], memory)
         if self._num_blocks in _MEASURED:
-            work_s = sum(made.batch.work_s for made in all_made) / len(places)
+            work_s = sum(outcome.batch.work_s for outcome in outcomes) / len(places)
             num_bytes = sum(array.nbytes for array in row.values()) // len(places)
-            self._supervisor.made.remote(places[0].split, work_s, num_bytes)
+            self._supervisor.measured.remote(places[0].split, work_s, num_bytes)
         self._num_blocks += 1
         return row
 
-    def _count(self, all_made: list[Made]) -> None:
-        split = all_made[0].batch.at.split
-        bad = [record for made in all_made for record in made.bad]
+    def _count(self, outcomes: list[Outcome]) -> None:
+        split = outcomes[0].batch.at.split
+        bad = [record for outcome in outcomes for record in outcome.bad]
         amounts = {
-            "actor_micro_batches_total": len(all_made),
-            "actor_read_seconds_total": sum(made.batch.read_s for made in all_made),
-            "actor_work_seconds_total": sum(made.batch.work_s for made in all_made),
+            "actor_micro_batches_total": len(outcomes),
+            "actor_read_seconds_total": sum(outcome.batch.read_s for outcome in outcomes),
+            "actor_work_seconds_total": sum(outcome.batch.work_s for outcome in outcomes),
             "bad_samples_total": len(bad),
             "substituted_samples_total": sum(record["substitute"] is not None for record in bad),
         }
         if split in self._maker.caches:
-            num_kept = sum(made.num_kept for made in all_made)
-            num_samples = sum(int((made.batch.index != PADDING).sum()) for made in all_made)
+            num_kept = sum(outcome.num_kept for outcome in outcomes)
+            num_samples = sum(int((outcome.batch.index != PADDING).sum()) for outcome in outcomes)
             amounts |= {"cache_hits_total": num_kept, "cache_misses_total": num_samples - num_kept}
         self._metrics.add(amounts, split=split)
         self._metrics.add_storage("actor")

@@ -7,14 +7,15 @@ from typing import Any
 
 from raypipe.config import PlanConfig, TransformConfig
 from raypipe.errors import ConfigError
-from raypipe.plan.places import Split
+from raypipe.plan.places import Sides, Split
 from raypipe.plan.selection import JoinedSelection, Selection
 from raypipe.stores.base import Store
 from raypipe.transform.crop_room import check_crops
 from raypipe.transform.encoded import EncodedTransform
 from raypipe.transform.presets import build_transform, check_transform, num_pixels, takes_size
-from raypipe.transform.sizes import Sides, has_sizes
-from raypipe.transform.targets import check_columns, target_pipeline
+from raypipe.transform.sample_transform import SampleTransform
+from raypipe.transform.sizes import has_sizes
+from raypipe.transform.targets import check_columns
 from raypipe.transform.transform_steps import brief
 from raypipe.transform.views import makes_views
 
@@ -22,7 +23,7 @@ from raypipe.transform.views import makes_views
 def check_transforms(
     config: TransformConfig, transforms: Mapping[Split, Any], stores: Mapping[Split, Store]
 ) -> None:
-    """Raise ConfigError where `content_of` would, as far as can be known without the user's code."""
+    """Raise ConfigError where `build_content` would, as far as can be known without the user's code."""
     for split, store in stores.items():
         transform = transforms[split]
         if config.decode == "gpu":
@@ -32,7 +33,7 @@ def check_transforms(
             _check_views(config, split)
         check_columns(store, config.target_columns)
         if config.target_columns:
-            target_pipeline(build_transform(transform, config.final_size), set(config.target_columns))
+            SampleTransform(build_transform(transform, config.final_size), targets=tuple(config.target_columns))
 
 
 def check_follows(transform: Any, config: TransformConfig) -> None:

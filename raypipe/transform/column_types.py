@@ -52,20 +52,20 @@ def find_columns(
     """
     if LABEL in declared and not label:
         raise ConfigError("store.columns names 'label', the target, and label_column is '': leave one of them out")
-    found = [
-        (part.address, _of_store(part, declared, function, own, label))
+    by_store = [
+        (part.address, _of_store(part, declared, function, indices, label))
         for split, store in stores.items()
-        for part, own in _parts(store, first(split))
+        for part, indices in _parts(store, first(split))
     ]
-    known = [(address, columns) for address, columns in found if columns.types or not columns]
-    (address, columns), *others = known or found  # a store without samples has columns without types
+    known = [(address, columns) for address, columns in by_store if columns.types or not columns]
+    (address, columns), *others = known or by_store  # a store without samples has columns without types
     for other, of_other in others:
         for name in {*columns.types, *of_other.types}:
-            one, two = columns.types.get(name), of_other.types.get(name)
-            if one != two:
+            kind, other_kind = (of.types.get(name) or "not there" for of in (columns, of_other))
+            if kind != other_kind:
                 raise ConfigError(
-                    f"column {name!r} is {one or 'not there'} in {address}, and {two or 'not there'} in {other}: "
-                    f"a column has one type; declare store.columns.{name}.dtype, or mend one of the stores"
+                    f"column {name!r} is {kind} in {address}, and {other_kind} in {other}: a column has one type; "
+                    f"declare store.columns.{name}.dtype, or mend one of the stores"
                 )
     return columns
 
@@ -84,7 +84,7 @@ def _of_store(
     indices: np.ndarray,
     label: bool,
 ) -> SampleColumns:
-    options = {name: each for name, each in declared.items() if each != ColumnOptions()}
+    options = {name: own for name, own in declared.items() if own != ColumnOptions()}
     wanted = dict.fromkeys([*declared, *([LABEL] if label and not is_class(store) else [])])
     paths = {name: path for name in wanted if (path := _path_of(store, name))}
     for name in wanted:
@@ -105,26 +105,26 @@ def _of_store(
         return columns  # a store without samples has no types, and none to give
     read = store.read(indices, columns.stored)
     fixed = {name for name, path in paths.items() if len(path) == 1 and isinstance(read[path[0]], np.ndarray)}
-    maker, found, reason = ColumnMaker(columns), dict[str, list[Any]](), ""
+    maker, values, reason = ColumnMaker(columns), dict[str, list[Any]](), ""
     for index, *row in zip(indices.tolist(), *(read[name] for name in columns.stored), strict=True):
         try:
-            given = maker.given(dict(zip(columns.stored, row, strict=True)), (index, 0))
+            unchecked = maker.unchecked(dict(zip(columns.stored, row, strict=True)), (index, 0))
         except SampleError as error:
             reason = f"{title_of(store.address, index, name_of(store, index))}: {error}"
             continue
-        for name, value in given.items():
-            found.setdefault(name, []).append(value)
-    if not found:
+        for name, value in unchecked.items():
+            values.setdefault(name, []).append(value)
+    if not values:
         raise ConfigError(f"none of the first {len(indices)} samples has columns; {reason}")
-    if unknown := [name for name in options if name not in found]:
+    if unknown := [name for name in options if name not in values]:
         raise ConfigError(
             f"store.columns names {unknown[0]!r}, which neither {store.address} has nor transform.make_columns "
-            f"makes: {', '.join([*store.columns, *found])}"
+            f"makes: {', '.join([*store.columns, *values])}"
         )
     types: dict[str, ColumnType] = {}
-    for name, every in found.items():
+    for name, of_column in values.items():
         where = f"column {name!r} of {store.address}"
-        kind = type_of(name, every, options.get(name), name in fixed or function is not None, where)
+        kind = type_of(name, of_column, options.get(name), name in fixed or function is not None, where)
         if name == LABEL and kind.kind != "array":
             raise ConfigError(
                 f"{where} is the target, and is {kind}: targets are numbers, or lists of one length; declare "
@@ -133,12 +133,12 @@ def _of_store(
         if name == LABEL and name not in options and not kind.shape and np.dtype(kind.dtype).kind in "iu":
             kind = CLASS  # of any width
         types[name] = kind
-        if (each := options.get(name)) and each.fill is not None:
-            types[length_name(name)] = ColumnType("array", "int64")
-    if clash := _lengths(options) & set(found):
-        raise ConfigError(
-            f"column {min(clash)!r} has the name that the lengths of a padded column have: rename it"
-        )
+        if kind.is_padded:
+            types[length := length_name(name)] = CLASS
+            if length in values:
+                raise ConfigError(
+                    f"column {length!r} has the name that the lengths of a padded column have: rename it"
+                )
     if reads_class and LABEL not in types:
         _check_label(store)
     return replace(columns, types=types, reads_class=reads_class and LABEL not in types)
@@ -150,10 +150,6 @@ def _check_label(store: Store) -> None:
             f"{missing(store.address, LABEL, store.columns, RENAMED[LABEL])}; set it to one of them, or to '' for "
             "batches without a target"
         )
-
-
-def _lengths(options: Mapping[str, ColumnOptions]) -> set[str]:
-    return {length_name(name) for name, each in options.items() if each.fill is not None}
 
 
 def _path_of(store: Store, name: str) -> tuple[str, ...] | None:
@@ -179,19 +175,19 @@ def type_of(
     Raises:
         ConfigError: none has a value, or they are of several kinds.
     """
-    there = [value for value in values if value is not None]
-    if not there:
-        raise ConfigError(f"{where} has no value in any of the first {len(values)} samples: mend the store")
+    values, num = [value for value in values if value is not None], len(values)
+    if not values:
+        raise ConfigError(f"{where} has no value in any of the first {num} samples: mend the store")
     if options is None:
         for kind, python in (("text", str), ("bytes", bytes)):
-            if all(isinstance(value, python) for value in there):
+            if all(isinstance(value, python) for value in values):
                 return ColumnType(kind)  # type: ignore[arg-type]
-        if len({_family(value) for value in there}) > 1:
-            names = ", ".join(sorted({type(value).__name__ for value in there}))
+        if len({_family(value) for value in values}) > 1:
+            names = ", ".join(sorted({type(value).__name__ for value in values}))
             raise ConfigError(f"{where} has values of several types, {names}: mend the store")
     arrays, problem = [], ""
-    npy = any(map(is_npy, there))
-    for value in there:
+    npy = any(map(is_npy, values))
+    for value in values:
         try:
             if is_npy(value) or not (npy and isinstance(value, bytes)):  # the first bytes of others are damaged
                 arrays.append(numbers_of(name, value, options))
@@ -216,15 +212,16 @@ def type_of(
             raise ConfigError(
                 f"store.columns.{name}.fill is {options.fill}, which {dtype} cannot hold: set its dtype"
             )
-        return ColumnType("array", dtype.name, (options.length, *inner.pop()), npy)
+        shape = (options.length, *inner.pop())
+        return ColumnType("array", dtype.name, shape, options.fill or 0, options.fill is not None, is_npy=npy)
     if shapes == {()}:
-        return ColumnType("array", dtype.name, (), npy)
-    if fixed and len(shapes) == 1 and all(isinstance(value, np.ndarray) for value in there):
+        return ColumnType("array", dtype.name, is_npy=npy)
+    if fixed and len(shapes) == 1 and all(isinstance(value, np.ndarray) for value in values):
         return ColumnType("array", dtype.name, shapes.pop())
     inner = {shape[1:] for shape in shapes}
     if len(inner) > 1:
         return ColumnType("json")
-    return ColumnType("ragged", dtype.name, inner.pop(), npy)
+    return ColumnType("ragged", dtype.name, inner.pop(), is_npy=npy)
 
 
 def _can_hold(dtype: np.dtype[Any], number: float) -> bool:

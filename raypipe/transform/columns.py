@@ -28,7 +28,7 @@ from raypipe.errors import ConfigError, SampleError
 from raypipe.lookup import import_name
 from raypipe.plan.order import Domain
 from raypipe.stores.numbers import NPY, InexactError, exactly, read_npy
-from raypipe.transform.fields import COLUMN, LABEL, Field, Kind
+from raypipe.transform.fields import COLUMN, LABEL, Field
 from raypipe.transform.process_state import seed_process
 from raypipe.transform.sample_transform import Key, KeyedGenerator, rng_parameter
 from raypipe.transform.user_code import NOT_OF_A_SAMPLE, failed
@@ -40,18 +40,13 @@ _NUMBERS = "biuf"  # numpy's kinds
 
 
 @dataclass(frozen=True)
-class ColumnType:
-    """What a column holds.
+class ColumnType(Field):
+    """What a column holds: the field that it becomes, whose shape is known.
 
     Attributes:
-        kind: "array" (numbers of one shape), "ragged" (of any length), "text", "bytes", or "json".
-        dtype: of numbers, numpy's name.
-        shape: of a sample's array; of a ragged one, that of its elements.
         is_npy: the store has the numbers as .npy; bytes of any other form are damaged.
     """
 
-    kind: Kind
-    dtype: str = ""
     shape: tuple[int, ...] = ()
     is_npy: bool = False
 
@@ -101,21 +96,16 @@ class SampleColumns:
     @property
     def target(self) -> ColumnType | None:
         """What the target is; None = classes, int64."""
-        found = self.types.get(LABEL)
-        return None if found == CLASS else found
+        target = self.types.get(LABEL)
+        return None if target == CLASS else target
 
     def fields(self) -> dict[str, Field]:
         """The columns and the target as fields, see `raypipe.transform.fields`."""
-        found = {LABEL: Field(dtype="int64", shape=())}
-        for name, kind in self.types.items():
-            options = self.options.get(name)
-            fill = (options.fill or 0) if options else 0
-            found[field_name(name)] = Field(kind.kind, kind.dtype, kind.shape, fill)
-        return found
+        return {LABEL: CLASS, **{field_name(name): column for name, column in self.types.items()}}
 
     def described(self) -> dict[str, str]:
         """In words, by name."""
-        return {name: str(kind) for name, kind in self.types.items()}
+        return {name: str(column) for name, column in self.types.items()}
 
 
 NO_COLUMNS = SampleColumns()
@@ -135,7 +125,7 @@ class ColumnMaker:
 
     def __init__(self, columns: SampleColumns) -> None:
         self.columns = columns
-        lengths = {length_name(name) for name, each in columns.options.items() if each.fill is not None}
+        lengths = {length_name(name) for name, column in columns.types.items() if column.is_padded}
         self._names = [name for name in columns.types if name not in lengths]
         function = columns.function
         if isinstance(function, str):
@@ -155,77 +145,68 @@ class ColumnMaker:
         Raises:
             SampleError: a value is missing, or is of another type or length than those of the first samples.
         """
-        given = self.given(values, key)
-        made: dict[str, Any] = {}
+        unchecked = self.unchecked(values, key)
+        columns: dict[str, Any] = {}
         for name in self._names:
-            made |= {field_name(each): value for each, value in self._typed(name, given.get(name)).items()}
-        return made
+            columns |= self._typed(name, unchecked.get(name))
+        return {field_name(name): value for name, value in columns.items()}
 
-    def given(self, values: Mapping[str, Any], key: Key) -> dict[str, Any]:
+    def unchecked(self, values: Mapping[str, Any], key: Key) -> dict[str, Any]:
         """What the store, or the function, gives for each of the batch's columns, not checked yet."""
-        found = {name: _field(values, path) for name, path in self.columns.paths.items()}
+        stored = {name: _field(values, path) for name, path in self.columns.paths.items()}
         if self._function is None:
-            return found
-        more = {}
+            return stored
+        rng = {}
         generator = self._keyed.rewind(key)
         if self._rng_name:
-            more[self._rng_name] = generator
+            rng[self._rng_name] = generator
         else:
             seed_process(*generator.integers(1 << 64, size=2, dtype=np.uint64).tolist())
         try:
-            made = self._function(dict(found), **more)
+            columns = self._function(dict(stored), **rng)
         except NOT_OF_A_SAMPLE:
             raise
         except Exception as error:
             raise failed("transform.make_columns", error) from error
-        if not isinstance(made, Mapping):
+        if not isinstance(columns, Mapping):
             raise ConfigError(
-                f"transform.make_columns returned a {type(made).__name__}: it must return a dict of the batch's "
-                "columns"
+                f"transform.make_columns returned a {type(columns).__name__}: it must return a dict of the "
+                "batch's columns"
             )
-        label = {LABEL: found[LABEL]} if LABEL in found else {}
-        return label | {str(name): _as_numpy(value) for name, value in made.items()}
+        label = {LABEL: stored[LABEL]} if LABEL in stored else {}
+        return label | {str(name): _as_numpy(value) for name, value in columns.items()}
 
     def _typed(self, name: str, value: Any) -> dict[str, Any]:
-        kind, options = self.columns.types[name], self.columns.options.get(name)
+        column = self.columns.types[name]
         if value is None:
             raise SampleError(f"column {name!r} has no value: fill it in, or leave the sample out")
-        if kind.kind == "json":
+        if column.kind == "json":
             return {name: as_json(value)}
-        if kind.kind in ("text", "bytes"):
-            expected = str if kind.kind == "text" else bytes
-            if not isinstance(value, expected):
-                raise SampleError(_varies(name, f"a {type(value).__name__}", kind))
+        if column.kind in ("text", "bytes"):
+            if not isinstance(value, str if column.kind == "text" else bytes):
+                raise SampleError(_varies(name, f"a {type(value).__name__}", column))
             return {name: value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value}
-        if kind.is_npy and isinstance(value, bytes) and not is_npy(value):
+        if column.is_npy and isinstance(value, bytes) and not is_npy(value):
             raise SampleError(f"column {name!r} does not begin as a .npy, as in the first samples: mend it")
-        array = numbers_of(name, value, options)
-        if options and options.fill is not None:
-            return self._padded(name, array, kind, options.fill)
-        shape = array.shape[1:] if kind.kind == "ragged" else array.shape
-        if kind.kind == "ragged" and not array.size:
-            array, shape = np.empty((0, *kind.shape), kind.dtype), kind.shape
-        if shape != kind.shape or (kind.kind == "ragged" and not array.ndim):
-            raise SampleError(
-                f"{_varies(name, f'of shape {array.shape}', kind)}, or declare "
-                f"store.columns={{{name}: {{length: …, fill: …}}}} for lists of several lengths"
-            )
-        return {name: _cast(name, array, kind)}
-
-    def _padded(self, name: str, array: np.ndarray, kind: ColumnType, fill: float) -> dict[str, Any]:
-        length = kind.shape[0]
-        if not array.size:
-            array = np.empty((0, *kind.shape[1:]), kind.dtype)
-        if array.shape[1:] != kind.shape[1:] or not array.ndim:
-            raise SampleError(_varies(name, f"of shape {array.shape}", kind))
-        if len(array) > length:
-            raise SampleError(
-                f"column {name!r} has {len(array)} values, and its declared length is {length}: raise "
-                f"store.columns.{name}.length, or leave the sample out"
-            )
-        padded = np.full(kind.shape, fill, kind.dtype)
-        padded[: len(array)] = _cast(name, array, kind)
-        return {name: padded, length_name(name): np.int64(len(array))}
+        array = numbers_of(name, value, self.columns.options.get(name))
+        is_list = column.kind == "ragged" or column.is_padded
+        of_element = column.shape[column.is_padded :]
+        if is_list and not array.size:
+            array = np.empty((0, *of_element), column.dtype)
+        if array.shape[is_list:] != of_element or array.ndim < is_list:
+            hint = f", or declare store.columns={{{name}: {{length: …, fill: …}}}} for lists of several lengths"
+            varies = _varies(name, f"of shape {array.shape}", column)
+            raise SampleError(varies if column.is_padded else varies + hint)
+        typed: dict[str, Any] = {name: _cast(name, array, column)}
+        if column.is_padded:
+            length = column.shape[0]
+            if len(array) > length:
+                raise SampleError(
+                    f"column {name!r} has {len(array)} values, and its declared length is {length}: raise "
+                    f"store.columns.{name}.length, or leave the sample out"
+                )
+            typed[length_name(name)] = np.int64(len(array))
+        return typed
 
 
 def length_name(name: str) -> str:
@@ -233,9 +214,9 @@ def length_name(name: str) -> str:
     return f"{name}_length"
 
 
-def _field(held: Mapping[str, Any], path: tuple[str, ...]) -> Any:
+def _field(values: Mapping[str, Any], path: tuple[str, ...]) -> Any:
     """What is at a path: a column's value, or a field of the structs or the JSON that it is."""
-    value = held[path[0]]
+    value = values[path[0]]
     for name in path[1:]:
         if isinstance(value, str | bytes):
             try:
@@ -267,7 +248,7 @@ def numbers_of(name: str, value: Any, options: ColumnOptions | None = None) -> n
     except (ValueError, TypeError, OverflowError, RecursionError, SampleError) as error:
         raise SampleError(f"column {name!r} holds no numbers: {error}") from error
     if array.dtype.kind not in _NUMBERS:
-        raise SampleError(f"column {name!r} holds {_kind_of(value)}, and no numbers")
+        raise SampleError(f"column {name!r} holds a {type(value).__name__}, and no numbers")
     return array
 
 
@@ -276,27 +257,23 @@ def is_npy(value: Any) -> bool:
     return isinstance(value, bytes) and value.startswith(NPY)
 
 
-def _cast(name: str, array: np.ndarray, kind: ColumnType) -> np.ndarray:
+def _cast(name: str, array: np.ndarray, column: ColumnType) -> np.ndarray:
     """In the column's dtype; whole numbers keep their values."""
-    dtype = np.dtype(kind.dtype)
-    if array.size and _NUMBERS.index(_unsigned(array.dtype)) > _NUMBERS.index(_unsigned(dtype)):
-        raise SampleError(_varies(name, str(array.dtype), kind))
+    dtype = np.dtype(column.dtype)
+    if array.size and _NUMBERS.index(_signed(array.dtype)) > _NUMBERS.index(_signed(dtype)):
+        raise SampleError(_varies(name, str(array.dtype), column))
     try:
         return exactly(array, dtype)
     except InexactError as error:
         raise SampleError(f"column {name!r} has {error}: declare a wider dtype") from None
 
 
-def _unsigned(dtype: np.dtype[Any]) -> str:
+def _signed(dtype: np.dtype[Any]) -> str:
     return dtype.kind.replace("u", "i")
 
 
-def _varies(name: str, found: str, kind: ColumnType) -> str:
-    return f"column {name!r} is {found}, where it is {kind} in the first samples: mend it, or leave the sample out"
-
-
-def _kind_of(value: Any) -> str:
-    return f"a {type(value).__name__}"
+def _varies(name: str, kind: str, column: ColumnType) -> str:
+    return f"column {name!r} is {kind}, where it is {column} in the first samples: mend or exclude it"
 
 
 def _as_numpy(value: Any) -> Any:

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from typing import Any
 
 import numpy as np
 
 from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError, SampleError
-from raypipe.plan.places import Split
+from raypipe.plan.places import Sides, Split
 from raypipe.plan.selection import JoinedSelection, Selection
 from raypipe.stores.base import Store
 from raypipe.transform.decode_array import header_size
-from raypipe.transform.direct import DirectPipeline, direct_pipeline
 from raypipe.transform.presets import build_transform
-from raypipe.transform.sizes import Sides, Size, sizes_of
+from raypipe.transform.program import Program, find_program
+from raypipe.transform.sizes import Size, sizes_of
 
 _NUM_TRIED = 8
 
@@ -53,11 +52,10 @@ def check_crops(
             )
 
 
-def _cropping(transform: Any, size: Size) -> DirectPipeline | None:
+def _cropping(transform: Any, size: Size) -> Program | None:
     """A transform that crops without a resize; None = it does not, or that is not known."""
     if isinstance(transform, str | list):
         others = isinstance(transform, str) and transform != "flip-crop"  # the only preset that crops so
         transform = None if others else build_transform(transform, size)
-    found = direct_pipeline(transform)
-    # A copy, since it draws from the generators of its pipeline.
-    return direct_pipeline(copy.deepcopy(transform)) if found and found.crops_first else None
+    program = transform if isinstance(transform, Program) else find_program(transform)[0]
+    return program if program and program.crops_first else None

@@ -14,10 +14,8 @@ refused by their header.
 
 from __future__ import annotations
 
-import contextlib
 import io
 import math
-import zlib
 from typing import Any
 
 import cv2
@@ -27,7 +25,7 @@ from raypipe.errors import ConfigError, SampleError
 from raypipe.lookup import to_install
 from raypipe.stores.numbers import NPY, NpyHeader, npy_header, read_npy
 from raypipe.transform.decode import decode, image_size, stored_bytes
-from raypipe.transform.image_header import damage_in, image_kind
+from raypipe.transform.image_header import damage_in, image_kind, png_chunks, png_size
 from raypipe.transform.jpeg import upright
 from raypipe.transform.limits import check_size
 from raypipe.transform.tiff import JPEG, LOSSLESS, PREDICTED, TiffHeader, tiff_header
@@ -61,20 +59,12 @@ def decode_array(data: bytes | bytearray | memoryview | None) -> np.ndarray:
 
 
 def decode_any(data: bytes | None, min_side: int | None = None) -> np.ndarray:
-    """An image as `decode` gives it; what that refuses and is a .npy or a TIFF, as an array.
-
-    Raises:
-        SampleError: neither can decode it; the error is `decode`'s, or of a .npy the other's.
-        ConfigError: as the two do.
-    """
+    """An image as `decode` gives it; what that refuses and is a .npy or a TIFF, as `decode_array` does."""
     try:
         return decode(data, min_side=min_side)
     except SampleError:
-        if data and data.startswith(NPY):
+        if data and (data.startswith(NPY) or image_kind(data) == "TIFF"):
             return decode_array(data)
-        if data and image_kind(data) == "TIFF":
-            with contextlib.suppress(SampleError):
-                return decode_array(data)
         raise
 
 
@@ -115,20 +105,15 @@ def _image_header(data: bytes) -> NpyHeader:
 
 
 def _png(data: bytes) -> np.ndarray:
-    at, ended, crc = 8, False, zlib.crc32
-    while not ended:
-        length, kind = int.from_bytes(data[at : at + 4], "big"), data[at + 4 : at + 8]
-        end = at + 8 + length
-        if end + 4 > len(data):
+    if data[8:16] != b"\0\0\0\rIHDR":
+        raise SampleError("damaged PNG: it does not begin with its header")
+    for kind, holds in png_chunks(data):
+        if holds is None:
             raise SampleError(f"truncated PNG ({len(data)} bytes)")
-        if crc(memoryview(data)[at + 4 : end]) != int.from_bytes(data[end : end + 4], "big"):
+        if not holds:
             raise SampleError(f"damaged PNG: a checksum of {kind!r} does not hold")
-        if at == 8:
-            if kind != b"IHDR" or length != 13:
-                raise SampleError("damaged PNG: it does not begin with its header")
-            width, height = int.from_bytes(data[16:20], "big"), int.from_bytes(data[20:24], "big")
-            check_size(width, height, width * height * _PNG_BYTES * (2 if data[24] == 16 else 1))
-        at, ended = end + 4, kind == b"IEND"
+    height, width = png_size(data)
+    check_size(width, height, width * height * _PNG_BYTES * (2 if data[24] == 16 else 1))
     try:
         image = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_UNCHANGED)
     except cv2.error as error:

@@ -31,8 +31,13 @@ from raypipe.transform.memory import reused_arrays
 Kind = Literal["array", "ragged", "text", "bytes", "json"]
 
 IMAGE, LABEL = "image", "label"
-VIEW, COLUMN, ENCODED = "view", "column", "encoded"
+VIEW, COLUMN = "view", "column"
 """Groups of fields, whose names are GROUP.NAME."""
+
+
+def is_image(name: str) -> bool:
+    """Whether a field of this name is an image: the sample's, or a view of it."""
+    return name == IMAGE or name.startswith(f"{VIEW}.")
 
 
 @dataclass(frozen=True)
@@ -126,8 +131,8 @@ class MicroBatch:
 
     def arrays(self, group: str = "") -> dict[str, np.ndarray]:
         """The arrays among the fields, or those of a group by the names that they have in it."""
-        found = in_group(self.fields, group) if group else self.fields
-        return {name: values for name, values in found.items() if isinstance(values, np.ndarray)}
+        fields = in_group(self.fields, group) if group else self.fields
+        return {name: values for name, values in fields.items() if isinstance(values, np.ndarray)}
 
     def __getitem__(self, name: str) -> np.ndarray:
         """An array among the fields."""
@@ -155,9 +160,9 @@ class BlockMemory:
         if not self.arrays:
             self.arrays = reused_arrays(
                 {
-                    name: ((self._count, num_samples, *(each.shape or ())), np.dtype(each.dtype))
-                    for name, each in self.fields.items()
-                    if each.kind == "array"
+                    name: ((self._count, num_samples, *(like.shape or ())), np.dtype(like.dtype))
+                    for name, like in self.fields.items()
+                    if like.kind == "array"
                 }
             )
         self._taken += 1
@@ -204,13 +209,26 @@ class Rows:
             if array is None:
                 self._lists.setdefault(name, [None] * self.num_samples)[row] = value
             elif value is not self._image:
-                each = self.memory.fields[name]
-                if each.is_padded:
+                like = self.memory.fields[name]
+                if like.is_padded:
                     array[row, : len(value)] = value
-                    array[row, len(value) :] = each.fill
+                    array[row, len(value) :] = like.fill
                 else:
                     array[row] = value
         self.index[row], self.weight[row] = index, 1
+
+    def put_labels(self, rows: np.ndarray, indices: np.ndarray, labels: np.ndarray, none: int) -> np.ndarray:
+        """Fill those of some rows, bool (B,), that have a label: all else of them is there. Which, bool (B,)."""
+        filled = rows & (labels != none)
+        self.arrays[LABEL][filled] = labels[filled]
+        self.index[filled], self.weight[filled] = indices[filled], 1
+        return filled
+
+    @property
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Of the fields, (B, …), once their shapes are known."""
+        assert self._arrays is not None
+        return self._arrays
 
     def leave_out(self, row: int, index: int = PADDING) -> None:
         """Fill a row that does not count: padding, or a sample that is bad."""
@@ -230,17 +248,17 @@ class Rows:
     def finish(self) -> dict[str, np.ndarray | Ragged]:
         """The fields of the micro-batch."""
         assert self._arrays is not None
-        found: dict[str, np.ndarray | Ragged] = {}
-        for name, each in self.memory.fields.items():
-            if each.kind == "array":
+        fields: dict[str, np.ndarray | Ragged] = {}
+        for name, like in self.memory.fields.items():
+            if like.kind == "array":
                 array = self._arrays[name]
                 if self._missing:
-                    array[self._missing] = each.fill
-                found[name] = array
+                    array[self._missing] = like.fill
+                fields[name] = array
             else:
                 samples = self._lists.get(name, [None] * self.num_samples)
-                found[name] = Ragged.of(each.kind, samples, each)
-        return found
+                fields[name] = Ragged.of(like.kind, samples, like)
+        return fields
 
 
 def learn(fields: dict[str, Field], sample: Mapping[str, Any]) -> None:
@@ -248,10 +266,10 @@ def learn(fields: dict[str, Field], sample: Mapping[str, Any]) -> None:
     if any(name not in fields for name in sample):  # it makes views, where an image was expected
         fields.pop(IMAGE, None)
     for name, value in sample.items():
-        each = fields.get(name, Field())
-        if each.kind == "array" and each.shape is None:
-            fields[name] = replace(each, dtype=value.dtype.name, shape=value.shape)
+        like = fields.get(name, Field())
+        if like.kind == "array" and like.shape is None:
+            fields[name] = replace(like, dtype=value.dtype.name, shape=value.shape)
 
 
 def _are_known(fields: Mapping[str, Field]) -> bool:
-    return all(each.kind != "array" or each.shape is not None for each in fields.values())
+    return all(like.kind != "array" or like.shape is not None for like in fields.values())

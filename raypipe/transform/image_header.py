@@ -111,8 +111,8 @@ def _check_jpeg(data: bytes, width: int, height: int, pixel_bytes: int) -> None:
 def _jpeg_segments(data: bytes) -> Iterator[tuple[int, bytes]]:
     """Yield the marker and the body of each segment, up to the image's end."""
     at = 2
-    while found := _MARKER.search(data, at):
-        at = found.end()
+    while match := _MARKER.search(data, at):
+        at = match.end()
         marker = data[at - 1]
         if marker == _EOI:
             return
@@ -139,30 +139,36 @@ def _plain_png_size(data: bytes) -> tuple[int, int] | None:
     """
     if data[12:16] != b"IHDR" or data[24:26] not in (b"\x08\x00", b"\x08\x02"):
         return None
-    at, kind = 8, b""
-    while kind != b"IEND":
-        length, kind = int.from_bytes(data[at : at + 4], "big"), data[at + 4 : at + 8]
-        end = at + 8 + length
-        if kind not in (b"IHDR", b"IDAT", b"IEND") or end + 4 > len(data):
-            return None
-        if zlib.crc32(memoryview(data)[at + 4 : end]) != int.from_bytes(data[end : end + 4], "big"):
-            return None
-        at = end + 4
-    width, height = int.from_bytes(data[16:20], "big"), int.from_bytes(data[20:24], "big")
+    if not all(holds and kind in (b"IHDR", b"IDAT", b"IEND") for kind, holds in png_chunks(data)):
+        return None
+    height, width = png_size(data)
     check_size(width, height)
     return (height, width) if width and height else None
 
 
-def check_png(data: bytes) -> None:
-    """Raise ValueError where a checksum of what pixels are made of is wrong: Pillow does not compare them."""
+def png_size(data: bytes) -> tuple[int, int]:
+    """(height, width) in the header of a PNG."""
+    return int.from_bytes(data[20:24], "big"), int.from_bytes(data[16:20], "big")
+
+
+def png_chunks(data: bytes) -> Iterator[tuple[bytes, bool | None]]:
+    """Yield the kind of each chunk, and whether its checksum holds; None: it is cut short, and so the last."""
     at, kind = 8, b""
-    while kind != b"IEND" and at + 12 <= len(data):
+    while kind != b"IEND":
         length, kind = int.from_bytes(data[at : at + 4], "big"), data[at + 4 : at + 8]
         end = at + 8 + length
-        checksum = int.from_bytes(data[end : end + 4], "big")
-        if not kind[0] & 0x20 and end + 4 <= len(data) and zlib.crc32(memoryview(data)[at + 4 : end]) != checksum:
-            raise ValueError(f"the checksum of {kind!r} is wrong")
+        if end + 4 > len(data):
+            yield kind, None
+            return
+        yield kind, zlib.crc32(memoryview(data)[at + 4 : end]) == int.from_bytes(data[end : end + 4], "big")
         at = end + 4
+
+
+def check_png(data: bytes) -> None:
+    """Raise ValueError where a checksum of what pixels are made of is wrong: Pillow does not compare them."""
+    for kind, holds in png_chunks(data):
+        if holds is False and not kind[0] & 0x20:
+            raise ValueError(f"the checksum of {kind!r} is wrong")
 
 
 def _webp_size(data: bytes) -> tuple[int, int] | None:

@@ -15,17 +15,17 @@ bad, and nodes with and without the extension can make one run together.
 from __future__ import annotations
 
 import functools
-import importlib
 import warnings
 from collections.abc import Callable
 
 import numpy as np
 import simplejpeg
 
+from raypipe import native
 from raypipe.config import TransformConfig
 from raypipe.errors import SampleError
-from raypipe.transform.direct import Box, Undecoded, cut
 from raypipe.transform.image_header import jpeg_size, open_pillow
+from raypipe.transform.sizes import Box, Undecoded, cut
 
 WHOLE = 8
 """Eighths: full scale."""
@@ -34,7 +34,6 @@ SCALES = (1, 2, 4)
 
 _MIN_SCALED_SIDE = 16  # pixels: below, two scales can give the same size, by which simplejpeg is told the scale
 _ORIENTATION_TAG = 0x0112  # of EXIF
-_INTERFACE_VERSION = 2  # of the extension that this module can call
 _EXTRA_COLUMNS = 39  # it decodes 4 more on each side, and begins at a block's edge, up to 31 before
 
 
@@ -149,18 +148,16 @@ def _by_extension(
 @functools.cache
 def extension() -> Callable[..., int] | None:
     """The compiled decoder; None: there is none to use, and `why_no_extension` says why."""
-    return None if why_no_extension() else importlib.import_module("_raypipe_kernel").decode_crop
+    module = native.module()
+    return None if module is None or why_no_extension() else module.decode_crop
 
 
 @functools.cache
 def why_no_extension() -> str:
     """Why the compiled decoder is not used; empty = it is."""
-    try:
-        module = importlib.import_module("_raypipe_kernel")
-    except ImportError as error:
-        return f"not built, or its libjpeg-turbo is missing ({error})"
-    if module.INTERFACE_VERSION != _INTERFACE_VERSION:
-        return f"built from another version of raypipe ({module.INTERFACE_VERSION}, not {_INTERFACE_VERSION})"
+    module = native.module()
+    if module is None:
+        return native.why_missing()
     agrees = all(_agrees(module.decode_crop, sampling) for sampling in ("444", "422", "420", "Gray"))
     return "" if agrees else "its libjpeg-turbo gives other pixels than simplejpeg's"
 

@@ -3,21 +3,21 @@
     sizes    heights and widths by the headers, of what it takes
     run      encoded images, or pixels → uint8 (B, H, W, 3), by programs of integer operations
 
-It is used only after it has agreed with simplejpeg and with OpenCV in this process. What it refuses, image by
-image, is left to the caller: `decode.decode` and `reference` have the same pixels, and the last word on bad
-samples. Without the extension it refuses everything.
+It is used only after it has agreed with simplejpeg and with OpenCV in this process. What it refuses, image by image,
+is left to the caller: `decode.decode` and `reference` have the same pixels, and the last word on bad samples.
+Without the extension it refuses everything.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Sequence
 from types import ModuleType
 from typing import NamedTuple
 
 import numpy as np
 
+from raypipe import native
 from raypipe.transform import reference
 from raypipe.transform.jpeg import jpeg_orientation, why_no_extension
 
@@ -51,7 +51,7 @@ def sizes(images: Sequence[Image], *, apply_exif: bool = False, decode_min_side:
     """
     if not available():
         return np.zeros((len(images), 2), np.int32)
-    sides = np.frombuffer(bytearray(_module().sizes(images)), np.int32).reshape(-1, 2)
+    sides = np.frombuffer(bytearray(_extension().sizes(images)), np.int32).reshape(-1, 2)
     encoded = np.array([not isinstance(image, np.ndarray) for image in images], bool)
     if decode_min_side:
         sides[encoded & (sides.min(1) >= 2 * decode_min_side)] = 0
@@ -80,7 +80,7 @@ def run(images: Sequence[Image], jobs: Sequence[Job], threads: int = 1, to_end: 
     """
     if not available():
         return np.array([SKIPPED if image is None else UNREADABLE for image in images], np.uint8)
-    return np.frombuffer(_module().run(images, jobs, threads, to_end), np.uint8)
+    return np.frombuffer(_extension().run(images, jobs, threads, to_end), np.uint8)
 
 
 def available() -> bool:
@@ -94,9 +94,10 @@ def why_no_kernel() -> str:
     return why_no_extension() or ("" if _agrees() else "it gives other pixels than OpenCV")
 
 
-@functools.cache
-def _module() -> ModuleType:
-    return importlib.import_module("_raypipe_kernel")
+def _extension() -> ModuleType:
+    module = native.module()
+    assert module is not None, "why_no_kernel says so"
+    return module
 
 
 def _agrees() -> bool:
@@ -106,7 +107,7 @@ def _agrees() -> bool:
         out = np.zeros((1, height, width, 3), np.uint8)
         row = [height, width, reference.LINEAR]
         job = Job(np.array([[reference.RESIZE, 0]], np.int32), np.array([[1, *row]], np.int64), out)
-        if _module().run([noise], [job], 1, True) != b"\0":
+        if _extension().run([noise], [job], 1, True) != b"\0":
             return False
         if not np.array_equal(out[0], reference.resize(noise, row)):
             return False

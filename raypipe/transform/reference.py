@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 import cv2
 import numpy as np
 
+from raypipe.transform import reference_colour
+
 CROP, CROP_SCALED, RESIZE, PAD, TURN, AFFINE, DROPOUT = range(1, 8)
 """Codes of operations."""
 NEAREST, LINEAR, CUBIC, AREA = range(4)
@@ -140,6 +142,15 @@ GEOMETRY: dict[int, Operation] = {
     DROPOUT: dropout,
 }
 """By code; CROP_SCALED is the decoder's."""
+
+
+def apply_all(image: np.ndarray, ops: np.ndarray, params: np.ndarray) -> np.ndarray:
+    """Carry out a program on one image: ops int32 (n, 2), params int64 (P,), see `raypipe.transform.ops`."""
+    operations = GEOMETRY | reference_colour.COLOUR
+    for code, at in ops.tolist():
+        if params[at]:
+            image = operations[code](image, params[at + 1 :].tolist())
+    return np.ascontiguousarray(image)
 
 
 def _border_at(at: np.ndarray, side: int, border: int) -> np.ndarray:

@@ -80,7 +80,7 @@ class SampleCache:
         words = np.where(indices >= 0, self._words[indices], 0)
         if words.any() and os.fstat(self._file).st_size > len(self._records):
             self._records = mmap.mmap(self._file, 0, prot=mmap.PROT_READ)
-        found = {}
+        samples = {}
         for position in np.flatnonzero(words).tolist():
             at = int(words[position]) + _RECORD.size
             if at > len(self._records):
@@ -90,8 +90,8 @@ class SampleCache:
             # Else no process has written this.
             if index == indices[position] and num_values and at + num_values <= len(self._records):
                 pixels = np.frombuffer(self._records, np.uint8, num_values, at)
-                found[position] = Decoded(pixels.reshape(height, width, 3), label)
-        return found
+                samples[position] = Decoded(pixels.reshape(height, width, 3), label)
+        return samples
 
     def decoded(self, index: int, label: int, data: bytes | None) -> Decoded | None:
         """Decode a sample, and keep it; None: there is no room for more, or it is a bad one."""
@@ -110,12 +110,12 @@ class SampleCache:
             return
         record: list[Any] = [_RECORD.pack(index, label, *pixels.shape[:2]), pixels.data]
         num_bytes = _RECORD.size + pixels.nbytes
-        found = os.fstat(self._file)
-        if found.st_size + num_bytes > self._limit:  # several that look at once may pass it by an image each
-            self._end(found.st_size + num_bytes)
+        status = os.fstat(self._file)
+        if status.st_size + num_bytes > self._limit:  # several that look at once may pass it by an image each
+            self._end(status.st_size + num_bytes)
             return
         try:
-            if not found.st_nlink:
+            if not status.st_nlink:
                 raise OSError("it has been removed")
             # Written, not mapped: where the disk is full this is an error, and not the end of the process.
             written = os.writev(self._file, record)  # where the file ends by now

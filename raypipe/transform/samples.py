@@ -58,12 +58,12 @@ def read_samples(store: Store, indices: np.ndarray, wanted: Wanted = Wanted()) -
         StoreError: as `Store.read`.
     """
     real = indices != PADDING
-    found = store.read(indices[real], ("image", *((LABEL,) if wanted.label else ()), *wanted.columns))
+    stored = store.read(indices[real], ("image", *((LABEL,) if wanted.label else ()), *wanted.columns))
     samples = [EncodedSample(None)] * len(indices)
-    labels = _classes(store, found[LABEL]) if wanted.label else [0] * len(found["image"])
-    rows = zip(*(found[name] for name in wanted.columns), strict=True) if wanted.columns else ()
+    labels = _classes(store, stored[LABEL]) if wanted.label else [0] * len(stored["image"])
+    rows = zip(*(stored[name] for name in wanted.columns), strict=True) if wanted.columns else ()
     columns: list[Any] = [dict(zip(wanted.columns, row, strict=True)) for row in rows] or [_NOTHING] * len(labels)
-    read = zip(np.flatnonzero(real).tolist(), found["image"], labels, columns, strict=True)
+    read = zip(np.flatnonzero(real).tolist(), stored["image"], labels, columns, strict=True)
     for position, *of_sample in read:
         samples[position] = EncodedSample(*of_sample)
     return samples

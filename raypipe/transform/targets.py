@@ -151,10 +151,10 @@ def _wrong(numbers: np.ndarray, labels: np.ndarray) -> dict[str, np.ndarray]:
 def marked(keypoints: Any, shape: tuple[int, ...]) -> np.ndarray:
     """Transformed keypoints, float32 (K, 3), of an image of this (height, width, …): those outside have the label
     -2 - label. Raises SampleError where the transform made one infinite."""
-    made = np.asarray(keypoints, np.float32).reshape(-1, 3)
-    for number in np.flatnonzero(~np.isfinite(made).all(1))[:1]:
-        raise SampleError(f"keypoint {number} of {len(made)} is not finite behind the transform")
-    x, y, labels = made.T
+    points = np.asarray(keypoints, np.float32).reshape(-1, 3)
+    for number in np.flatnonzero(~np.isfinite(points).all(1))[:1]:
+        raise SampleError(f"keypoint {number} of {len(points)} is not finite behind the transform")
+    x, y, labels = points.T
     outside = ~((x >= 0) & (y >= 0) & (x < shape[1]) & (y < shape[0]))
     return np.column_stack([x, y, np.where(outside, _OUTSIDE - labels, labels)])
 
@@ -167,7 +167,7 @@ class Target:
         keyword: Albumentations' name for it.
         decode: (what a store holds, (height, width) of the image) → what the pipeline is given.
         field: of a micro-batch.
-        finish: (what the pipeline made, what it was given, shape of the image that it made, the field) → what the
+        finish: (what the pipeline made, what was decoded, shape of the image that it made, the field) → what the
             field holds of the sample.
     """
 
@@ -177,27 +177,27 @@ class Target:
     finish: Callable[[Any, np.ndarray, tuple[int, ...], Field], np.ndarray]
 
 
-def _finish_mask(made: Any, given: np.ndarray, image: tuple[int, ...], field: Field) -> np.ndarray:
-    if made.dtype != np.uint8 or made.shape != image[:2]:
+def _finish_mask(transformed: Any, decoded: np.ndarray, image: tuple[int, ...], field: Field) -> np.ndarray:
+    if transformed.dtype != np.uint8 or transformed.shape != image[:2]:
         raise ConfigError(
-            f"the transform made a mask of {made.dtype} {made.shape} for an image of {(*image[:2], 3)}:"
-            " expected is uint8 of the image's height and width"
+            f"the transform made a mask of {transformed.dtype} {transformed.shape} for an image of "
+            f"{(*image[:2], 3)}: expected is uint8 of the image's height and width"
         )
-    return made
+    return transformed
 
 
-def _finish_boxes(made: Any, given: np.ndarray, image: tuple[int, ...], field: Field) -> np.ndarray:
+def _finish_boxes(transformed: Any, decoded: np.ndarray, image: tuple[int, ...], field: Field) -> np.ndarray:
     # By what is stored and not by what is seen of it, so that no epoch finds out later than another.
-    _check_number("boxes", max(len(made), len(given)), field)
-    return np.asarray(made, np.float32).reshape(-1, 5)
+    _check_number("boxes", max(len(transformed), len(decoded)), field)
+    return np.asarray(transformed, np.float32).reshape(-1, 5)
 
 
-def _finish_keypoints(made: Any, given: np.ndarray, image: tuple[int, ...], field: Field) -> np.ndarray:
-    _check_number("keypoints", len(given), field)
-    found = marked(made, image)
-    if len(found) != len(given):
-        raise ConfigError(f"the transform left {len(found)} of {len(given)} keypoints: it must keep all")
-    return found
+def _finish_keypoints(transformed: Any, decoded: np.ndarray, image: tuple[int, ...], field: Field) -> np.ndarray:
+    _check_number("keypoints", len(decoded), field)
+    keypoints = marked(transformed, image)
+    if len(keypoints) != len(decoded):
+        raise ConfigError(f"the transform left {len(keypoints)} of {len(decoded)} keypoints: it must keep all")
+    return keypoints
 
 
 def _check_number(name: str, number: int, field: Field) -> None:
@@ -256,8 +256,8 @@ def _numbers(value: Any, what: str, fields: str) -> np.ndarray:
         return np.empty((0, width))
     wrong = numbers.ndim == 2 and numbers.shape[1] != width
     if wrong or numbers.ndim not in (1, 2) or numbers.size % width:
-        each = {5: "five to a box", 3: "three to a keypoint"}[width]
-        raise SampleError(f"the {what} are numbers of shape {numbers.shape}: expected are {each}, [{fields}]")
+        expected = {5: "five to a box", 3: "three to a keypoint"}[width]
+        raise SampleError(f"the {what} are numbers of shape {numbers.shape}: expected are {expected}, [{fields}]")
     return numbers.reshape(-1, width)
 
 
@@ -285,12 +285,12 @@ def target_pipeline(transform: Any, targets: Collection[str]) -> Any:
             f"{type(transform).__name__}: name a preset, wrap it in albumentations.Compose([…]), or leave "
             f"{', '.join(f'transform.{name}_column' for name in sorted(targets))} out"
         )
-    given = transform.processors.get("bboxes")
+    processor = transform.processors.get("bboxes")
     params, boxes = None, "boxes" in targets
-    if boxes and given is None:
+    if boxes and processor is None:
         params = library.BboxParams("pascal_voc", min_width=1, min_height=1)
     elif boxes:
-        params = copy.copy(given.params)
+        params = copy.copy(processor.params)
         if params.format != "pascal_voc":
             raise ConfigError(
                 f"the transform's bbox_params have format={params.format!r}; raypipe gives boxes as "

@@ -32,7 +32,7 @@ def place_of(error: BaseException) -> str:
     if not frames:
         return "an unknown place"
     nearest = min(map(_distance, frames))
-    frame = [each for each in frames if _distance(each) == nearest][-1]
+    frame = [frame for frame in frames if _distance(frame) == nearest][-1]
     here = f"{Path.cwd()}{os.sep}"
     return f"{frame.filename.removeprefix(here)}:{frame.lineno} in {frame.name}"
 

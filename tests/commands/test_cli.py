@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import yaml
+from small_runs import parse_run
 
 from raypipe.commands import cli, settings
 from raypipe.commands.cli import _finish, main
-from raypipe.commands.settings import _normalized, parse_run
+from raypipe.commands.settings import _normalized
 from raypipe.config import RunConfig
 from raypipe.errors import ConfigError
 from raypipe.train.interrupts import Stopped

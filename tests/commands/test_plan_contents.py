@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raypipe.commands import plan_contents
-from raypipe.commands.plan_contents import contents_of
+from raypipe.commands import plan_summary
+from raypipe.commands.plan_summary import _of_sources, class_shares, draw_counts
 from raypipe.config import PlanConfig
 from raypipe.plan.schedule import Plan
 from raypipe.plan.selection import Selection
@@ -24,31 +24,32 @@ def plan_of(store: Store, exclude: Any = (), **config: Any) -> Plan:
 
 
 def test_of_a_plain_plan_each_sample_is_drawn_once_but_for_those_that_make_no_step() -> None:
-    found = contents_of(plan_of(LONG_TAIL, [3, 50], shuffle="global"), [0])
-    assert found.times is not None and np.bincount(found.times).tolist() == [2, 56]
-    assert not found.sources and not found.classes
+    times = draw_counts(plan_of(LONG_TAIL, [3, 50], shuffle="global"))
+    assert times is not None and np.bincount(times).tolist() == [2, 56]
 
 
 def test_the_classes_of_a_balanced_plan_are_drawn_alike() -> None:
-    found = contents_of(plan_of(LONG_TAIL, class_balance=1.0), [0], np.array(LABELS))
-    assert {label: stored for label, (stored, _) in found.classes.items()} == {0: 40 / 60, 1: 0.25, 2: 5 / 60}
-    assert {drawn for _, drawn in found.classes.values()} == {1 / 3}
-    assert found.times is not None and found.times.sum() == 60
+    plan = plan_of(LONG_TAIL, class_balance=1.0)
+    times = draw_counts(plan)
+    assert times is not None and times.sum() == 60
+    shares = class_shares(plan, times, np.array(LABELS))
+    assert {label: stored for label, (stored, _) in shares.items()} == {"0": 40 / 60, "1": 0.25, "2": 5 / 60}
+    assert {drawn for _, drawn in shares.values()} == {1 / 3}
 
 
 @pytest.mark.parametrize(
     "config", [{"weights": "weight"}, {"class_balance": 0.5, "repeats": 2, "repeats_in": "micro_batch"}]
 )
-def test_what_is_not_counted_draw_by_draw_is_told_of_a_pass(
+def test_draws_that_are_too_many_to_count_are_those_of_a_pass(
     config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = plan_of(LONG_TAIL, [0], **config)
-    counted = contents_of(plan, [0]).times
-    monkeypatch.setattr(plan_contents, "MAX_COUNTED", 10)
-    told = contents_of(plan, [0]).times
-    assert counted is not None and told is not None
-    assert told.sum() == counted.sum() and told.tolist() == counted.tolist()
-    assert contents_of(plan_of(LONG_TAIL), [0]).times is None
+    counted = draw_counts(plan)
+    monkeypatch.setattr(plan_summary, "MAX_COUNTED", 10)
+    of_pass = draw_counts(plan)
+    assert counted is not None and of_pass is not None
+    assert of_pass.sum() == counted.sum() and of_pass.tolist() == counted.tolist()
+    assert draw_counts(plan_of(LONG_TAIL)) is None
 
 
 def test_sources_have_the_draws_that_the_stream_has() -> None:
@@ -60,8 +61,10 @@ def test_sources_have_the_draws_that_the_stream_has() -> None:
         repeats=2,
         repeats_in="micro_batch",
     )
-    found = contents_of(plan, [0, 1, 2])
+    sources = _of_sources(plan, joined)
     positions = np.arange(plan.steps_per_epoch * 4)
-    drawn = [np.bincount(plan.source_of(plan.draw_epoch(epoch, positions).indices)) for epoch in range(3)]
-    assert list(zip(*found.sources.values(), strict=True)) == [tuple(each.tolist()) for each in drawn]
-    assert found.passes["small"] == found.sources["small"][0] / 2 / 20
+    drawn = [np.bincount(plan.source_of(plan.draw_epoch(epoch, positions).indices)) for epoch in (0, 2)]
+    assert list(zip(*(source["share"] for source in sources.values()), strict=True)) == [
+        tuple((counts / len(positions)).tolist()) for counts in drawn
+    ]
+    assert sources["small"]["passes"] == drawn[0][1] / 2 / 20

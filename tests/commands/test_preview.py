@@ -12,7 +12,6 @@ import cv2
 import numpy as np
 import pytest
 import torch
-from matplotlib.figure import Figure
 from PIL import Image
 from process_state import undisturbed
 
@@ -70,8 +69,8 @@ def test_the_tiles_are_what_the_pieces_give() -> None:
     shown = made(store, augment)
     in_both = zip(*(find(shown.plan, epoch, range(30)) for epoch in (0, 2)), strict=True)
     indices = [index for index, places in enumerate(in_both) if all(at for at, _ in places)][:5]
-    rows = shown.tiles(indices, [0, 2])
-    assert [len(row) for row in rows] == [7] * len(indices)
+    rows, names = shown.tiles(indices, [0, 2])
+    assert names == ["transformed", "augmented"] and [len(row) for row in rows] == [5] * len(indices)
     apply = SampleTransform(build_transform("light", SIZE))
     device = DeviceAugment(augment, torch.device("cpu"))
     mean, std = (torch.tensor(value).view(1, 3, 1, 1) for value in (augment.mean, augment.std))
@@ -79,7 +78,7 @@ def test_the_tiles_are_what_the_pieces_give() -> None:
     for index, row in zip(indices, rows, strict=True):
         assert np.array_equal(row[0].image, decode(store.read(np.array([index]))["image"][0]))
         for number, epoch in enumerate((0, 2)):
-            transformed, _, fed = row[1 + 3 * number : 4 + 3 * number]
+            transformed, fed = row[1 + 2 * number : 3 + 2 * number]
             ((at, place),) = find(shown.plan, epoch, [index])
             assert at is not None
             draws = shown.plan.draw(at)
@@ -100,40 +99,39 @@ def test_the_tiles_are_what_the_pieces_give() -> None:
     assert num_mixed
 
 
-def test_without_mixing_what_is_fed_is_what_is_augmented() -> None:
+def test_without_mixing_what_is_fed_is_a_flip_or_none() -> None:
     shown = made(memory())
-    for _, transformed, augmented, fed in shown.tiles(first_of(shown), [0]):
-        assert np.array_equal(augmented.image, fed.image)
+    for _, transformed, fed in shown.tiles(first_of(shown), [0])[0]:
         assert fed.lines[0] == "not mixed"
-        # a flip or none: normalised and back, to the same bytes
+        # normalised and back, to the same bytes
         assert transformed.image is not None
-        assert any(np.array_equal(augmented.image, way) for way in (transformed.image, transformed.image[:, ::-1]))
+        assert any(np.array_equal(fed.image, way) for way in (transformed.image, transformed.image[:, ::-1]))
 
 
 @pytest.mark.parametrize(("alphas", "kind"), [((0.4, 0.0), "MixUp"), ((0.0, 1.0), "CutMix")])
 def test_the_caption_of_a_mixed_tile_is_its_target(alphas: tuple[float, float], kind: str) -> None:
     shown = made(memory(), replace(FLIP, mixup_alpha=alphas[0], cutmix_alpha=alphas[1]))
-    for index, row in zip(first_of(shown), shown.tiles(first_of(shown), [0]), strict=True):
+    for index, row in zip(first_of(shown), shown.tiles(first_of(shown), [0])[0], strict=True):
         ((at, place),) = find(shown.plan, 0, [index])
         assert at is not None
-        *_, mixed = shown.stages(shown._maker.batch(at))
+        _, mixed = shown.stages(shown._maker.batch(at))
         assert mixed is not None
         partner = int(shown.plan.indices(at)[(place + 1) % B])
         own, other = CLASSES[index % 5], CLASSES[partner % 5]
-        assert row[3].lines == (f"{kind}: {mixed.lam:.2f} {own}", f"+ {1 - mixed.lam:.2f} {other}")
+        assert row[2].lines == (f"{kind}: {mixed.lam:.2f} {own}", f"+ {1 - mixed.lam:.2f} {other}")
 
 
 @pytest.mark.parametrize("classes", [None, ("one",), ("日", "本", "語", "文", "字")])
 def test_a_class_without_a_name_that_can_be_drawn_has_its_number(classes: tuple[str, ...] | None) -> None:
     shown = made(memory(classes=classes))
-    assert shown.tiles([3], [])[0][0].lines == ("class 3", "sample 3, 48 x 40")
+    assert shown.tiles([3], [])[0][0][0].lines == ("class 3", "sample 3, 48 x 40")
 
 
 def test_a_bad_sample_is_grey_with_the_reason_and_its_substitute_follows() -> None:
     good = made(memory())
     bad = first_of(good)[0]
     shown = made(memory(bad=bad))
-    decoded, transformed, _, fed = shown.tiles([bad], [0])[0]
+    decoded, transformed, fed = shown.tiles([bad], [0])[0][0]
     assert decoded.image is None and "JPEG" in decoded.reason
     ((at, _),) = find(shown.plan, 0, [bad])
     assert at is not None
@@ -142,7 +140,7 @@ def test_a_bad_sample_is_grey_with_the_reason_and_its_substitute_follows() -> No
     assert transformed.image is not None and fed.lines == ("not mixed", CLASSES[substitute % 5])
 
 
-def test_a_sample_that_the_transform_fails_on_is_grey_at_the_transform(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sample_that_the_transform_fails_on_has_a_substitute(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = made(memory())
     index = first_of(shown)[0]
     broken = decode(picture(index))
@@ -153,16 +151,16 @@ def test_a_sample_that_the_transform_fails_on_is_grey_at_the_transform(monkeypat
         return image[:SIZE, :SIZE]
 
     monkeypatch.setattr("raypipe.transform.contents.build_transform", lambda name, size: transform)
-    decoded, transformed, augmented, _ = made(memory()).tiles([index], [0])[0]
-    assert decoded.image is not None and augmented.image is not None
-    assert transformed.image is None and "the transform fails on it" in transformed.reason
+    decoded, transformed, fed = made(memory()).tiles([index], [0])[0][0]
+    assert decoded.image is not None and fed.image is not None
+    assert transformed.lines[-1].startswith("bad: sample ")
 
 
 def test_a_sample_that_an_epoch_leaves_out_is_grey() -> None:
     shown = made(memory(35))
     index = [at for at, _ in find(shown.plan, 1, range(35))].index(None)
-    tile = shown.tiles([index], [1])[0][1]
-    assert (tile.image, tile.reason) == (None, "not in this epoch: its last 3 samples make no whole step")
+    tile = shown.tiles([index], [1])[0][0][1]
+    assert (tile.image, tile.reason) == (None, "not among the first 32 draws of this epoch")
 
 
 # The picture
@@ -207,9 +205,8 @@ def test_a_small_store_makes_small_micro_batches(tmp_path: Path) -> None:
     [
         ({"indices": [3, 30]}, r"30 is outside \[0, 30\)"),
         ({"indices": [-1]}, r"-1 is outside \[0, 30\)"),
-        ({"samples": 0}, "0 samples over 2 epochs make 0 tiles"),
-        ({"epochs": 3}, r"--show-epochs must be in \[1, 2\]"),
-        ({"indices": [0] * 500}, "make 3500 tiles, not 1 to 1000"),
+        ({"samples": 0}, "0 samples, stored and in 2 epochs, are 0 pictures"),
+        ({"indices": [0] * 500}, "are 1500 pictures, not 1 to 400"),
     ],
 )
 def test_what_cannot_be_shown_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
@@ -251,14 +248,14 @@ def test_masks_and_boxes_are_on_the_tiles_where_the_stream_has_them() -> None:
     settings = TransformConfig(train="resize", size=24, mask_column="seg", boxes_column="objects", max_boxes=2)
     shown = made(scenes(bad=5), AugmentConfig(), settings)
     for index in (3, 5):
-        decoded, *others = shown.tiles([index], [0])[0]
+        decoded, *others = shown.tiles([index], [0])[0][0]
         assert (decoded.image is None) == (index == 5)
         assert "mask" in decoded.targets or "the mask is no PNG" in decoded.reason
         for tile in others:
             assert tile.image is not None
             assert ((tile.image[:, :, 0] > 100) == (tile.targets["mask"] == 1)).mean() > 0.95
             assert tile.targets["boxes"][:, 4].tolist() == [3, -1]
-    with pytest.raises(ConfigError, match="RandomHorizontalFlip of the preset light moves or erases"):
+    with pytest.raises(ConfigError, match="the preset light moves or erases"):
         made(scenes(), FLIP, settings)
 
 
@@ -312,18 +309,17 @@ def test_an_augmentation_that_sets_nothing_draws_nothing_and_says_so(
     notes: list[str] = []
     tiles: list[list[list[Tile]]] = []
 
-    def drawn(rows: list[list[Tile]], titles: list[str], *others: Any) -> Figure:
-        notes.append(titles[1])
+    def drawn(rows: list[list[Tile]], title: str, *others: Any) -> Any:
+        notes.append(title)
         tiles.append(rows)
-        return draw(rows, titles, *others)
+        return draw(rows, title, *others)
 
     monkeypatch.setattr("raypipe.commands.preview.draw", drawn)
     run(memory(), tmp_path / "a.png", augment=AugmentConfig(), epochs=1)
     run(memory(), tmp_path / "a.png", epochs=1)
-    assert "Device: nothing, as augment sets nothing." in notes[0] and "Device: light." in notes[1]
-    assert [[tile.lines[0] for tile in row[3:]] for row in tiles[0]] == [["not mixed"]] * 2
-    for _, transformed, augmented, fed in tiles[0]:
-        assert np.array_equal(transformed.image, augmented.image) and np.array_equal(augmented.image, fed.image)
+    assert notes[0].endswith("light, 24 px; on the device: none") and notes[1].endswith("on the device: light")
+    for _, transformed, fed in tiles[0]:
+        assert fed.lines[0] == "not mixed" and np.array_equal(transformed.image, fed.image)
 
 
 # Columns and targets that are no classes
@@ -331,8 +327,8 @@ def test_an_augmentation_that_sets_nothing_draws_nothing_and_says_so(
 
 def test_a_store_without_labels_is_shown_without_classes() -> None:
     shown = made(MemoryStore([picture(number) for number in range(30)], None))
-    (row,) = shown.tiles([first_of(shown)[0]], [0])
-    assert [tile.lines[0] for tile in row] == ["", "step 0, micro-batch 0", "", "not mixed"]
+    ((row,), _) = shown.tiles([first_of(shown)[0]], [0])
+    assert [tile.lines[0] for tile in row] == ["", "step 0, micro 0, row 0", "not mixed"]
 
 
 @pytest.mark.parametrize("labels", [np.arange(30) / 4, np.eye(30, 3, dtype=np.int64)])
@@ -342,9 +338,9 @@ def test_captions_show_columns_and_targets_of_any_numbers(labels: Any, tmp_path:
     plan = PlanConfig(epochs=1, micro_batch_size=B)
     shown = Preview(store, plan, TRANSFORM, FLIP, {"caption": {}})
     index = first_of(shown)[0]
-    (row,) = shown.tiles([index], [0])
+    ((row,), _) = shown.tiles([index], [0])
     assert row[0].lines[1] == f"sample {index}, 48 x 40" and row[1].lines[-1] == f"caption picture {index}"
-    assert row[2].lines == (f"target {np.array2string(labels[index])}",)
+    assert row[2].lines == ("not mixed", f"target {np.array2string(labels[index])}")
     # The example that stands for no augmentation mixes nothing that has no mixture.
     output = str(tmp_path / "a.png")
     found = preview(store, output, plan=plan, transform=TRANSFORM, augment=AugmentConfig(), epochs=1, samples=1)
@@ -354,8 +350,8 @@ def test_captions_show_columns_and_targets_of_any_numbers(labels: Any, tmp_path:
         with pytest.raises(ConfigError, match=r"augment\.mixup_alpha mixes targets"):
             Preview(store, plan, TRANSFORM, mixing)
     else:
-        (row,) = Preview(store, plan, TRANSFORM, mixing).tiles([index], [0])
-        assert row[3].lines[0].startswith("MixUp: ") and "target" in row[3].lines[0]
+        ((row,), _) = Preview(store, plan, TRANSFORM, mixing).tiles([index], [0])
+        assert row[2].lines[0].startswith("MixUp: ") and "target" in row[2].lines[0]
 
 
 # Views
@@ -367,8 +363,8 @@ VIEWS = {"global": {"transform": "light", "count": 2}, "local": {"transform": "l
 def test_of_views_each_crop_has_a_tile_as_the_model_gets_it() -> None:
     shown = made(memory(), transform=replace(TRANSFORM, train=VIEWS))
     indices = first_of(shown)
-    rows = shown.tiles(indices, [0, 1])
-    assert shown.columns == ("global 0", "global 1", "local 0", "local 1", "local 2")
+    rows, names = shown.tiles(indices, [0, 1])
+    assert names == ["global 0", "global 1", "local 0", "local 1", "local 2"]
     device = DeviceAugment(FLIP, torch.device("cpu"))
     ((at, place),) = find(shown.plan, 0, indices[:1])
     assert at is not None
@@ -381,12 +377,10 @@ def test_of_views_each_crop_has_a_tile_as_the_model_gets_it() -> None:
     assert [len(row) for row in rows] == [1 + 2 * 5] * 4
 
 
-def test_a_picture_of_views_has_no_mixing_and_counts_its_tiles(tmp_path: Path) -> None:
+def test_a_picture_of_views_has_no_mixing(tmp_path: Path) -> None:
     transform = replace(TRANSFORM, train=VIEWS)
     run(memory(), tmp_path / "a.png", augment=AugmentConfig(), transform=transform)
     width, _ = Image.open(tmp_path / "a.png").size
     assert width == 2 * 24 + 11 * 168 - 8
-    with pytest.raises(ConfigError, match="500 samples over 2 epochs make 5500 tiles"):
-        run(memory(), tmp_path / "a.png", transform=transform, indices=[0] * 500)
     with pytest.raises(ConfigError, match="mixes images, and no views"):
         run(memory(), tmp_path / "a.png", transform=transform, augment=replace(FLIP, mixup_alpha=0.4))

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import yaml
+from small_runs import parse_run
 
 from raypipe.commands.cli import main
-from raypipe.commands.settings import parse_command, parse_run
+from raypipe.commands.settings import parse_command
 from raypipe.config import RunConfig
 from raypipe.errors import ConfigError
 from raypipe.train.run_folder import CONFIG_HEAD

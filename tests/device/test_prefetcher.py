@@ -3,7 +3,6 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections import OrderedDict, namedtuple
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -13,11 +12,10 @@ import pytest
 import torch
 from conftest import picture
 from micro_batches import run, samples_of, transform_of, with_fields
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from raypipe.config import TransformConfig
 from raypipe.device.device_decode import DeviceDecoder
-from raypipe.device.prefetcher import Batch, decoded_on_device, on_device, prefetch
+from raypipe.device.prefetcher import Batch, decoded_on_device, on_device
 from raypipe.errors import ConfigError
 from raypipe.plan.places import MicroBatchId
 from raypipe.transform.fields import MicroBatch
@@ -76,11 +74,9 @@ def test_masks_and_boxes_come_with_their_batch(ring: bool | None, names: tuple[s
         given.append(with_fields(host_batch(step), {name: targets[name] for name in names}))
     for batch, host in zip(on_cpu(given, ring=ring), given, strict=True):
         assert_same(batch, host)
-        for name in ("mask", "boxes"):
-            found, expected = getattr(batch, name), host.fields.get(name)
-            assert (found is None) == (expected is None) == (name not in names)
-            if found is not None:
-                np.testing.assert_array_equal(found.numpy(), expected)
+        assert batch.fields.keys() == host.fields.keys()
+        for name in names:
+            np.testing.assert_array_equal(batch.fields[name].numpy(), host[name])
 
 
 def test_images_are_channels_last_views_of_the_host_memory() -> None:
@@ -160,7 +156,11 @@ def test_a_block_is_let_go_while_its_micro_batches_are_in_use() -> None:
             assert time.monotonic() < deadline, blocks
             time.sleep(0.001)
         assert_same(batch, host_batch(step))
-        assert batch.mask is not None and not batch.mask.any()
+        assert not batch.fields["mask"].any()
+
+
+def ring_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "raypipe-ring"]
 
 
 def test_without_a_ring_there_is_no_thread_and_nothing_to_mark() -> None:
@@ -203,114 +203,6 @@ def test_closing_early_closes_the_source_though_the_decoding_thread_waits_for_it
     assert closed.is_set() and next(given, None) is None
 
 
-@pytest.mark.parametrize("make", [on_cpu, lambda batches, depth: prefetch(batches, "cpu", depth)])
-def test_a_wrong_depth_is_refused_on_every_device(make: Any) -> None:
+def test_a_wrong_depth_is_refused_on_every_device() -> None:
     with pytest.raises(ConfigError, match="depth is 0"):
-        make([], depth=0)
-
-
-# Any loader
-
-
-def ring_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "raypipe-ring"]
-
-
-def data_loader(num: int = 10) -> DataLoader[Any]:
-    images = torch.rand(num, 3, 4, 5).to(memory_format=torch.channels_last)
-    return DataLoader(TensorDataset(images, torch.arange(num)), batch_size=4)
-
-
-def test_on_cpu_batches_come_as_they_are() -> None:
-    given = [(torch.zeros(2), "a"), None, 3]
-    found = list(prefetch(given, "cpu"))
-    assert all(a is b for a, b in zip(found, given, strict=True))
-
-
-def test_a_data_loader_with_its_last_smaller_batch_epoch_after_epoch() -> None:
-    loader = data_loader(10)
-    batches = prefetch(loader, "cpu", ring=True)
-    assert len(batches) == len(loader) == 3  # type: ignore[arg-type]
-    for _ in range(3):
-        sizes = []
-        for (image, target), (expected, label) in zip(batches, loader, strict=True):
-            assert torch.equal(image, expected) and torch.equal(target, label)
-            assert image.data_ptr() != expected.data_ptr()
-            sizes.append(len(image))
-        assert sizes == [4, 4, 2] and not ring_threads()
-
-
-def test_memory_formats_are_kept() -> None:
-    image = torch.rand(4, 3, 6, 5)
-    given = (image, image.to(memory_format=torch.channels_last), torch.rand(4, 6, 5, 3).permute(0, 3, 1, 2))
-    for found in prefetch([given] * 3, "cpu", ring=True):
-        assert isinstance(found, tuple)
-        for a, b in zip(found, given, strict=True):
-            assert torch.equal(a, b) and a.stride() == b.stride() and a.data_ptr() != b.data_ptr()
-
-
-Pair = namedtuple("Pair", "image target")
-
-
-def test_trees_keep_their_form_and_what_is_no_tensor_passes_through() -> None:
-    path, tensor, array = object(), torch.arange(3), np.arange(3)
-    given = {
-        "pair": Pair(tensor, [tensor + 1, "name", 3]),
-        "more": OrderedDict(x=(None, tensor * 2), y={}),
-        "path": path,
-        "array": array,
-        "alone": (tensor,),
-    }
-    for found in prefetch([given] * 5, "cpu", ring=True):
-        assert list(found) == list(given) and type(found["pair"]) is Pair and type(found["more"]) is OrderedDict
-        assert torch.equal(found["pair"].image, tensor) and torch.equal(found["pair"].target[0], tensor + 1)
-        assert found["pair"].target[1:] == ["name", 3]
-        assert found["more"]["x"][0] is None and found["more"]["y"] == {}
-        assert torch.equal(found["more"]["x"][1], tensor * 2) and torch.equal(found["alone"][0], tensor)
-        assert found["path"] is path and found["array"] is array
-    assert given["pair"].image is tensor, "the loader's own batch is not written to"  # type: ignore[attr-defined]
-    [alone] = prefetch([tensor], "cpu", ring=True)
-    assert torch.equal(alone, tensor)
-    assert list(prefetch(["name", None], "cpu", ring=True)) == ["name", None]
-
-
-def test_dict_batches_of_a_data_loader_through_the_ring() -> None:
-    samples = [{"image": torch.full((3, 2), i), "name": str(i)} for i in range(6)]
-    found = [
-        (batch["image"].clone(), batch["name"])
-        for batch in prefetch(DataLoader(samples, batch_size=2), "cpu", ring=True)  # type: ignore[arg-type]
-    ]
-    assert [names for _, names in found] == [["0", "1"], ["2", "3"], ["4", "5"]]
-    assert [images[:, 0, 0].tolist() for images, _ in found] == [[0, 1], [2, 3], [4, 5]]
-
-
-class Endless(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        yield from range(1 << 60)
-
-
-def test_a_loader_without_a_length_is_left_early() -> None:
-    batches = prefetch(DataLoader(Endless(), batch_size=2), "cpu", ring=True)
-    with pytest.raises(TypeError, match="has no len"):
-        len(batches)
-    with pytest.raises(TypeError, match="has no len"):
-        len(prefetch(iter([]), "cpu"))
-    for batch in batches:
-        assert batch.tolist() == [0, 1]
-        break
-    assert not ring_threads()
-
-
-def test_an_error_of_the_loader_is_the_consumers() -> None:
-    loader: DataLoader[Any] = DataLoader([torch.zeros(2), torch.zeros(3)], batch_size=2)  # type: ignore[arg-type]
-    with pytest.raises(RuntimeError, match="stack expects each tensor to be equal size"):
-        list(prefetch(loader, "cpu", ring=True))
-
-
-def test_the_loader_draws_the_seeds_of_its_shuffle_as_without_prefetch() -> None:
-    def orders(through: Any) -> list[list[int]]:
-        torch.manual_seed(3)
-        loader: DataLoader[Any] = DataLoader(range(8), batch_size=8, shuffle=True)  # type: ignore[arg-type]
-        return [batch.tolist() for batches in [through(loader)] for _ in range(3) for batch in batches]
-
-    assert orders(lambda loader: prefetch(loader, "cpu", ring=True)) == orders(lambda loader: loader)
+        on_cpu([], depth=0)

@@ -122,8 +122,10 @@ def test_masks_and_boxes_reach_the_device(tmp_path: Path) -> None:
     on: dict[str, list[tuple[torch.Tensor, ...]]] = {"cuda": [], "cpu": []}
     for device, kept in on.items():
         for batch in every_batch(loader(spec, device=device, max_actors=1)):
-            assert batch.mask.device.type == batch.boxes.device.type == device
-            kept.append(tuple(part.clone().cpu() for part in (batch.image, batch.mask, batch.boxes)))
+            assert batch.fields["mask"].device.type == batch.fields["boxes"].device.type == device
+            kept.append(
+                tuple(part.clone().cpu() for part in (batch.image, batch.fields["mask"], batch.fields["boxes"]))
+            )
     assert len(on["cuda"]) == 4
     for found, expected in zip(on["cuda"], on["cpu"], strict=True):
         assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))

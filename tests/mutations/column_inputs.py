@@ -23,7 +23,7 @@ from raypipe.plan.places import MicroBatchId
 from raypipe.stores import _SOURCES, open_source, open_store
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.opening import open_stream
-from raypipe.streaming.row import read_schema, reads_of, source_row
+from raypipe.streaming.row import SourceRow
 from raypipe.transform.fields import COLUMN, MicroBatch, Ragged, in_group
 from raypipe.transform.samples import read_samples
 
@@ -100,7 +100,7 @@ def rows_of(case: Case, written: Any, damaged: int, through_row: bool) -> dict[i
     given = None
     if through_row:  # as a reader hands it over
         read = read_samples(store, spec.plan.indices(AT), spec.wanted)
-        (given,) = reads_of(source_row([AT], [read], read_schema(bool(spec.wanted.columns)))) or ()
+        (given,) = SourceRow.unpacked(SourceRow([AT], [read]).packed()).reads or ()
     made = MicroBatchMaker(spec).make(AT, given)
     batch, bad = made.batch, made.bad
     store.close()

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import cv2
-import h5py
 import lance
 import lmdb
 import numpy as np
@@ -35,7 +34,6 @@ from raypipe.stores.record import COLUMN_TYPES, KEY, METADATA_KEY, Metadata
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "stores"))
-import tfrecords
 from shard_writers import write_mds
 
 SIDE = 6
@@ -791,34 +789,6 @@ def _same_size(mutate: Mutation, data: bytes, rng: np.random.Generator) -> bytes
 # Sources of `raypipe convert`, which are read once
 
 
-def write_hdf5(dtype: str, path: Path, values: Values) -> Path:
-    path = path.with_suffix(".h5")
-    with h5py.File(path, "w") as file:
-        file["images"] = np.zeros((len(values), 2, 2), np.uint8)
-        file["labels"] = np.array(values, dtype)
-    return path
-
-
-def hdf5_labels(path: Path) -> list[Any]:
-    with h5py.File(path) as file:
-        return file["labels"][...].tolist()
-
-
-def write_tfrecord(path: Path, values: Values) -> Path:
-    path = path.with_suffix(".tfrecord")
-    path.write_bytes(b"".join(map(tfrecords.record, values)))
-    return path
-
-
-def tfrecord_of(data: bytes) -> int:
-    from raypipe.stores.tfrecord import _library
-
-    found = _library()[1].FromString(data)  # protobuf's own class
-    features = {entry.key: entry.value for entry in found.features.feature}
-    (label,), (_,) = features["label"].int64.value, features["image"].bytes.value
-    return int(label)
-
-
 def write_pickles(path: Path, values: Values) -> Path:
     path = path.with_suffix(".lmdb")
     with lmdb.open(str(path), subdir=False, lock=False, map_size=4 << 20) as env, env.begin(write=True) as txn:
@@ -841,13 +811,6 @@ def pickle_of(data: bytes) -> int:
 
 
 def source_cases() -> Iterator[Case]:
-    for dtype in ("uint8", "int32", "int64", "uint64", "bool"):
-        info = np.iinfo(dtype) if dtype != "bool" else None
-        edges: list[Any] = [info.min, info.max] if info else [True, False]
-        damage = {"edge": lambda _, rng, edges=edges: edges[int(rng.integers(len(edges)))]}
-        yield Case(f"label {dtype}", "hdf5", partial(write_hdf5, dtype), [0, 1], int, damage, "label")
-    examples = [tfrecords.example({"image": IMAGE, "label": label}) for label in (1, 300)]
-    yield Case("label int64", "tfrecord", write_tfrecord, examples, tfrecord_of, ANY, "label")
     pickles = [pickle.dumps((IMAGE, 3), 3), pickle.dumps({"image": IMAGE, "label": 1 << 40}, 3)]
     options = {"layout": "pickle"}
     yield Case("label pickled", "foreign LMDB", write_pickles, pickles, pickle_of, ANY, "label", options=options)

@@ -12,18 +12,16 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-import h5py
 import lmdb
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from mutate import EDGES, Mutation, flip, flip_front, flip_within, number, number_front, page, splice, truncate
+from mutate import EDGES, Mutation, flip, flip_within, number, page, truncate
 
 from raypipe.stores import open_writer
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import bombs
-import tfrecords
 
 NUM_SAMPLES = 24
 CLASSES = ("a", "b", "c")
@@ -85,25 +83,6 @@ def make(folder: Path, images: list[bytes]) -> dict[str, list[Path]]:
             for i, image in enumerate(images):
                 archive.writestr(f"train/{CLASSES[i % 3]}/{i:02d}.jpg", image)
     made["foreign"] = _foreign(folder, images)
-    made["tfrecord"] = [folder / "train-00000-of-00001", folder / "other.tfrecord"]
-    tfrecords.write(
-        made["tfrecord"][0], ({"image/encoded": b, "image/class/label": i % 3} for i, b in enumerate(images))
-    )
-    tfrecords.write(
-        made["tfrecord"][1],
-        ({"f": 0.5, "label": i % 3, "name": b"x", "boxes": [i, 2, 3], "image": b} for i, b in enumerate(images)),
-    )
-    made["hdf5"] = [folder / "pixels.h5", folder / "chunks.h5", folder / "lists.h5"]
-    pixels = np.random.default_rng(0).integers(0, 256, (NUM_SAMPLES, 16, 16, 3), np.uint8)
-    squeezed = {"chunks": (4, 16, 16, 3), "compression": "gzip", "shuffle": True, "fletcher32": True}
-    for path, options in zip(made["hdf5"][:2], ({}, squeezed), strict=True):
-        with h5py.File(path, "w") as file:
-            file.create_dataset("images", data=pixels, **options)
-            file["labels"] = np.arange(NUM_SAMPLES) % 3
-    with h5py.File(made["hdf5"][2], "w", libver="latest") as file:
-        lists = file.create_dataset("images", (NUM_SAMPLES,), h5py.vlen_dtype(np.uint8))
-        for i, image in enumerate(images):
-            lists[i] = np.frombuffer(image, np.uint8)
     root = folder / "folder"
     made["folder"] = [root / CLASSES[i % 3] / f"{i:02d}.jpg" for i in range(NUM_SAMPLES)]
     for path, image in zip(made["folder"], images, strict=True):
@@ -241,17 +220,6 @@ def parquet_bomb(data: bytes, rng: np.random.Generator) -> bytes:
     return made if rng.integers(2) else parquet_footer(made, rng)
 
 
-# HDF5
-
-
-def hdf5_structure(data: bytes, rng: np.random.Generator) -> bytes:
-    """A number or some bits behind one of the signatures of trees, heaps and headers."""
-    names = (b"TREE", b"HEAP", b"SNOD", b"GCOL", b"OHDR", b"FRHP", b"FADB", b"FAHD", b"\x89HDF")
-    starts = [at for name in names for at in range(len(data)) if data.startswith(name, at)]
-    at = int(rng.choice(starts))
-    return (flip_within, number)[int(rng.integers(2))](data, rng, at, at + 200)
-
-
 # tar
 
 
@@ -355,23 +323,7 @@ def zip_local(data: bytes, rng: np.random.Generator) -> bytes:
     return (flip_within, number)[int(rng.integers(2))](data, rng, at, at + 30)
 
 
-# TFRecord, and what is pickled
-
-
-def tfrecord_checked(data: bytes, rng: np.random.Generator) -> bytes:
-    """Damage to the data of a record, whose checksums are then made right."""
-    at = 0
-    for _ in range(int(rng.integers(NUM_SAMPLES))):
-        at += 16 + int.from_bytes(data[at : at + 8], "little")
-    end = at + 12 + int.from_bytes(data[at : at + 8], "little")
-    change = (flip, flip_front, number, number_front, truncate, splice)[int(rng.integers(6))]
-    return data[:at] + tfrecords.record(change(data[at + 12 : end], rng)) + data[end + 4 :]
-
-
-def tfrecord_length(data: bytes, rng: np.random.Generator) -> bytes:
-    """Another length of the first record, with a right checksum."""
-    length = struct.pack("<Q", int(rng.choice(EDGES, 1)[0]) & ((1 << 64) - 1))
-    return length + tfrecords.checksum(length) + data[12:]
+# What is pickled
 
 
 def pickle_front(data: bytes, rng: np.random.Generator) -> bytes:
@@ -410,7 +362,6 @@ OF_KIND: dict[str, dict[str, Mutation]] = {
         **{"page": page, "meta": lmdb_meta, "tree": lmdb_tree, "tree, again": lmdb_tree},
         "pickle": pickle_front,
     },
-    "tfrecord": {"right checksum": tfrecord_checked, "again": tfrecord_checked, "length": tfrecord_length},
     "parquet": {
         "page": page,
         "footer": parquet_footer,
@@ -419,7 +370,6 @@ OF_KIND: dict[str, dict[str, Mutation]] = {
         "page header": parquet_page_header,
         "bomb": parquet_bomb,
     },
-    "hdf5": {"structure": hdf5_structure, "structure, again": hdf5_structure},
     "tar": {"block": tar_block, "header": tar_header, "extended header": tar_pax, "end": truncate},
     "webdataset": {
         "header": tar_header,

@@ -250,7 +250,7 @@ def test_an_augmentation_of_any_settings_is_made_or_refused(field: str) -> None:
         if config is None:
             continue
         try:
-            augment = DeviceAugment(config, torch.device("cpu"), backend="eager")
+            augment = DeviceAugment(config, torch.device("cpu"))
         except ConfigError:
             continue
         images = torch.zeros(2, len(config.mean), 8, 8, dtype=torch.uint8)

@@ -1,6 +1,6 @@
 """Mutated images and stores: each an image, a bad sample or one clear error; nothing dies, hangs or swells.
 
-`python -m pytest -s --soak tests/mutations` takes all 29,000 of them, five minutes on two busy cores; the suite
+`python -m pytest -s --soak tests/mutations` takes all 28,300 of them, five minutes on two busy cores; the suite
 takes every kind's first tenth, and 120 at least. It prints the outcomes, and a failure names the input, which
 
     cd tests/mutations && python run_mutations.py KIND NUMBER 1 FOLDER
@@ -36,7 +36,7 @@ from raypipe.transform.targets import TARGETS
 NUM_INPUTS = {
     **{"png": 1100, "jpeg": 1100, "webp": 800, "bmp": 700, "gif": 500, "tiff": 500},
     **{"parquet": 1200, "lmdb": 1400, "tar": 600, "webdataset": 600, "zip": 600, "folder": 300},
-    **{"foreign": 900, "tfrecord": 500, "hdf5": 200},
+    **{"foreign": 900},
     **{"columns": 8000, "labels": 9000, "sources": 1000},  # of damaged values, see mutate_columns
 }
 BATCH = 1000  # per process: a process takes a second to start
@@ -104,7 +104,7 @@ def reports(
 
 
 def test_there_are_as_many_as_is_said() -> None:
-    assert sum(NUM_INPUTS.values()) == 29_000
+    assert sum(NUM_INPUTS.values()) == 28_300
 
 
 # What the program reads, by its own tables: a new entry has no mutants until a case is written for it.

@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 
 from raypipe.config import PlanConfig
 from raypipe.errors import ConfigError, CursorError
-from raypipe.plan.cursor import Cursor
 from raypipe.plan.order import Shuffle
-from raypipe.plan.places import PADDING, MicroBatchId, Split
+from raypipe.plan.places import PADDING, Cursor, MicroBatchId, Split
 from raypipe.plan.samplers import Draws, Permuted
-from raypipe.plan.schedule import Plan, Segment, shares
+from raypipe.plan.schedule import Plan, Segment, lanes
 from raypipe.plan.selection import Selection
 from raypipe.stores.base import MemoryStore
 from raypipe.streaming.planning import make_plan
@@ -508,24 +507,24 @@ def test_the_shares_put_together_are_the_stream_from_any_cursor_on(
     cursor = plan.cursor_at(global_step)
     world_size, executions = shape
     whole = list(plan.micro_batches(cursor))
-    streams = [list(plan.micro_batches(cursor, 0, share)) for share in shares(*shape)]
-    for share, stream in zip(shares(*shape), streams, strict=True):
-        assert len(stream) == plan.num_micro_batches(cursor, share)
+    streams = [list(plan.micro_batches(cursor, 0, lane)) for lane in lanes(*shape)]
+    for lane, stream in zip(lanes(*shape), streams, strict=True):
+        assert len(stream) == plan.num_micro_batches(cursor, lane)
         # In the order of the stream, and each to the rank that it has in a single execution.
-        ranks = range(share.index, world_size, executions)
+        ranks = range(lane.index, world_size, executions)
         assert stream == [at for number, at in enumerate(whole) if number % world_size in ranks]
         assert all(at.micro % world_size == ranks[n % len(ranks)] for n, at in enumerate(stream))
         first = data.draw(st.integers(0, len(stream)))
-        assert list(plan.micro_batches(cursor, first, share)) == stream[first:]
+        assert list(plan.micro_batches(cursor, first, lane)) == stream[first:]
     assert sorted(map(str, whole)) == sorted(str(at) for stream in streams for at in stream)
 
 
 @given(shapes, st.integers(0, 1000))
 def test_the_shares_of_a_number_are_even_and_add_up(shape: tuple[int, int], total: int) -> None:
-    parts = [share.of(total) for share in shares(*shape)]
+    parts = [lane.of(total) for lane in lanes(*shape)]
     assert sum(parts) == total and max(parts) - min(parts) <= 1
 
 
 def test_a_number_of_executions_that_does_not_divide_the_workers_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"pool\.executions=4 does not divide 6 workers.* use 1, 2, 3, 6$"):
-        shares(6, 4)
+        lanes(6, 4)

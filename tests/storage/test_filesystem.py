@@ -83,8 +83,8 @@ def test_local_paths_and_file_uris_are_local(tmp_path: Path, as_file: bool) -> N
 def test_s3_has_time_outs_and_the_environments_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9000")
     filesystem, path = open_filesystem("s3://bucket/a%20b/c/")
-    assert isinstance(filesystem.inner, pyarrow.fs.S3FileSystem) and path == "bucket/a b/c"
-    made = filesystem.inner.__reduce__()[1][0]
+    assert isinstance(filesystem.handler.inner(), pyarrow.fs.S3FileSystem) and path == "bucket/a b/c"
+    made = filesystem.handler.inner().__reduce__()[1][0]
     assert (made["endpoint_override"], made["scheme"], made["region"]) == ("127.0.0.1:9000", "http", "us-east-1")
     assert (made["connect_timeout"], made["request_timeout"]) == (5, 20)
 
@@ -92,7 +92,7 @@ def test_s3_has_time_outs_and_the_environments_endpoint(monkeypatch: pytest.Monk
 def test_s3_has_the_environments_region_and_may_be_anonymous(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_REGION", "eu-west-1")
     filesystem, path = open_filesystem("s3://anonymous@bucket/a")
-    made = filesystem.inner.__reduce__()[1][0]
+    made = filesystem.handler.inner().__reduce__()[1][0]
     assert path == "bucket/a"
     assert (made["endpoint_override"], made["region"], made["anonymous"]) == ("", "eu-west-1", True)
 
@@ -115,8 +115,8 @@ def test_another_environment_makes_another_filesystem(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("scheme", ["gs", "gcs"])
 def test_gs_is_google_with_a_limit_for_retries(scheme: str) -> None:
     filesystem, path = open_filesystem(f"{scheme}://anonymous@bucket/a/b")
-    assert type(filesystem.inner) is pyarrow.fs.GcsFileSystem and path == "bucket/a/b"
-    made = filesystem.inner.__reduce__()[1][0]
+    assert type(filesystem.handler.inner()) is pyarrow.fs.GcsFileSystem and path == "bucket/a/b"
+    made = filesystem.handler.inner().__reduce__()[1][0]
     assert made["retry_time_limit"] == timedelta(seconds=15) and made["anonymous"]
 
 
@@ -132,8 +132,8 @@ def test_az_and_abfs_are_azure(address: str, account: str, monkeypatch: pytest.M
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT", "of-the-environment")
     monkeypatch.setenv("AZURE_STORAGE_KEY", "a2V5")
     filesystem, path = open_filesystem(address)
-    assert type(filesystem.inner) is pyarrow.fs.AzureFileSystem and path == "container/a/b"
-    made = filesystem.inner.__reduce__()[1][0]
+    assert type(filesystem.handler.inner()) is pyarrow.fs.AzureFileSystem and path == "container/a/b"
+    made = filesystem.handler.inner().__reduce__()[1][0]
     assert (made["account_name"], made["account_key"]) == (account, "a2V5")
 
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pyarrow.fs
 import pytest
+from small_runs import parse_run
 
 from raypipe.commands.cli import _finish
-from raypipe.commands.settings import parse_run
 from raypipe.config import RunConfig
 from raypipe.errors import ConfigError
 from raypipe.storage import lease

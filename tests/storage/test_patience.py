@@ -15,10 +15,9 @@ from s3_server import FaultyProxy, first
 from raypipe.errors import OutageError, StoreError
 from raypipe.rayext.failures import is_final
 from raypipe.storage import patience
-from raypipe.storage.counts import take_counts
 from raypipe.storage.files import look_up, read_whole, write_bytes
 from raypipe.storage.filesystem import exists, explained, open_filesystem
-from raypipe.storage.patience import impatient
+from raypipe.storage.patience import impatient, take_counts
 
 MANY = 9  # more than pyarrow tries a request by itself, and than it ever did for raypipe
 
@@ -116,7 +115,7 @@ def test_what_can_be_left_out_is_not_waited_for(bucket: str, proxy: FaultyProxy)
 
 def test_a_deletion_whose_answer_was_lost_is_done(bucket: str, proxy: FaultyProxy) -> None:
     filesystem, path = open_filesystem(f"{bucket}/a")
-    inner, done = filesystem.inner, []
+    inner, done = filesystem.handler.inner(), []
 
     class LosesAnAnswer:
         def delete_file(self, path: str) -> None:

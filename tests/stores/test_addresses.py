@@ -55,7 +55,7 @@ def test_nothing_is_an_error_that_names_the_address(tmp_path: Path) -> None:
         ("train-00000-of-00002.parquet", "train"),
         ("train-00000-of-00002-0123456789abcdef.parquet", "train"),
         ("train-00000-of-01024", "train"),
-        ("my_set-train.tfrecord-00000-of-00100", "my_set-train.tfrecord"),
+        ("my_set-train.tar-00000-of-00100", "my_set-train.tar"),
         ("train-00000-of-00002x", None),
         ("train-0-of-2.parquet", None),
     ],

@@ -17,7 +17,7 @@ import pytest
 from PIL import Image
 
 from raypipe.errors import ConfigError, StoreError
-from raypipe.stores import open_store
+from raypipe.stores import mds, open_store
 from raypipe.stores.mds import MDSStore
 
 from damaged import assert_read_or_named  # isort: skip
@@ -70,9 +70,10 @@ def test_each_compression_is_read_and_a_shard_of_it_is_a_group(tmp_path: Path, c
     assert store.sample_name(4).endswith(f"shard.00001.mds{codec and '.' + codec}, sample 0")
 
 
-def test_only_some_unpacked_shards_are_kept(tmp_path: Path) -> None:
+def test_only_some_unpacked_shards_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mds, "_MAX_UNPACKED_BYTES", 300)
     write_mds(tmp_path / "a", COLUMNS, [[sample] for sample in SAMPLES], "zstd")
-    store = MDSStore(tmp_path / "a", cache_bytes=300)
+    store = MDSStore(tmp_path / "a")
     assert store.read(np.arange(6))["image"] == [image for image, _ in SAMPLES]
     held = store._contents._open
     assert list(held) == [5] and held[5].num_bytes > 250

@@ -93,7 +93,7 @@ def test_it_is_listed_once_and_other_processes_get_what_was_found(
     def never(address: str) -> None:
         raise AssertionError(f"{address} is listed again")
 
-    monkeypatch.setattr(folder_module, "_found_there", never)
+    monkeypatch.setattr(folder_module, "_list_objects", never)
     before = proxy.requests.total()
     copy = pickle.loads(sent)
     assert copy.fingerprint == fingerprint and len(copy) == 9 and proxy.requests.total() == before
@@ -108,7 +108,7 @@ def test_a_listing_is_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         [(f"n{c:08d}/n{c:08d}_{i * 7919 % 100_000}.JPEG", 100_000 + i) for i in range(1000)] for c in range(100)
     ]
     found = {f"n{c:08d}": of_class for c, of_class in enumerate(paths)}
-    monkeypatch.setattr(folder_module, "_found_there", lambda address: found)
+    monkeypatch.setattr(folder_module, "_list_objects", lambda address: found)
     store = FolderStore("s3://bucket/train")
     assert len(store) == 100_000
     assert len(pickle.dumps(store)) < 6 * 100_000

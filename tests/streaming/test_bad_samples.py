@@ -129,7 +129,7 @@ def test_budget_lets_a_few_pass_and_stops_a_rate() -> None:
     assert str(caught.value) == (
         "11 of 110 samples are bad, more than transform.max_bad_fraction=0.01 allows (the first 10 are free);"
         " the last one is x.lmdb sample 77 (cats/7.jpg): no value. Raise transform.max_bad_fraction,"
-        " or mend the store"
+        " or repair the store"
     )
 
 
@@ -156,7 +156,7 @@ def test_the_users_code_is_named_where_it_is_at_fault_by_line_in_the_error_the_r
 
     given |= {"train_transform": now_and_then, "quarantine": (tmp_path / "records").as_uri()}
     spec = open_stream(str(folder), transform=TransformConfig(size=16, bad_grace=1), **given)
-    with pytest.raises(BadSamplesError, match=rf"{place}\. Raise .*, or mend the transform: .*pool.engine=inline"):
+    with pytest.raises(BadSamplesError, match=rf"{place}\. Raise .*, or fix the transform: .*pool.engine=inline"):
         digests(spec)
     records = [json.loads(line) for file in (tmp_path / "records").iterdir() for line in file.open()]
     of_transform = [record for record in records if record["fault"] == "transform"]

@@ -17,7 +17,7 @@ from full_disk import fill, make_room
 from s3_server import FaultyProxy, first
 
 from raypipe.errors import ConfigError, CursorError, OutageError
-from raypipe.plan.cursor import Cursor
+from raypipe.plan.places import Cursor
 from raypipe.storage.files import read_by
 from raypipe.storage.filesystem import open_filesystem
 from raypipe.streaming.checkpoints import find_newest, find_start, has_checkpoints, read_state, write_checkpoint

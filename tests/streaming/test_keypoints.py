@@ -22,7 +22,7 @@ from raypipe.streaming.digest import batch_digest
 from raypipe.streaming.handover import loader
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.opening import open_stream
-from raypipe.streaming.row import batches_of, block_row, read_schema, reads_of, source_row
+from raypipe.streaming.row import SourceRow, batches_of, block_row
 from raypipe.streaming.source import MicroBatchSource
 from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.contents import Images
@@ -118,15 +118,13 @@ def test_a_batch_has_room_for_them_and_the_ring_and_any_reader_have_the_same() -
     ring = list(on_device(iter(hosts), torch.device("cpu"), lambda at: 0, keep=20, ring=True))
     fed = list(without_ray.every_batch(loader(spec)))
     for host, one, other in zip(hosts, ring, fed, strict=True):
-        assert np.array_equal(one.keypoints, host["keypoints"]) and np.array_equal(
-            other.keypoints, host["keypoints"]
+        assert np.array_equal(one.fields["keypoints"], host["keypoints"]) and np.array_equal(
+            other.fields["keypoints"], host["keypoints"]
         )
     maker, block = MicroBatchMaker(spec), [batch.at for batch in hosts[:2]]
     reads = [read_samples(spec.stores["train"], spec.plan.indices(at), spec.wanted) for at in block]
-    unpacked = reads_of(source_row(block, reads, read_schema(columns=True)))
-    assert unpacked is not None
-    memory = maker.memory(block)
-    all_made = [maker.make(at, read, memory=memory) for at, read in zip(block, unpacked, strict=True)]
+    unpacked = SourceRow.unpacked(SourceRow(block, reads).packed()).reads
+    all_made, memory = maker.block(block, unpacked)
     row = block_row([made.batch for made in all_made], memory)
     assert [batch_digest(batch) for batch in batches_of(row)] == [batch_digest(batch) for batch in hosts[:2]]
     moved = with_fields(hosts[0], {"keypoints": hosts[0]["keypoints"] + 1})
@@ -134,11 +132,11 @@ def test_a_batch_has_room_for_them_and_the_ring_and_any_reader_have_the_same() -
 
 
 def test_a_reader_ships_keypoints_only_where_there_are_any() -> None:
-    for config, names in (({}, ["columns"]), ({"keypoints_column": ""}, [])):
+    for config, has_columns in (({}, True), ({"keypoints_column": ""}, False)):
         spec = spec_of(**config)
         source = MicroBatchSource(spec.plan, spec.plan.start(), dict(spec.stores), wanted=spec.wanted)
         (task, *_) = source.get_read_tasks(1)
-        assert [name for name in task.schema.names if name == "columns"] == names
+        assert next(iter(task()))["columns"][0].is_valid == has_columns
 
 
 def test_what_does_not_go_with_keypoints_ends_the_run() -> None:

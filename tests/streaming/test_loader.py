@@ -27,10 +27,10 @@ from raypipe.device.augment import DeviceAugment, Normalize
 from raypipe.device.device_decode import DeviceDecoder
 from raypipe.device.prefetcher import Batch
 from raypipe.errors import ConfigError, CursorError, RaypipeError, SampleError
-from raypipe.plan.cursor import Cursor
+from raypipe.plan.places import Cursor
 from raypipe.stores.base import MemoryStore
 from raypipe.stores.destination import write_atomically
-from raypipe.streaming.arrival import Source
+from raypipe.streaming.arrival import Feed
 from raypipe.streaming.blocks import cut
 from raypipe.streaming.epochs import Epoch
 from raypipe.streaming.handover import loader
@@ -63,8 +63,7 @@ class InProcess:
         maker, places = MicroBatchMaker(self.spec), self.spec.plan.micro_batches(self.spec.plan.start())
         for number, block in enumerate(cut(places, self.world_size, {"train": 2, "val": 2})):
             if number % self.world_size == self.rank:
-                memory = maker.memory(block)
-                all_made = [maker.make(at, memory=memory) for at in block]
+                all_made, memory = maker.block(block)
                 for made in all_made:
                     maker.settle(made)
                 yield block_row([made.batch for made in all_made], memory)
@@ -74,7 +73,7 @@ def loader_of(source: InProcess, **options: Any) -> Loader:
     spec, rows = source.spec, cast(Any, source)
     return Loader(
         spec,
-        lambda _: Source(host_batches(rows)),
+        lambda _: Feed(host_batches(rows)),
         source.rank,
         source.world_size,
         CPU,
@@ -349,7 +348,7 @@ def test_a_state_goes_on_at_the_next_step_with_any_number_of_workers(inline: Str
 
 
 def ranked(spec: StreamSpec, rank: int, world_size: int) -> Loader:
-    return Loader(spec, lambda start: Source(inline_batches(spec, start, rank, world_size)), rank, world_size)
+    return Loader(spec, lambda start: Feed(inline_batches(spec, start, rank, world_size)), rank, world_size)
 
 
 def test_a_loader_whose_checkpoint_does_not_tell_its_place_does_not_begin_anew_in_silence(
@@ -436,7 +435,7 @@ def test_a_loader_that_is_left_has_ended_its_threads_and_then_its_actors(
     source, ends = Threaded(spec, 0, 1), list[bool]()
     one = Loader(
         spec,
-        lambda _: Source(host_batches(cast(Any, source)), end=lambda: ends.append(source.thread.is_alive())),
+        lambda _: Feed(host_batches(cast(Any, source)), end=lambda: ends.append(source.thread.is_alive())),
         cursor=spec.plan.start(),
     )
     leave(one)
@@ -452,7 +451,7 @@ def test_a_stream_runs_as_long_as_anything_of_it_is_held_and_ends_without_the_co
     ends: list[str] = []
 
     def opened() -> Any:
-        source = Source(inline_batches(inline, inline.plan.start()), end=lambda: ends.append("ended"))
+        source = Feed(inline_batches(inline, inline.plan.start()), end=lambda: ends.append("ended"))
         one = Loader(inline, lambda _: source, cursor=inline.plan.start())
         epochs = one.epochs()
         epoch = next(epochs)
@@ -487,7 +486,7 @@ def test_a_stream_that_has_ended_says_why_and_can_be_started_anew(inline: Stream
 
 def test_the_oldest_stream_with_actors_makes_room_and_says_so_and_no_other_does(inline: StreamSpec) -> None:
     def opened(supervisor: Any) -> tuple[Loader, Epoch]:
-        source = Source(inline_batches(inline, inline.plan.start()), supervisor)
+        source = Feed(inline_batches(inline, inline.plan.start()), supervisor)
         one = Loader(inline, lambda _: source, cursor=inline.plan.start())
         return one, next(one.epochs())
 

@@ -8,7 +8,7 @@ import pytest
 from raypipe.config import PlanConfig, TransformConfig
 from raypipe.stores.base import Columns, MemoryStore
 from raypipe.streaming.digest import batch_digest
-from raypipe.streaming.maker import Made, MicroBatchMaker
+from raypipe.streaming.maker import MicroBatchMaker, Outcome
 from raypipe.streaming.opening import open_stream
 from raypipe.transform.batch import FIRST_ATTEMPT, Attempt
 
@@ -32,7 +32,7 @@ def noted() -> Noted:
     return store
 
 
-def batches(store: Noted, micro_batch: int, attempt: Attempt = FIRST_ATTEMPT) -> list[Made]:
+def batches(store: Noted, micro_batch: int, attempt: Attempt = FIRST_ATTEMPT) -> list[Outcome]:
     plan = PlanConfig(epochs=1, micro_batch_size=micro_batch)
     config = TransformConfig(train="small", size=16, val="center")
     maker = MicroBatchMaker(open_stream(store, store, plan=plan, transform=config))

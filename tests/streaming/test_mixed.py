@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from small_runs import parse_run
 
-from raypipe.commands.settings import parse_run
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.errors import ConfigError
 from raypipe.streaming.handover import loader

@@ -18,7 +18,7 @@ from ray import cloudpickle
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.device.prefetcher import Batch
 from raypipe.errors import BadSamplesError, ConfigError, CursorError, ResourceError, SampleError, TransformError
-from raypipe.plan.cursor import Cursor
+from raypipe.plan.places import Cursor
 from raypipe.rayext.cluster import preflight
 from raypipe.rayext.splits import begun
 from raypipe.stores import open_store
@@ -194,8 +194,8 @@ def test_masks_and_boxes_are_the_same_for_any_pool_and_whoever_reads(tmp_path: P
     assert [batch_digest(in_host_memory(batch)) for batch in seen] == alone
     train, val = ([batch for batch in seen if batch.at.split == split] for split in ("train", "val"))
     for batch in train:
-        assert batch.mask.shape == (8, 24, 24) and batch.boxes.shape == (8, 3, 5)
-        assert set(batch.mask.unique().tolist()) <= {0, 1, 2}
+        assert batch.fields["mask"].shape == (8, 24, 24) and batch.fields["boxes"].shape == (8, 3, 5)
+        assert set(batch.fields["mask"].unique().tolist()) <= {0, 1, 2}
     assert sum(int((batch.weight == 0).sum()) for batch in val) == 1  # the bad one
     assert sum(batch.num_bad for batch in seen) == 2
 

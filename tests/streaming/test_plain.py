@@ -14,9 +14,9 @@ from torch.nn.functional import cross_entropy
 from raypipe.config import AugmentConfig, PlanConfig, PoolConfig, TransformConfig
 from raypipe.device.mixing import soft_targets
 from raypipe.errors import ConfigError, RaypipeError, SampleError
-from raypipe.plan.cursor import Cursor
+from raypipe.plan.places import Cursor
 from raypipe.stores.destination import write_atomically
-from raypipe.streaming.arrival import Source
+from raypipe.streaming.arrival import Feed
 from raypipe.streaming.handover import loader
 from raypipe.streaming.inline import inline_batches
 from raypipe.streaming.loader import Loader
@@ -81,7 +81,7 @@ def ranks_of(train: Path, val: Path, per_step: int, num_ranks: int) -> list[Load
 
     def of(rank: int) -> Loader:
         made = inline_batches(spec, pending(spec), rank, num_ranks)
-        return Loader(spec, lambda _: Source(made), rank, num_ranks, cursor=pending(spec))
+        return Loader(spec, lambda _: Feed(made), rank, num_ranks, cursor=pending(spec))
 
     return [of(rank) for rank in range(num_ranks)]
 

@@ -10,20 +10,15 @@ from micro_batches import plain
 
 from raypipe.config import PlanConfig
 from raypipe.errors import ConfigError
-from raypipe.plan.cursor import Cursor
-from raypipe.plan.places import PADDING, MicroBatchId
+from raypipe.plan.places import PADDING, Cursor, MicroBatchId
 from raypipe.rayext.iteration import Ended
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.pipeline import splits
 from raypipe.streaming.row import (
-    PLACE_SCHEMA,
+    SourceRow,
     batches_of,
-    block_of,
     block_row,
     host_batches,
-    read_schema,
-    reads_of,
-    source_row,
 )
 from raypipe.transform.encoded import CROP, DATA, FLIP
 from raypipe.transform.fields import BlockMemory, Field, MicroBatch, Ragged
@@ -44,16 +39,13 @@ def test_what_a_reader_has_read_is_what_an_actor_unpacks(columns: list[dict[str,
         [EncodedSample(b"a", 7, columns[0]), EncodedSample(None)],
         [EncodedSample(None, -1), EncodedSample(b"b", NO_LABEL, columns[1])],
     ]
-    schema = read_schema(bool(columns[0]))
-    table = source_row(BLOCK, reads, schema)
-    found = reads_of(table)
-    assert found is not None and block_of(table) == BLOCK
-    for samples, expected in zip(found, reads, strict=True):
+    row = SourceRow.unpacked(SourceRow(BLOCK, reads, 0.5).packed())
+    assert row.reads is not None and (row.block, row.read_s) == (BLOCK, 0.5)
+    for samples, expected in zip(row.reads, reads, strict=True):
         assert [sample[:2] for sample in samples] == [sample[:2] for sample in expected]
         for sample, other in zip(samples, expected, strict=True):
             np.testing.assert_equal({**sample.columns}, {**other.columns})
-    assert reads_of(source_row(BLOCK, None, schema)) is None
-    assert reads_of(source_row(BLOCK, None, PLACE_SCHEMA)) is None
+    assert SourceRow.unpacked(SourceRow(BLOCK).packed()) == (BLOCK, None, 0)
 
 
 def made(at: MicroBatchId, fields: dict[str, Any]) -> MicroBatch:

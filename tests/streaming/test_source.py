@@ -21,8 +21,7 @@ import raypipe
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.errors import ConfigError, ResourceError, StoreError
 from raypipe.metrics.records import read_records
-from raypipe.plan.cursor import Cursor
-from raypipe.plan.places import PADDING, Split
+from raypipe.plan.places import PADDING, Cursor, Split
 from raypipe.plan.schedule import Plan
 from raypipe.storage.files import read_json
 from raypipe.stores import open_store, open_writer
@@ -31,7 +30,7 @@ from raypipe.stores.parquet import ParquetStore
 from raypipe.streaming.handover import loader
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.planning import make_plan
-from raypipe.streaming.row import PLACE_SCHEMA, block_of, read_schema, reader_seconds, reads_of
+from raypipe.streaming.row import SOURCE_SCHEMA, SourceRow
 from raypipe.streaming.source import MicroBatchSource, read_lmdb
 from raypipe.transform.samples import Wanted
 
@@ -49,15 +48,14 @@ def tables_of(source: MicroBatchSource) -> list[pa.Table]:
 
 
 def rows(plan: Plan, cursor: Cursor, readers: dict[Split, Store], block: int = 1) -> list[dict[str, Any]]:
-    """With what `block_of` finds in each as "block"."""
+    """With what `SourceRow` finds in each as "block"."""
     [task] = MicroBatchSource(plan, cursor, readers, block=block).get_read_tasks(1)
     tables = list(task())
-    schema = read_schema(columns=False) if readers else PLACE_SCHEMA
-    assert all(table.schema == task.schema == schema and table.num_rows == 1 for table in tables)
-    found = [{**table.to_pylist()[0], "block": block_of(table)} for table in tables]
+    assert all(table.schema == task.schema == SOURCE_SCHEMA and table.num_rows == 1 for table in tables)
+    found = [{**table.to_pylist()[0], "block": SourceRow.unpacked(table).block} for table in tables]
     for table, row in zip(tables, found, strict=True):  # its time is measured, and no matter of the plan
-        assert (row.pop("read_s", None) or 0.0) == reader_seconds(table)
-        assert (reader_seconds(table) > 0) == bool(row.get("image"))
+        read_s = SourceRow.unpacked(table).read_s
+        assert (row.pop("read_s") or 0.0) == read_s and (read_s > 0) == bool(row["image"])
     return found
 
 
@@ -89,7 +87,7 @@ def test_what_the_actors_read_themselves_travels_as_its_place_alone() -> None:
     assert [row["image"] is None for row in found] == [True, True, False, False]
     assert [row["label"] is None for row in found] == [True, True, False, False]
     nobody_reads = rows(plan, plan.start(), {})
-    assert nobody_reads == [{name: row[name] for name in (*PLACE_SCHEMA.names, "block")} for row in found]
+    assert nobody_reads == [row | {"image": None, "label": None} for row in found]
 
 
 def test_a_short_schedule_is_one_task_whatever_parallelism_is_asked_for() -> None:
@@ -104,7 +102,7 @@ def test_a_long_schedule_is_cut_into_shares_that_follow_each_other() -> None:
     source = MicroBatchSource(plan, plan.cursor_at(2), {"val": val})
     tasks = source.get_read_tasks(1)
     assert len(tasks) == source.num_tasks == 10
-    found = [at for table in tables_of(source) for at in block_of(table)]
+    found = [at for table in tables_of(source) for at in SourceRow.unpacked(table).block]
     assert found == list(plan.micro_batches(plan.cursor_at(2)))
 
 
@@ -193,7 +191,8 @@ def test_masks_and_boxes_travel_from_a_reader_as_they_are_in_the_store() -> None
     plan = make_plan(PlanConfig(epochs=1, micro_batch_size=3, shuffle="off"), train)
     wanted = Wanted(label=False, columns=("seg", "objects"))
     source = MicroBatchSource(plan, plan.start(), {"train": train}, wanted=wanted, block=2)
-    (reads,) = map(reads_of, tables_of(source))
+    (table,) = tables_of(source)
+    reads = SourceRow.unpacked(table).reads
     assert reads is not None
     samples = [sample for read in reads for sample in read]
     assert [[sample.image for sample in read] for read in reads] == [[b"0", b"1", b"2"], [b"3", b"4", b"5"]]

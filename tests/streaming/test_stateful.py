@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 import raypipe
 from raypipe.config import PlanConfig, PoolConfig, RunConfig
 from raypipe.errors import ConfigError, CursorError
-from raypipe.plan.cursor import Cursor
+from raypipe.plan.places import Cursor
 from raypipe.streaming.handover import loader
 from raypipe.streaming.loader import Loader
 from raypipe.streaming.opening import open_stream, spec_of

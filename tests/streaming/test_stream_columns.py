@@ -24,7 +24,7 @@ from raypipe.streaming.digest import batch_digest, iterate_digests, settings_of
 from raypipe.streaming.maker import MicroBatchMaker, try_samples
 from raypipe.streaming.opening import open_stream, renamed, spec_of
 from raypipe.streaming.pipeline import splits
-from raypipe.streaming.row import batches_of, block_row, read_schema, reads_of, source_row
+from raypipe.streaming.row import SourceRow, batches_of, block_row
 from raypipe.streaming.source import MicroBatchSource
 from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.fields import COLUMN, MicroBatch, Ragged, in_group
@@ -122,14 +122,10 @@ def test_a_stream_in_groups_is_read_by_a_reader_and_has_the_same_columns(tmp_pat
     seen = 0
     for task in source.get_read_tasks(1):
         for row in task():
-            reads = reads_of(row)
-            assert reads and row.schema.names[-1] == "columns"
-            places = list(zip(row["step"][0].as_py(), row["micro"][0].as_py(), strict=True))
-            split: Any = "val" if row["split"][0].as_py() else "train"
-            block = [MicroBatchId(split, row["epoch"][0].as_py(), step, micro) for step, micro in places]
-            memory = maker.memory(block)
-            of_block = [maker.make(at, read, memory=memory).batch for at, read in zip(block, reads, strict=True)]
-            for batch in batches_of(through_arrow(block_row(of_block, memory))):
+            block, reads, _ = SourceRow.unpacked(row)
+            assert reads and row["columns"][0].is_valid
+            all_made, memory = maker.block(block, reads)
+            for batch in batches_of(through_arrow(block_row([made.batch for made in all_made], memory))):
                 check(batch)
                 assert batch_digest(batch) == batch_digest(expected[str(batch.at)])
                 assert batch["label"].tolist() == np.where(batch.index < 0, 0, batch.index / 2).tolist()
@@ -151,13 +147,12 @@ def test_a_block_of_padding_alone_travels() -> None:
     check(batch)
 
 
-def test_without_columns_a_row_of_a_reader_is_as_it_was() -> None:
+def test_without_columns_a_reader_sends_none() -> None:
     made = spec(store(np.arange(NUM), group_size=5), columns=())
-    for readers, schema in ((made.readers(), read_schema(columns=False)), ({}, None)):
+    for readers in (made.readers(), {}):
         source = MicroBatchSource(made.plan, made.plan.start(), readers)
         (row, *_) = source.get_read_tasks(1)[0]()
-        assert schema is None or row.schema == schema
-        assert "columns" not in row.schema.names
+        assert not row["columns"][0].is_valid and row["image"][0].is_valid == bool(readers)
 
 
 def test_what_a_reader_sends_of_any_value_is_what_an_actor_gets() -> None:
@@ -173,7 +168,7 @@ def test_what_a_reader_sends_of_any_value_is_what_an_actor_gets() -> None:
     }
     block = [MicroBatchId("train", 0, 0, 0)]
     samples = [EncodedSample(b"x", 1, values), EncodedSample(None, 2)]
-    read = reads_of(source_row(block, [samples], read_schema(columns=True)))
+    read = SourceRow.unpacked(SourceRow(block, [samples]).packed()).reads
     assert read
     found, nothing = (sample.columns for sample in read[0])
     assert [*found] == [*values] and nothing == {} and [sample.label for sample in read[0]] == [1, 2]

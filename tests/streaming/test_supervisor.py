@@ -123,11 +123,11 @@ def test_a_task_hears_the_same_sizes_again_though_more_is_known_by_then() -> Non
     supervisor = Supervisor(max_attempts=1)
     assert supervisor.sizes("early", 100, 10**9) == {"train": 1, "val": 1}
     for seconds in (0.02, 0.05, 0.9):  # one was held up
-        supervisor.made("train", seconds, 1000)
-    supervisor.made("val", 0.01, 50_000)
+        supervisor.measured("train", seconds, 1000)
+    supervisor.measured("val", 0.01, 50_000)
     assert supervisor.sizes("later", 100, 10**6) == {"train": 10, "val": 20}
     assert supervisor.sizes("short", 8, 10**6) == {"train": 8, "val": 8}
-    supervisor.made("train", 0.001, 1000)
+    supervisor.measured("train", 0.001, 1000)
     assert supervisor.sizes("early", 100, 10**9) == {"train": 1, "val": 1}
     assert supervisor.sizes("later", 100, 10**6) == {"train": 10, "val": 20}
 

@@ -19,7 +19,7 @@ from torch import nn
 from raypipe.config import RunConfig
 from raypipe.errors import ConfigError, RaypipeError
 from raypipe.metrics.records import read_records
-from raypipe.plan.cursor import Cursor
+from raypipe.plan.places import Cursor
 from raypipe.storage.filesystem import open_filesystem
 from raypipe.streaming import checkpoints
 from raypipe.streaming.checkpoints import find_newest, read_state, write_checkpoint

@@ -11,11 +11,10 @@ import pytest
 import without_ray
 import yaml
 from full_disk import fill, make_room
-from small_runs import small_run
+from small_runs import parse_run, small_run
 
 from raypipe import logs
 from raypipe.commands.cli import _finish
-from raypipe.commands.settings import parse_run
 from raypipe.config import (
     AugmentConfig,
     PlanConfig,
@@ -27,7 +26,7 @@ from raypipe.config import (
 )
 from raypipe.errors import ConfigError, CursorError
 from raypipe.metrics.records import read_records
-from raypipe.plan.cursor import Cursor
+from raypipe.plan.places import Cursor
 from raypipe.rayext.cluster import Allocation
 from raypipe.stores import open_store
 from raypipe.stores.base import MemoryStore

@@ -5,11 +5,11 @@ import os
 from pathlib import Path
 
 import pytest
+from small_runs import parse_run
 
-from raypipe.commands.settings import parse_run
 from raypipe.config import RunConfig
 from raypipe.errors import ConfigError
-from raypipe.plan.cursor import Cursor
+from raypipe.plan.places import Cursor
 from raypipe.streaming.checkpoints import write_checkpoint
 from raypipe.train.run_folder import (
     check_run_folder,

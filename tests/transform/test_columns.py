@@ -57,7 +57,11 @@ def made(columns: ColumnMaker, *rows: Any) -> dict[str, Any]:
         ([[1, 2], [], [3]], None, ColumnType("ragged", "int64")),
         ([[[1, 2.0]], [[3, 4], [5, 6]]], None, ColumnType("ragged", "float64", (2,))),
         ([[1, 2]], ColumnOptions(length=2), ColumnType("array", "int64", (2,))),
-        ([[1], [1, 2, 3]], ColumnOptions(length=8, fill=0, dtype="int32"), ColumnType("array", "int32", (8,))),
+        (
+            [[1], [1, 2, 3]],
+            ColumnOptions(length=8, fill=0, dtype="int32"),
+            ColumnType("array", "int32", (8,), 0, True),
+        ),
         (["a", "b"], None, ColumnType("text")),
         (["[1, 2]"], ColumnOptions(dtype="int16"), ColumnType("ragged", "int16")),
         ([b"\0\1", b""], None, ColumnType("bytes")),

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from raypipe.errors import CursorError
-from raypipe.plan.cursor import Cursor
+from raypipe.plan.places import Cursor
 
 
 def test_a_cursor_survives_json() -> None:

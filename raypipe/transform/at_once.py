@@ -1,0 +1,268 @@
+"""The images of a micro-batch, made by programs in one call, as far as that is possible.
+
+    JPEGs that the kernel takes        decoded and transformed by it
+    other encoded images, and those    decoded here, some at a time, and transformed by it; or, where there is
+    of a cache                         no kernel, by the reference
+
+A row for which neither will do (it is damaged, or too small for a crop) is left to the straight loop, which says
+why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from raypipe.config import TransformConfig
+from raypipe.errors import SampleError
+from raypipe.plan.order import mix64
+from raypipe.plan.places import Sides
+from raypipe.transform import kernel, reference
+from raypipe.transform.decode import decode
+from raypipe.transform.fields import IMAGE
+from raypipe.transform.program import Program
+from raypipe.transform.sample_transform import SampleTransform
+from raypipe.transform.kernel import DONE, Job
+from raypipe.transform.samples import Decoded, EncodedSample
+from raypipe.transform.views import ViewsTransform
+
+_MAX_DECODED = 32 << 20  # bytes of pixels that are decoded before a call
+
+
+@dataclass(frozen=True)
+class Crop:
+    """An image that a program makes of each sample: the sample's only one, or one of a view.
+
+    Attributes:
+        field: that it belongs to.
+        transform: which has a program.
+        number: of several that the field has.
+        part: uint64 (2,), with which the keys of samples are mixed; None: they are used as they are.
+    """
+
+    field: str
+    transform: SampleTransform
+    number: int | None = None
+    part: np.ndarray | None = None
+
+    @property
+    def program(self) -> Program:
+        """Its known steps."""
+        assert self.transform.program is not None
+        return self.transform.program
+
+    def keys(self, keys: np.ndarray) -> np.ndarray:
+        """Its keys, uint64 (B, 2), by those of the samples."""
+        return keys if self.part is None else mix64(self.part ^ keys)
+
+    def slots(self, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
+        """Where its images are put, uint8 (B, h, w, 3), in the arrays of a micro-batch by field."""
+        array = arrays[self.field]
+        return array if self.number is None else array[:, self.number]
+
+
+@dataclass(frozen=True)
+class MadeAtOnce:
+    """The images of a micro-batch that are made, and what was drawn for the first one of each sample.
+
+    Attributes:
+        rows: bool (B,), which have their images.
+        params: int64 (B, P), see `Program.draw`.
+        sizes: (height, width) of the images before, int32 (B, 2).
+    """
+
+    rows: np.ndarray
+    params: np.ndarray
+    sizes: np.ndarray
+
+    @staticmethod
+    def nothing(num: int) -> MadeAtOnce:
+        """No row is made."""
+        return MadeAtOnce(np.zeros(num, bool), np.zeros((num, 0), np.int64), np.zeros((num, 2), np.int32))
+
+    def drawn(self, row: int) -> Drawn | None:
+        """What was drawn for a row; None: it is not made."""
+        if not self.rows[row]:
+            return None
+        height, width = self.sizes[row].tolist()
+        return Drawn(self.params[row], (height, width))
+
+
+class Drawn(NamedTuple):
+    """What a program has drawn for an image that it made, int64 (P,), and the image's (height, width) before."""
+
+    params: np.ndarray
+    size: Sides
+
+
+def crops_of(transform: SampleTransform | ViewsTransform, has_targets: bool) -> list[Crop]:
+    """The images that programs make of each sample; none where a part of them is made in another way."""
+    if isinstance(transform, SampleTransform):
+        crops = [Crop(IMAGE, transform)]
+    else:
+        parts = iter(transform.parts)
+        crops = [
+            Crop(field, each, number if len(transforms) > 1 else None, next(parts))
+            for field, transforms in transform.crops.items()
+            for number, each in enumerate(transforms)
+        ]
+    if has_targets and any(crop.transform.has_rest for crop in crops):
+        return []  # the library does the rest with both at a time
+    return crops if all(crop.transform.program for crop in crops) else []
+
+
+def shapes_of(crops: Sequence[Crop]) -> dict[str, tuple[int, ...]]:
+    """The shapes of a sample's fields, of which these are the images."""
+    shapes = dict[str, tuple[int, ...]]()
+    for crop in crops:
+        several = () if crop.number is None else (crop.number + 1,)
+        shapes[crop.field] = *several, *(crop.program.size or ()), 3
+    return shapes
+
+
+class ProgramsAtOnce:
+    """Makes the images of micro-batches.
+
+    Args:
+        crops: of each sample.
+        config: how images are decoded.
+        threads: that the kernel uses.
+    """
+
+    def __init__(self, crops: Sequence[Crop], config: TransformConfig, threads: int) -> None:
+        self._crops, self._config, self._threads = crops, config, threads
+
+    def make(
+        self,
+        samples: Sequence[EncodedSample | Decoded | None],
+        keys: np.ndarray,
+        arrays: Mapping[str, np.ndarray],
+        cached: Callable[[int], Decoded | None] | None = None,
+    ) -> MadeAtOnce:
+        """Make the images of B samples.
+
+        Args:
+            samples: None = none is wanted for this row.
+            keys: uint64 (B, 2).
+            arrays: by field, (B, …).
+            cached: decodes the sample of a row, to keep it.
+
+        Returns:
+            Which are made. Slots of others may hold anything.
+        """
+        first = self._crops[0].program
+        made = MadeAtOnce(
+            np.zeros(len(samples), bool),
+            np.zeros((len(samples), first.num_params), np.int64),
+            np.zeros((len(samples), 2), np.int32),
+        )
+        if cached is None:
+            encoded = [sample.image if isinstance(sample, EncodedSample) else None for sample in samples]
+            self._run(encoded, self._sizes(encoded), keys, arrays, made)
+        for decoded in self._decoded(samples, made.rows, cached):
+            sizes = np.array([(0, 0) if image is None else image.shape[:2] for image in decoded])
+            self._run(decoded, sizes, keys, arrays, made)
+        return made
+
+    def _sizes(self, encoded: Sequence[bytes | None]) -> np.ndarray:
+        """(height, width), int32 (B, 2), of those that the kernel decodes; zeros of others."""
+        least = self._config.decode_min_side or 0
+        return kernel.sizes(encoded, apply_exif=self._config.apply_exif, decode_min_side=least)
+
+    def _run(
+        self,
+        images: Sequence[Any],
+        sizes: np.ndarray,
+        keys: np.ndarray,
+        arrays: Mapping[str, np.ndarray],
+        made: MadeAtOnce,
+    ) -> None:
+        """Make the images of the rows that have sizes, and note them."""
+        (rows,) = np.nonzero(sizes[:, 0])
+        if not rows.size:
+            return
+        jobs = []
+        for crop in self._crops:
+            drawn, _ = crop.program.draw(crop.keys(keys[rows]), sizes[rows])
+            params = drawn
+            if len(rows) < len(images):
+                params = np.zeros((len(images), drawn.shape[1]), np.int64)
+                params[rows] = drawn
+            slots = crop.slots(arrays)
+            if crop.transform.has_rest:
+                slots = np.empty((len(images), *(crop.program.size or ()), 3), np.uint8)
+            jobs.append(Job(crop.program.ops, params, slots))
+        done = kernel.run(images, jobs, self._threads) == DONE
+        for row in rows[~done[rows]].tolist():
+            if isinstance(images[row], np.ndarray):
+                done[row] = _by_reference(images[row], jobs, row)
+        for crop, (_, _, slots) in zip(self._crops, jobs, strict=True):
+            if crop.transform.has_rest:
+                _finish(crop, slots, keys, arrays, rows, done)
+        made.rows[done] = True
+        made.params[done], made.sizes[done] = jobs[0][1][done], sizes[done]
+
+    def _decoded(
+        self,
+        samples: Sequence[EncodedSample | Decoded | None],
+        made: np.ndarray,
+        cached: Callable[[int], Decoded | None] | None,
+    ) -> Iterator[list[np.ndarray | None]]:
+        """The pixels of rows that are not made, where they can be had, by row; not too many at a time."""
+        images: list[np.ndarray | None] = [None] * len(samples)
+        num_bytes = 0
+        for row in np.flatnonzero(~made).tolist():
+            pixels = self._pixels(samples[row], row, cached)
+            if pixels is None:
+                continue
+            images[row], num_bytes = pixels, num_bytes + pixels.nbytes
+            if num_bytes > _MAX_DECODED:
+                yield images
+                images, num_bytes = [None] * len(samples), 0
+        if num_bytes:
+            yield images
+
+    def _pixels(
+        self, sample: EncodedSample | Decoded | None, row: int, cached: Callable[[int], Decoded | None] | None
+    ) -> np.ndarray | None:
+        if isinstance(sample, EncodedSample) and cached is not None:
+            sample = cached(row) or sample
+        if isinstance(sample, Decoded):
+            return sample.pixels
+        if sample is None or not sample.image:
+            return None
+        if self._config.crop_decode == "scaled" and sample.image.startswith(b"\xff\xd8\xff"):
+            return None  # a crop's scale follows from the box: it is decoded by itself
+        try:
+            return decode(sample.image, min_side=self._config.decode_min_side, exif=self._config.apply_exif)
+        except SampleError:
+            return None
+
+
+def _by_reference(image: np.ndarray, jobs: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]], row: int) -> bool:
+    try:
+        for ops, params, slots in jobs:
+            slots[row] = reference.apply_all(image, ops, params[row])
+    except ValueError:
+        return False
+    return True
+
+
+def _finish(
+    crop: Crop,
+    images: np.ndarray,
+    keys: np.ndarray,
+    arrays: Mapping[str, np.ndarray],
+    rows: np.ndarray,
+    done: np.ndarray,
+) -> None:
+    """Have the library do the rest of the steps, sample by sample."""
+    slots, own_keys = crop.slots(arrays), crop.keys(keys).tolist()
+    for row in rows[done[rows]].tolist():
+        try:
+            slots[row] = crop.transform.finish(images[row], {}, own_keys[row])["image"]
+        except Exception:  # the straight loop meets it again, and says what it is
+            done[row] = False

@@ -3,9 +3,9 @@
     sizes    heights and widths by the headers, of what it takes
     run      encoded images, or pixels → uint8 (B, H, W, 3), by programs of integer operations
 
-It is used only after it has agreed with simplejpeg and with OpenCV in this process. What it refuses, image by image,
-is left to the caller: `decode.decode` and `reference` have the same pixels, and the last word on bad samples.
-Without the extension it refuses everything.
+It is used only after it has agreed with simplejpeg and with OpenCV in this process. What it refuses, image by
+image, is left to the caller: `decode.decode` and `reference` have the same pixels, and the last word on bad
+samples. Without the extension it refuses everything.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ import pytest
 import simplejpeg
 from PIL import Image
 
+from raypipe import native
 from raypipe.errors import SampleError
 from raypipe.transform import jpeg
 from raypipe.transform.decode import decode
@@ -143,7 +144,7 @@ def test_without_the_extension_there_is_a_reason_and_the_same_pixels() -> None:
 class Other:
     """An extension that differs in one thing."""
 
-    INTERFACE_VERSION = jpeg._INTERFACE_VERSION
+    INTERFACE_VERSION = native.INTERFACE_VERSION
 
     @staticmethod
     def decode_crop(data: bytes, *arguments: Any) -> int:
@@ -164,6 +165,7 @@ def test_an_extension_that_disagrees_is_not_used(
 ) -> None:
     other = type("Changed", (Other,), {name: staticmethod(v) if callable(v) else v for name, v in change.items()})
     monkeypatch.setitem(sys.modules, "_raypipe_kernel", other)  # type: ignore[arg-type]
+    monkeypatch.setattr(native, "why_missing", native.why_missing.__wrapped__)
     assert why_no_extension.__wrapped__().startswith(reason)
 
 

@@ -66,7 +66,7 @@ def compile_extension(source: Path, target: Path) -> str:
     if not wheel_tag():
         return f"{sys.implementation.name} {sysconfig.get_python_version()} has no stable ABI"
     compiler = shlex.split(os.environ.get("CC") or "") or [shutil.which("cc") or shutil.which("gcc") or "cc"]
-    # -ffp-contract=off: coefficients are rounded as OpenCV rounds them, on processors that multiply and add at once too
+    # -ffp-contract=off: OpenCV rounds coefficients after each step, also where a processor could multiply and add
     flags = ["-O3", "-ffp-contract=off", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden"]
     flags += ["-DPy_LIMITED_API=0x030b0000"]
     if sys.platform == "darwin":

@@ -89,27 +89,28 @@ static int blur(Image *image, const int64_t *params, Scratch *scratch)
     uint8_t *work = work_memory(scratch, padded_bytes + ((size_t)num_rows + 1) * num * sizeof(uint16_t));
     if (!work)
         return NO_MEMORY;
-    /* Rows that are blurred across: that of number n at n % num_rows, as long as nothing else is there. */
+    /* Rows that are blurred across: that of place n at n % num_rows, as long as nothing else is there. */
     uint16_t *blurred = (uint16_t *)(work + padded_bytes), *rows[2 * MAX_RADIUS + 1];
     int64_t numbers[2 * MAX_RADIUS + 1];
     for (int i = 0; i < num_rows; i++)
-        numbers[i] = -1;
+        numbers[i] = INT64_MIN;
     uint16_t *black = blurred + (size_t)num_rows * num;
     memset(black, 0, num * sizeof *black);
     for (int y = 0; y < image->height; y++) {
         for (int i = 0; i < num_rows; i++) {
             const int k = (i + 1) / 2;
-            const int64_t source = border_at(y + (i % 2 ? -k : k), image->height, border);
+            const int64_t place = y + (i % 2 ? -k : k); /* not yet put inside, so that num_rows in a row differ */
+            const int64_t source = border_at(place, image->height, border);
             if (source < 0) {
                 rows[i] = black;
                 continue;
             }
-            const int at = (int)(source % num_rows);
+            const int at = (int)((place + num_rows) % num_rows);
             rows[i] = blurred + (size_t)at * num;
-            if (numbers[at] != source) {
+            if (numbers[at] != place) {
                 pad_row(image->pixels + source * image->stride, image->width, radius, border, work);
                 blur_columns(scratch->simd, work, coefficients, radius, (int)num, rows[i]);
-                numbers[at] = source;
+                numbers[at] = place;
             }
         }
         blur_rows(scratch->simd, rows, coefficients, radius, (int)num, result.pixels + y * result.stride);

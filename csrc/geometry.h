@@ -84,20 +84,27 @@ static int pad(Image *image, const int64_t *params, Scratch *scratch)
         new_image(&result, image->height + params[0] + params[1], image->width + params[2] + params[3], scratch);
     if (status != DONE)
         return status;
-    const int inner_end = left + image->width;
+    const int right = left + image->width, num_behind = result.width - right;
+    uint8_t *row = work_memory(scratch, (size_t)result.width * CHANNELS);
+    if (!row)
+        return NO_MEMORY;
+    fill(row, result.width, colour);
     for (int y = 0; y < result.height; y++) {
         uint8_t *to = result.pixels + y * result.stride;
         const int from_row = border_at(y - top, image->height, border);
         if (from_row < 0) {
-            fill(to, result.width, colour);
+            memcpy(to, row, (size_t)result.width * CHANNELS);
             continue;
         }
         const uint8_t *from = image->pixels + from_row * image->stride;
         memcpy(to + left * CHANNELS, from, (size_t)image->width * CHANNELS);
-        for (int x = left ? 0 : inner_end; x < result.width; x = x + 1 == left ? inner_end : x + 1) {
-            const int at = border_at(x - left, image->width, border);
-            memcpy(to + x * CHANNELS, at < 0 ? colour : from + at * CHANNELS, CHANNELS);
+        if (border == BORDER_CONSTANT) {
+            memcpy(to, row, (size_t)left * CHANNELS);
+            memcpy(to + right * CHANNELS, row, (size_t)num_behind * CHANNELS);
+            continue;
         }
+        for (int x = left ? 0 : right; x < result.width; x = x + 1 == left ? right : x + 1)
+            memcpy(to + x * CHANNELS, from + border_at(x - left, image->width, border) * CHANNELS, CHANNELS);
     }
     *image = result;
     return DONE;

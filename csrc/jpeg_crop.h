@@ -61,6 +61,7 @@ typedef struct {
     Trouble trouble;
     Entropy entropy;
     HuffmanTables tables; /* most files of a store have the same ones */
+    JHUFF_TBL one_code;
     int is_made;
 } Decoder;
 
@@ -190,6 +191,30 @@ static void forget_tables(struct jpeg_decompress_struct *info)
     }
 }
 
+/* Starts with tables of one code in place of the file's: libjpeg expands those into tables of its own, which takes a
+ * tenth of the time of a tiny image, and jpeg_huffman.h has no use for them. It checks the file's as libjpeg does. */
+static void start_without_tables(struct jpeg_decompress_struct *info, JHUFF_TBL *one_code)
+{
+    JHUFF_TBL *dc[NUM_HUFF_TBLS], *ac[NUM_HUFF_TBLS];
+    memset(one_code, 0, sizeof *one_code);
+    one_code->bits[1] = 1;
+    for (int i = 0; i < NUM_HUFF_TBLS; i++) { /* where there is none, libjpeg may put in the standard's */
+        dc[i] = info->dc_huff_tbl_ptrs[i];
+        ac[i] = info->ac_huff_tbl_ptrs[i];
+        if (dc[i])
+            info->dc_huff_tbl_ptrs[i] = one_code;
+        if (ac[i])
+            info->ac_huff_tbl_ptrs[i] = one_code;
+    }
+    jpeg_start_decompress(info); /* an error ends the decompressor, with these tables */
+    for (int i = 0; i < NUM_HUFF_TBLS; i++) {
+        if (dc[i])
+            info->dc_huff_tbl_ptrs[i] = dc[i];
+        if (ac[i])
+            info->ac_huff_tbl_ptrs[i] = ac[i];
+    }
+}
+
 /* The column of `out`, height x columns x 3 bytes, in which the rectangle begins; or -1, and trouble->message. */
 static int decode_crop(Decoder *decoder, const unsigned char *data, size_t size, Crop crop, unsigned char *out)
 {
@@ -214,7 +239,10 @@ static int decode_crop(Decoder *decoder, const unsigned char *data, size_t size,
     info->dct_method = JDCT_ISLOW;
     info->scale_num = crop.eighths;
     info->scale_denom = 8;
-    jpeg_start_decompress(info); /* of a file of several scans, this decodes all coefficients */
+    if (is_own)
+        start_without_tables(info, &decoder->one_code);
+    else
+        jpeg_start_decompress(info); /* of a file of several scans, this decodes all coefficients */
     if (!is_complete(info))
         refuse(trouble, "a progressive JPEG that lacks scans");
     const JDIMENSION rows = info->output_height, columns = info->output_width;

@@ -3,9 +3,9 @@
     sizes    heights and widths by the headers, of what it takes
     run      encoded images, or pixels → uint8 (B, H, W, 3), by programs of integer operations
 
-It is used only after it has agreed with simplejpeg and with OpenCV in this process. What it refuses, image by image,
-is left to the caller: `decode.decode` and `reference` have the same pixels, and the last word on bad samples.
-Without the extension it refuses everything.
+It is used only after it has agreed with simplejpeg and with OpenCV in this process. What it refuses, image by
+image, is left to the caller: `decode.decode` and `reference` have the same pixels, and the last word on bad
+samples. Without the extension it refuses everything.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DONE, SKIPPED, UNREADABLE, BAD_PARAMS, WRONG_SIZE, NO_MEMORY = range(6)
 """Statuses of an image, as csrc/image.h has them; all but DONE leave it to the caller."""
 
 Image = bytes | bytearray | memoryview | np.ndarray | None
-"""Encoded; or decoded, uint8 (H, W, 3); or None: there is none."""
+"""Encoded; or decoded, uint8 (H, W, 3), C-contiguous; or None: there is none."""
 
 
 class Job(NamedTuple):
@@ -56,7 +56,7 @@ def sizes(images: Sequence[Image], *, apply_exif: bool = False, decode_min_side:
     if decode_min_side:
         sides[encoded & (sides.min(1) >= 2 * decode_min_side)] = 0
     if apply_exif:
-        for row in np.flatnonzero(encoded & (sides[:, 0] > 0)):
+        for row in np.flatnonzero(encoded & (sides[:, 0] > 0)).tolist():
             data = bytes(images[row])  # type: ignore[arg-type]
             if b"Exif\0\0" in data and 2 <= jpeg_orientation(data) <= 8:
                 sides[row] = 0

@@ -395,7 +395,9 @@ def test_an_exception_of_the_users_transform_is_a_bad_sample_with_its_name() -> 
     assert bad["fault"] == "transform"
     assert re.search(r"^the transform failed at .*test_batch\.py:\d+ in picky: LookupError: not th", bad["error"])
     too_small = made(A.Compose([A.RandomCrop(500, 500)]), on_bad_sample="raise")
-    with pytest.raises(SampleError, match=r"sample 20: the transform failed at .*: Crop size .* exceeds image dimensions"):
+    with pytest.raises(
+        SampleError, match=r"sample 20: the transform failed at .*: Crop size .* exceeds image dimensions"
+    ):
         batch(too_small, JPEGS[:1])
 
 

@@ -1,4 +1,11 @@
-"""The kernel: its operations against the reference, its images against the usual decoders, its slots and threads."""
+"""The kernel against the reference and the usual decoders.
+
+    csrc/geometry.h, resize.h, resize_simd.h    programs of operations, by each level of vector instructions
+    csrc/jpeg_header.h                          limits, and what is cut short
+    csrc/kernel.c, program.h, image.h           slots between guard bytes, jobs, threads, statuses, bad arrays
+
+jpeg_crop.h and jpeg_huffman.h: test_jpeg_extension.py.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +40,7 @@ from raypipe.transform.reference import (
 )
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "csrc"))
-from fuzz import fuzz_run  # noqa: E402
+from fuzz import fuzz_run
 
 pytestmark = pytest.mark.skipif(not kernel.available(), reason=f"no kernel: {kernel.why_no_kernel()}")
 
@@ -102,7 +109,10 @@ def test_resize_is_that_of_opencv_to_the_bit_at_all_sizes(simd: int) -> None:
 def test_cubic_is_that_of_the_reference_and_within_a_level_of_opencv(simd: int) -> None:
     rng = np.random.default_rng(simd)
     for number in range(150):
-        source, (height, width) = rng.integers(1, 90, 2), map(int, rng.integers(1, 4 if number % 5 == 0 else 90, 2))
+        source, (height, width) = (
+            rng.integers(1, 90, 2),
+            map(int, rng.integers(1, 4 if number % 5 == 0 else 90, 2)),
+        )
         image = noise(rng, *source)
         check(image, [(RESIZE, [height, width, CUBIC])])
         exact = cv2.resize(image, (width, height), interpolation=cv2.INTER_CUBIC).astype(int)
@@ -142,7 +152,12 @@ def random_op(rng: np.random.Generator, height: int, width: int) -> Op:
             return TURN, integers(0, 8, 1)
         case 4:
             large = 1 << (40 if rng.random() < 0.7 else 62)
-            return AFFINE, [*integers(-large, large, 6), *integers(0, 2, 1), *integers(0, 5, 1), *integers(0, 256, 3)]
+            return AFFINE, [
+                *integers(-large, large, 6),
+                *integers(0, 2, 1),
+                *integers(0, 5, 1),
+                *integers(0, 256, 3),
+            ]
         case _:
             return DROPOUT, [*integers(0, 256, 3), *integers(0, 4, 1), *integers(-9, 50, 12)]
 

@@ -25,7 +25,9 @@ from raypipe.transform.decode import decode
 from raypipe.transform.fields import IMAGE
 from raypipe.transform.program import Program
 from raypipe.transform.sample_transform import SampleTransform
+from raypipe.transform.jpeg import scaled_boxes
 from raypipe.transform.kernel import DONE, Job
+from raypipe.transform.ops import Op
 from raypipe.transform.samples import Decoded, EncodedSample
 from raypipe.transform.views import ViewsTransform
 
@@ -134,6 +136,7 @@ class ProgramsAtOnce:
 
     def __init__(self, crops: Sequence[Crop], config: TransformConfig, threads: int) -> None:
         self._crops, self._config, self._threads = crops, config, threads
+        self._target = crops[0].program.crop_target if config.crop_decode == "scaled" else None
 
     def make(
         self,
@@ -161,7 +164,7 @@ class ProgramsAtOnce:
         )
         if cached is None:
             encoded = [sample.image if isinstance(sample, EncodedSample) else None for sample in samples]
-            self._run(encoded, self._sizes(encoded), keys, arrays, made)
+            self._run(encoded, self._sizes(encoded), keys, arrays, made, self._target)
         for decoded in self._decoded(samples, made.rows, cached):
             sizes = np.array([(0, 0) if image is None else image.shape[:2] for image in decoded])
             self._run(decoded, sizes, keys, arrays, made)
@@ -179,8 +182,13 @@ class ProgramsAtOnce:
         keys: np.ndarray,
         arrays: Mapping[str, np.ndarray],
         made: MadeAtOnce,
+        target: Sides | None = None,
     ) -> None:
-        """Make the images of the rows that have sizes, and note them."""
+        """Make the images of the rows that have sizes, and note them.
+
+        Args:
+            target: decode crops at a reduced scale, not below this (height, width).
+        """
         (rows,) = np.nonzero(sizes[:, 0])
         if not rows.size:
             return
@@ -195,7 +203,8 @@ class ProgramsAtOnce:
             if crop.transform.has_rest:
                 slots = np.empty((len(images), *(crop.program.size or ()), 3), np.uint8)
             jobs.append(Job(crop.program.ops, params, slots))
-        done = kernel.run(images, jobs, self._threads) == DONE
+        called = [_scaled(job, sizes, target) for job in jobs] if target else jobs
+        done = kernel.run(images, called, self._threads) == DONE
         for row in rows[~done[rows]].tolist():
             if isinstance(images[row], np.ndarray):
                 done[row] = _by_reference(images[row], jobs, row)
@@ -234,12 +243,21 @@ class ProgramsAtOnce:
             return sample.pixels
         if sample is None or not sample.image:
             return None
-        if self._config.crop_decode == "scaled" and sample.image.startswith(b"\xff\xd8\xff"):
-            return None  # a crop's scale follows from the box: it is decoded by itself
+        if self._target and sample.image.startswith(b"\xff\xd8\xff"):
+            return None  # a crop's scale follows from the box: `one` decodes it
         try:
             return decode(sample.image, min_side=self._config.decode_min_side, exif=self._config.apply_exif)
         except SampleError:
             return None
+
+
+def _scaled(job: Job, sizes: np.ndarray, target: Sides) -> Job:
+    """A job that begins with a crop, by which the crop is decoded at a scale."""
+    applies, boxes, others = job.params[:, :1], job.params[:, 1:5], job.params[:, 5:]
+    boxes, eighths = scaled_boxes(boxes, sizes, target)
+    ops = job.ops + np.array([0, 1], np.int32)
+    ops[0] = Op.CROP_SCALED, 0
+    return Job(ops, np.column_stack([applies, boxes, eighths, others]), job.out)
 
 
 def _by_reference(image: np.ndarray, jobs: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]], row: int) -> bool:

@@ -102,7 +102,7 @@ class Images:
         self._config, self._sides = config, sides
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._dtypes: dict[str, np.dtype[Any]] = {}
-        crops = crops_of(self._transform, bool(self._targets))
+        crops = [] if arrays else crops_of(self._transform, bool(self._targets))
         self._at_once = ProgramsAtOnce(crops, config, threads) if crops else None
         if not any(crop.transform.has_rest for crop in crops):  # sizes are known before the first sample
             self._learn({name: np.empty(shape, np.uint8) for name, shape in shapes_of(crops).items()})

@@ -24,6 +24,7 @@ import simplejpeg
 from raypipe import native
 from raypipe.config import TransformConfig
 from raypipe.errors import SampleError
+from raypipe.plan.places import Sides
 from raypipe.transform.image_header import jpeg_size, open_pillow
 from raypipe.transform.sizes import Box, Undecoded, cut
 
@@ -76,17 +77,38 @@ def open_for_crop(data: bytes | None, config: TransformConfig, target: tuple[int
         return None
     if config.apply_exif and b"Exif\0\0" in data and 2 <= jpeg_orientation(data) <= 8:
         return None
-    if scaled and min(size) >= _MIN_SCALED_SIDE:
+    if scaled:
         return size, functools.partial(_decode_scaled, data, size, target)
     return size, functools.partial(decode_box, data)
 
 
-def _decode_scaled(data: bytes, size: tuple[int, int], target: tuple[int, int], box: Box) -> np.ndarray:
-    enough = (n for n in SCALES if box[2] * n >= 8 * target[0] and box[3] * n >= 8 * target[1])
-    eighths = next(enough, WHOLE)
-    top, rows = _scaled_span(box[0], box[2], size[0], eighths)
-    left, columns = _scaled_span(box[1], box[3], size[1], eighths)
-    return decode_box(data, (top, left, rows, columns), eighths)
+def _decode_scaled(data: bytes, size: Sides, target: Sides, box: Box) -> np.ndarray:
+    boxes, eighths = scaled_boxes(np.array([box]), np.array([size]), target)
+    top, left, height, width = boxes[0].tolist()
+    return decode_box(data, (top, left, height, width), int(eighths[0]))
+
+
+def scaled_boxes(boxes: np.ndarray, sizes: np.ndarray, target: Sides) -> tuple[np.ndarray, np.ndarray]:
+    """Boxes at the smallest scales at which they are not smaller than what they are resized to.
+
+    Args:
+        boxes: (top, left, height, width), int (B, 4), pixels of images of (height, width) `sizes`, int (B, 2).
+        target: (height, width), pixels.
+
+    Returns:
+        The boxes at their scales, int64 (B, 4): rounded, at least a pixel, inside. And the scales, int64 (B,), in
+        eighths.
+    """
+    eighths = np.full(len(boxes), WHOLE, np.int64)
+    for scale in reversed(SCALES):
+        enough = (boxes[:, 2:] * scale >= 8 * np.array(target)).all(axis=1)
+        eighths[enough & (sizes.min(axis=1) >= _MIN_SCALED_SIDE)] = scale
+    by_image = eighths[:, None]
+    starts, ends = boxes[:, :2], boxes[:, :2] + boxes[:, 2:]
+    sides = -(-sizes.astype(np.int64) * by_image // WHOLE)  # libjpeg rounds up
+    first = np.minimum((starts * by_image + 4) // WHOLE, sides - 1)
+    lengths = np.maximum(np.minimum((ends * by_image + 4) // WHOLE, sides) - first, 1)
+    return np.hstack([first, lengths]), eighths
 
 
 def decode_box(data: bytes, box: Box, eighths: int = WHOLE) -> np.ndarray:
@@ -111,14 +133,6 @@ def decode_box(data: bytes, box: Box, eighths: int = WHOLE) -> np.ndarray:
 
 def _scaled(side: int, eighths: int) -> int:
     return -(-side * eighths // 8)  # libjpeg rounds up
-
-
-def _scaled_span(start: int, length: int, side: int, eighths: int) -> tuple[int, int]:
-    """(start, length) at a scale of a span in `side` pixels: rounded, at least a pixel, inside."""
-    scaled_side = _scaled(side, eighths)
-    first = min((start * eighths + 4) // 8, scaled_side - 1)
-    end = min(((start + length) * eighths + 4) // 8, scaled_side)
-    return first, max(end - first, 1)
 
 
 def _by_extension(

@@ -88,13 +88,16 @@ class SampleTransform:
 
     def __init__(self, transform: Any, arrays: bool = False, targets: Collection[str] = ()) -> None:
         self._given = transform, arrays, targets
-        self.program, rest = find_program(transform) if not arrays else (None, [])  # programs are of uint8 RGB
+        self.program, rest = find_program(transform)
+        if arrays and rest:
+            self.program, rest = None, []
         if self.program is not None and not self.program.takes_points and {*targets} - {"mask"}:
             self.program, rest = None, []
         self.transform = transform
         if rest:
             self.transform = sys.modules["albumentations"].Compose(rest)
-        self.has_rest = bool(rest) or self.program is None
+        # Programs are of uint8 RGB: arrays of other kinds are the library's, all of the way.
+        self.has_rest = bool(rest) or self.program is None or arrays
         self.kind = _kind_of(self.transform)
         if targets and self.has_rest:
             self.transform = target_pipeline(self.transform, targets)
@@ -108,7 +111,7 @@ class SampleTransform:
             self.transform.set_random_state(self._keyed.generator, self._random)
         self._arrays = arrays
         self._crop_first = None if arrays else _find_crop_first(self.transform)
-        first = self.program or self._crop_first
+        first = None if arrays else self.program or self._crop_first
         self.crop_target = first.crop_target if first else None
         self.draws_globally = self.kind == "torchvision" or (self.kind == "plain" and not self._rng)
 
@@ -138,12 +141,13 @@ class SampleTransform:
         Raises:
             ConfigError: the transform returns anything else; or what it, or the decoding of the crop, raises.
         """
-        if self.program is not None:
+        if self.program is not None and (not self._arrays or _is_rgb(image, 2)):
             size = image.shape[:2] if isinstance(image, np.ndarray) else image[0]
             params = self.program.draw(np.array([key], np.uint64), np.array([size]))[0][0]
-            image = self.program.apply(image, params, None if self.has_rest else out)
+            goes_on = self.has_rest and not self._arrays
+            image = self.program.apply(image, params, None if goes_on else out)
             targets = follow(self.program, params, (size[0], size[1]), targets) if targets else targets
-            return self.finish(image, targets, key) if self.has_rest else {"image": image, **targets}
+            return self.finish(image, targets, key) if goes_on else {"image": image, **targets}
         if self.transform is None:
             assert isinstance(image, np.ndarray)
             return {"image": image, **targets}
@@ -235,8 +239,9 @@ def _checked(result: Any, kind: Kind, arrays: bool = False) -> np.ndarray:
     )
 
 
-def _is_rgb(array: np.ndarray, channels: int) -> bool:
-    return array.dtype == np.uint8 and array.shape[channels] == 3
+def _is_rgb(array: Any, channels: int) -> bool:
+    is_bytes = isinstance(array, np.ndarray) and array.dtype == np.uint8
+    return is_bytes and array.ndim > 2 and array.shape[channels] == 3
 
 
 def _is_array(array: np.ndarray) -> bool:

@@ -23,11 +23,11 @@ from raypipe.plan.places import Sides
 from raypipe.transform import kernel, reference
 from raypipe.transform.decode import decode
 from raypipe.transform.fields import IMAGE
-from raypipe.transform.program import Program
-from raypipe.transform.sample_transform import SampleTransform
 from raypipe.transform.jpeg import scaled_boxes
 from raypipe.transform.kernel import DONE, Job
 from raypipe.transform.ops import Op
+from raypipe.transform.program import Program
+from raypipe.transform.sample_transform import SampleTransform
 from raypipe.transform.samples import Decoded, EncodedSample
 from raypipe.transform.views import ViewsTransform
 

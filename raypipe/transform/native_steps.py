@@ -255,10 +255,8 @@ class Pad(Step):
     def draw(self, u: np.ndarray, sizes: np.ndarray) -> tuple[list[np.ndarray | int], np.ndarray]:
         given = (self.padding,) if isinstance(self.padding, int) else tuple(self.padding)
         left, top, right, bottom = given if len(given) == 4 else (given[0], given[-1]) * 2
-        return [top, bottom, left, right, self.border_mode, *_filled(self.fill)], sizes + (
-            top + bottom,
-            left + right,
-        )
+        padded = sizes + np.array([top + bottom, left + right])
+        return [top, bottom, left, right, self.border_mode, *_filled(self.fill)], padded
 
 
 @dataclass(frozen=True, kw_only=True)

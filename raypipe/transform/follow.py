@@ -1,8 +1,8 @@
 """Masks, boxes and keypoints follow an image through a program: with the numbers that were drawn for it.
 
 Points are counted from the image's upper left corner, so that the middle of its first pixel is (0.5, 0.5).
-Boxes are cut at the image's edges behind each step, and dropped where less than a pixel of width or height is left,
-as by Albumentations; keypoints are all kept.
+Boxes are cut at the edges behind each step, and dropped where less than a pixel of width or height is left, as by
+Albumentations; keypoints are all kept.
 """
 
 from __future__ import annotations

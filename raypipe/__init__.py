@@ -21,6 +21,8 @@ os.environ.setdefault("RAY_DEDUP_LOGS_ALLOW_REGEX", r'^\{"')
 # Ray Train's controller asks its workers so often how they are. By default it is every 2 s: so late it learns of a
 # death, and for so long a checkpoint that was reported would be lost with any rank.
 os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")
+# And it looks so often for notices that nodes are about to go. By default it is every 5 s.
+os.environ.setdefault("RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S", "1")
 # Ray Train makes these in each `fit`: workers that end with an error of raypipe's own are not started again.
 _CALLBACKS = (os.environ.get("RAY_TRAIN_CALLBACKS", ""), "raypipe.rayext.trainer.FinalErrors")
 if _CALLBACKS[1] not in _CALLBACKS[0]:

@@ -23,15 +23,15 @@ from typing import Any
 import ray
 from ray.data import DataContext, ExecutionResources
 from ray.data._internal.execution.backpressure_policy.backpressure_policy import BackpressurePolicy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raypipe.config import PoolConfig
 from raypipe.logs import LogFormat, configure_logs
 from raypipe.metrics.prometheus import StreamMetrics
-from raypipe.rayext.limits import draining
 from raypipe.rayext.ours import KEY, take_process
 from raypipe.rayext.patches import install
 from raypipe.rayext.pool import PoolKeeper
-from raypipe.rayext.watch import Process, end_stopped, here, in_worker, this_process
+from raypipe.rayext.watch import Process, end_stopped, in_worker, this_process
 
 _METRICS_PERIOD_S = 1.0
 _LOOK_PERIOD_S = 0.1  # as Ray Data's own
@@ -203,9 +203,10 @@ class Turns:
         configure_logs(settings.log, run=settings.run)
         self._flow, self._shown_at = _Flow(topology), 0.0
         # The reader runs on this process's node: for a task on a node that has fallen silent, which is no actor's,
-        # Ray waits for ever, though it calls the node dead.
-        self._flow.reader._ray_remote_args["scheduling_strategy"] = here()
-        self._node = ray.get_runtime_context().get_node_id()
+        # Ray waits for ever, though it calls the node dead. Once the node is about to go, Ray starts no task on it:
+        # one that must be there would fail, even if it only waits for its process, and Ray does not try it again.
+        node = ray.get_runtime_context().get_node_id()
+        self._flow.reader._ray_remote_args["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node, soft=True)
         self._keeper = PoolKeeper(self._flow.pool, settings.pool, settings.supervisor, time.monotonic())
         self._metrics, self._ranks = StreamMetrics(settings.run), settings.ranks
         self._supervisor, self._name = settings.supervisor, f"execution {uuid.uuid4().hex}"
@@ -222,8 +223,6 @@ class Turns:
         self._keeper.keep(now, made=flow.made, queued=flow.queued(), ranks_waiting=ranks_waiting)
         if now - self._shown_at >= _METRICS_PERIOD_S:
             self._shown_at, waiting = now, flow.waiting()
-            if self._node in draining():  # where Ray starts nothing more: a reader that must be there would fail
-                flow.reader._ray_remote_args["scheduling_strategy"] = "DEFAULT"
             info = flow.pool.get_actor_info()
             self._metrics.show(flow.made, flow.pool.num_active_tasks() + waiting, waiting, info)
             if flow.made - waiting != self._left:

@@ -37,8 +37,8 @@ for _name in ("execution.scaling_policy.autoscaling_coordinator_client", "callba
 # Trainers that have room are there at once. Ray Train looks again for room after so long (cluster.py sets it).
 _TOLD_AFTER_S = 8.0
 
-# What Ray Train takes to end its workers at most, before this process goes without waiting for it.
-_ABORT_S = 1.5
+# What Ray takes to kill a process at most, before this one goes without waiting for it.
+_KILL_S = 1.5
 
 # Ray 2.54 has none, which cluster.check_elastic says.
 _Elastic: Any = getattr(scaling_policy, "ElasticScalingPolicy", scaling_policy.FixedScalingPolicy)
@@ -163,7 +163,8 @@ class OnlyDeathsPolicy(failure_handling.DefaultFailurePolicy):
 
 
 class FinalErrors(WorkerGroupCallback):
-    """Ends any run of Ray Train's at an error of raypipe's own that would come again.
+    """Ends any run of Ray Train's at an error of raypipe's own that would come again; what dies after a notice
+    counts as preempted.
 
     `raypipe` names it in RAY_TRAIN_CALLBACKS, from which each `fit` makes one; it works in Ray Train's controller.
     Errors of other code are retried as `FailureConfig` says.
@@ -171,6 +172,10 @@ class FinalErrors(WorkerGroupCallback):
 
     def __init__(self) -> None:
         self._has_failed = False
+        self._notice: Any = None  # of the trainers of now
+
+    def after_worker_group_start(self, worker_group: Any) -> None:
+        self._notice = None
 
     def after_worker_group_poll_status(self, worker_group_status: Any) -> None:
         failures = list(worker_group_status.errors.values())
@@ -179,6 +184,15 @@ class FinalErrors(WorkerGroupCallback):
         if error and not (self._has_failed and isinstance(error, ResourceError)):
             raise ControllerError(error)  # which Ray Train does not retry
         self._has_failed |= bool(failures)
+        if not hasattr(worker_group_status, "get_preemption_info"):  # before Ray 2.60
+            return
+        self._notice = worker_group_status.get_preemption_info() or self._notice
+        # Ray knows a node that was taken away by the end that it gave notice of. To a node that goes earlier, or a
+        # trainer that has lost its peer and says so first, it would take `max_failures`.
+        if failures and self._notice and not is_final(failures) and not worker_group_status.has_preempted_worker():
+            from ray.train.v2.api.exceptions import PreemptionError
+
+            raise PreemptionError(self._notice)
 
 
 class _Logs(ControllerCallback):
@@ -221,11 +235,14 @@ class RunTrainer(TorchTrainer):
     def fit(self) -> Any:
         try:
             return super().fit()
-        except KeyboardInterrupt:
-            if self._controller:  # in a process that goes on, such as a notebook's, the run would go on as well
+        finally:
+            # After an interrupt, in a process that goes on, such as a notebook's, the run would go on as well. And at
+            # its end a controller may stay: one that leaves by itself locks up as Ray 2.60 takes down the part of it
+            # that tells others of its objects (Publisher), in every second run, and outlives its cluster.
+            if self._controller:
                 with contextlib.suppress(ray.exceptions.RayError):
-                    ray.get(self._controller.abort.remote(), timeout=_ABORT_S)
-            raise
+                    ray.kill(self._controller)  # with it go the trainers
+                    ray.get(self._controller.get_state.remote(), timeout=_KILL_S)
 
     def _initialize_and_run_controller(self, **options: Any) -> Any:
         config: Any = self.scaling_config  # of Ray Train's version 2, which its type does not say

@@ -261,10 +261,13 @@ class Loader:
     def should_checkpoint(self) -> bool:
         """Tell all ranks alike whether to make a checkpoint now, since a node of the trainers is about to go.
 
-        All ranks call it after each optimizer step. It is True within a second or so of a notice, and again every
-        15 s or less until the node goes. Ray gives notices from version 2.60 on; before, it is False.
+        All ranks call it after each optimizer step, and after a validation. It is True within two seconds or so of
+        a notice, and again every 15 s or less. Once there is no time for a further step and its checkpoint, it is
+        True for the last time: the next batch ends the train function with an error that Ray Train counts as a
+        preemption, and the trainers are started again. Ray gives notices from version 2.60 on; before that, it is
+        False.
         """
-        return self.notice.agreed(self.rank)
+        return self.notice.agreed(self.rank, at_end=self.cursor.step in (0, self.plan.steps_per_epoch))
 
     def restore(self, **parts: Stateful) -> None:
         """Load the states of the latest checkpoint into the parts; nothing where there is none.
@@ -394,6 +397,7 @@ class Loader:
         if split == "train":
             self._meter.begin_interval()
         for step in range(segment.first_step, segment.num_steps):
+            self.notice.begin_step()
             for micro in range(self.rank, per_step, self.world_size):
                 batch = self._next(MicroBatchId(split, epoch, step, micro))
                 ends_step = micro + self.world_size >= per_step

@@ -18,6 +18,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -32,6 +33,7 @@ import numpy as np
 import ray.train
 import s3_server
 from left_streams import cell, closed, dropped, failed
+from ray.train.collective import broadcast_from_rank_zero
 from rich.console import Console
 from rich.table import Table
 
@@ -190,6 +192,7 @@ def train_fn(config: dict[str, Any]) -> None:
     """A trainer without a model: what it learns is the list of what it saw, and that is its checkpoint's."""
     stream = loader(config["spec"], max_actors=2)
     folder = Path(config["folder"])
+    attempt = broadcast_from_rank_zero(time.monotonic())
     if stream.rank == 0:
         with (folder / "sizes").open("a") as file:
             file.write(f"{stream.world_size}\n")
@@ -201,13 +204,13 @@ def train_fn(config: dict[str, Any]) -> None:
     steps = 0
     for batch in every_batch(stream):
         rows.append((str(batch.at), digest_of(batch).hex()))
-        with (folder / f"times-{stream.rank}").open("a") as file:
-            file.write(f"{time.monotonic()}\n")
         time.sleep(config["consume_s"])
+        with (folder / f"done-{stream.rank}").open("a") as file:
+            file.write(json.dumps([time.monotonic(), attempt, str(batch.at)]) + "\n")
         steps += batch.ends_step
-        if batch.ends_step and batch.at.split == "train":
+        if batch.ends_step and (batch.at.split == "train" or stream.cursor.step == 0):  # a step, or a validation
             noticed = config["heeds_notices"] and getattr(stream, "should_checkpoint", lambda: False)()
-            if noticed or steps % CHECKPOINT_EVERY == 0:
+            if noticed or (batch.at.split == "train" and steps % CHECKPOINT_EVERY == 0):
                 report(stream, rows)
     report(stream, rows)
 
@@ -234,20 +237,22 @@ def torch_distributed() -> Any:
 class Trainers:
     """How many trainers a scenario has: from the fewest to the most, with their seconds per micro-batch.
 
-    They run on the head, or, where nodes are to go from under them, on the CPU nodes: two on one each.
+    They run on the head, or, where nodes are to go from under them, on the CPU nodes: two on one each. A
+    restart after a notice does not count as a failure.
     """
 
     fewest: int = 2
     most: int = 2
     consume_s: float = CONSUME_S
     on_nodes: bool = False
+    max_failures: int = 4
 
 
 def train(
     spec: StreamSpec, damage: Damage, after: int, trainers: Trainers
-) -> tuple[list[tuple[str, bytes]], float, list[int], int]:
-    """As `consume`, by trainers that Ray Train restarts when the fault reaches them; their numbers, and how many
-    micro-batches they did over again."""
+) -> tuple[list[tuple[str, bytes]], float, list[int], int, int]:
+    """As `consume`, by trainers that Ray Train restarts when the fault reaches them; their numbers, how many steps
+    they had finished and did again, and how many micro-batches in all."""
     with tempfile.TemporaryDirectory(prefix="raypipe-faults-") as name:
         folder = Path(name)
         elastic = trainers.fewest < trainers.most
@@ -269,12 +274,14 @@ def train(
                 elastic_resize_monitor_interval_s=3.0,
             ),
             run_config=ray.train.RunConfig(
-                storage_path=name, name="run", failure_config=ray.train.FailureConfig(max_failures=4)
+                storage_path=name,
+                name="run",
+                failure_config=ray.train.FailureConfig(max_failures=trainers.max_failures),
             ),
         )
         with ThreadPoolExecutor(1) as pool:  # nodes can be started in the main thread only
             fitting = pool.submit(trainer.fit)
-            while len(read_times(folder)) < after and not fitting.done():
+            while len(read_done(folder)) < after and not fitting.done():
                 time.sleep(0.05)
             damage.hurt()
             if damage.mend:
@@ -287,13 +294,25 @@ def train(
         seen = [(at, bytes.fromhex(digest)) for at, digest in seen]
         place = {str(at): number for number, at in enumerate(spec.plan.micro_batches(spec.plan.start()))}
         # The gap of a rank is measured with what it does itself, which is little.
-        times = read_times(folder)
+        done = read_done(folder)
         rows = sorted(seen, key=lambda row: place[row[0]])
-        return rows, float(np.diff(times).max()), sizes, len(times) - len(seen)
+        times = [finished_at for finished_at, _, _ in done]
+        return rows, float(np.diff(times).max()), sizes, steps_again(done), len(done) - len(seen)
 
 
-def read_times(folder: Path) -> list[float]:
-    return sorted(float(line) for file in folder.glob("times-*") for line in file.read_text().split("\n")[:-1])
+def read_done(folder: Path) -> list[tuple[float, float, str]]:
+    """Time, attempt and place of each micro-batch that trainers were done with, in the order of the times."""
+    lines = [line for file in folder.glob("done-*") for line in file.read_text().split("\n")[:-1]]
+    return sorted(tuple(json.loads(line)) for line in lines)
+
+
+def steps_again(done: list[tuple[float, float, str]]) -> int:
+    """How many optimizer steps had been finished by all ranks, and were made again."""
+    finished = Counter((attempt, at[:-5]) for _, attempt, at in done if at.startswith("train"))
+    return sum(
+        num == PLAN.per_step and any(a > attempt and s == step for a, s in finished)
+        for (attempt, step), num in finished.items()
+    )
 
 
 KINDS = (
@@ -401,15 +420,15 @@ def run(
             name, faults = kind, 0
             kept = leave(spec) if kind == "left streams" else []
             if kind.removeprefix("frozen ") in ("coordinator", "trainer"):
-                rows, longest, _, _ = train(spec, damage, after, Trainers())
+                rows, longest, *_ = train(spec, damage, after, Trainers())
             elif kind == "elastic":
                 trainers = Trainers(1, 4, consume_s=0.3, on_nodes=True)
-                rows, longest, sizes, _ = train(spec, damage, after // 4, trainers)
+                rows, longest, sizes, *_ = train(spec, damage, after // 4, trainers)
                 name = f"{kind}, {' → '.join(map(str, sizes))} trainers"
             elif kind == "drained trainer":
-                trainers = Trainers(consume_s=0.3, on_nodes=True)
-                rows, longest, _, again = train(spec, damage, after // 2, trainers)
-                name = f"{kind}, {again} micro-batches again"
+                trainers = Trainers(consume_s=0.3, on_nodes=True, max_failures=0)
+                rows, longest, _, steps, again = train(spec, damage, after // 2, trainers)
+                name = f"{kind}, {steps} steps and {again} micro-batches again"
             else:
                 rows, longest, faults = consume(spec, damage, after)
             places = [at for at, _ in rows]

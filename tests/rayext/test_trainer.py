@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 import subprocess
 import sys
 import time
@@ -10,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.exceptions import ActorDiedError
+from ray.exceptions import ActorDiedError, RayActorError
 from ray.train import FailureConfig, RunConfig
 from ray.train.torch import TorchTrainer
 from ray.train.v2._internal.callbacks.env_callback import _initialize_env_callbacks
@@ -20,7 +21,8 @@ from ray.train.v2._internal.execution.failure_handling import DefaultFailurePoli
 from ray.train.v2._internal.execution.scaling_policy import NoopDecision, ResizeDecision
 from ray.train.v2._internal.execution.worker_group.poll import WorkerGroupPollStatus, WorkerStatus
 from ray.train.v2.api.config import ScalingConfig
-from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
+from ray.train.v2.api.exceptions import ControllerError, PreemptionError, WorkerGroupError
+from ray.train.v2.api.preemption import PreemptionInfo
 
 from raypipe.errors import ConfigError, ResourceError
 from raypipe.metrics.records import read_records
@@ -28,6 +30,7 @@ from raypipe.rayext.failures import cause_of
 from raypipe.rayext.trainer import (
     BoundedScalingPolicy,
     DivisorScalingPolicy,
+    FinalErrors,
     FixedPolicy,
     OnlyDeathsPolicy,
     who_died,
@@ -181,6 +184,36 @@ def test_restarts_of_the_trainers_are_counted_by_reason(monkeypatch: pytest.Monk
         ("raypipe_trainer_restarts_total", {"run": "first", "reason": reason})
         for reason in ("died", "preempted", "no_start")
     ]
+
+
+def test_what_dies_after_a_notice_counts_as_preempted() -> None:
+    info: Any = PreemptionInfo(deadline_ms=None, preempted_node_to_ranks={"node": [1]})
+    leaving = RayActorError(error_msg="the last checkpoint is made", preempted=True)  # as trainer_notice raises it
+    peer, gone = (
+        RuntimeError("gloo/x.cc Connection reset by peer"),
+        WorkerHealthCheckFailedError("", ActorDiedError()),
+    )
+
+    def polled(*errors: BaseException | None, notice: Any = None) -> WorkerGroupPollStatus:
+        return WorkerGroupPollStatus(
+            {rank: WorkerStatus(error is None, error, preemption_info=notice) for rank, error in enumerate(errors)}
+        )
+
+    policy = OnlyDeathsPolicy(FailureConfig(max_failures=0, max_preemption_failures=1), "first")
+    assert polled(leaving, leaving).has_preempted_worker()  # so that Ray Train waits for all ranks
+    assert policy.make_decision(PreemptionError(info)) == FailureDecision.RETRY
+    assert policy.make_decision(WorkerGroupError("", {0: pickle.loads(pickle.dumps(leaving))})).name == "RAISE"
+    assert policy._preemption_failures == 2 and policy._worker_group_failures == 0
+
+    callback = FinalErrors()
+    callback.after_worker_group_poll_status(polled(None, gone))  # without a notice it has died
+    for notice, error in ((info, peer), (None, gone)):  # the notice comes once
+        with pytest.raises(PreemptionError):
+            callback.after_worker_group_poll_status(polled(error, None, notice=notice))
+    for error in (leaving, ValueError("a mistake"), None):  # Ray Train decides about these
+        callback.after_worker_group_poll_status(polled(error, None, notice=info))
+    callback.after_worker_group_start(None)
+    callback.after_worker_group_poll_status(polled(None, gone))
 
 
 def test_ray_trains_controller_asks_its_workers_how_they_are_twice_a_second_unless_told_otherwise() -> None:

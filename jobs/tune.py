@@ -24,7 +24,8 @@ from raypipe.commands.cli import run_job
 from raypipe.config import AugmentConfig, RunConfig, StrengthConfig
 from raypipe.device.augment import PRESETS
 from raypipe.errors import ConfigError, RunError
-from raypipe.rayext.cluster import cluster_resources, connect, preflight
+from raypipe.rayext.allocation import cluster_resources, preflight
+from raypipe.rayext.cluster import connect
 from raypipe.rayext.failures import cause_of
 from raypipe.rayext.trainer import train_alone
 from raypipe.storage.files import write_json, write_text

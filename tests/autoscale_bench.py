@@ -92,7 +92,7 @@ def observe(store: Path, starving_s: float, slow_s: float, streams: list[str], m
         pool=PoolConfig(max_actors=NODE_CPUS * max_nodes + 1, grow_after_s=3.0, shrink_after_s=6.0),
         train_transform=sleepy,
     )
-    from raypipe.rayext.cluster import preflight
+    from raypipe.rayext.allocation import preflight
 
     allocation = preflight(spec.pool)
     watcher = Watcher()

@@ -137,7 +137,8 @@ def digest(
     if spec.pool.engine == "inline":
         most, digests = 0, list(digested(inline_batches(spec, cursor)))
     else:
-        from raypipe.rayext.cluster import connect, preflight
+        from raypipe.rayext.allocation import preflight
+        from raypipe.rayext.cluster import connect
         from raypipe.streaming.pipeline import splits
 
         # A few actors may share a CPU, so that pools can be compared anywhere; a large run's is made smaller.

@@ -20,7 +20,6 @@ from raypipe.logs import is_json, progress, relayed
 
 logger = logging.getLogger(__name__)
 
-_RAYS_HANDLER = "ray_print_logs"
 _NOISE = re.compile(
     # Of an actor that Ray Data starts with arguments in the object store: they are held as long as it runs.
     r"has constructor arguments in the object store"
@@ -43,18 +42,13 @@ def show_progress(shown: Shown | None) -> bool:
     """From now on lines of progress that trainers relay go there, or are printed; returns whether they can be."""
     global _shown
     _shown = shown
-    return any(handler is _print for _, handler in _handlers())
+    handlers = ray_logging.global_worker_stdstream_dispatcher.handlers
+    return any(getattr(handler, "func", None) is _print for _, handler in handlers)
 
 
-def quiet_console() -> None:
-    """Stand between Ray and this process's console, where Ray writes to it at all."""
-    dispatcher = ray_logging.global_worker_stdstream_dispatcher
-    for name, handler in _handlers():
-        if name == _RAYS_HANDLER and handler is not _print:
-            global _rays
-            _rays = handler
-            dispatcher.remove_handler(name)
-            dispatcher.add_handler(name, _print)  # by Ray's name: Ray takes it away when it disconnects
+def take_console() -> None:
+    """Stand between Ray and this process's console, from before it connects."""
+    _worker.print_to_stdstream = _print
 
 
 @contextlib.contextmanager
@@ -96,49 +90,30 @@ def quiet_trainer() -> None:
             logging.getLogger(name).setLevel(logging.CRITICAL if "util" in name else logging.WARNING)
 
 
-def _handlers() -> list[tuple[str, Any]]:
-    return list(ray_logging.global_worker_stdstream_dispatcher.handlers)
+_worker: Any = worker
+_rays_print = _worker.print_to_stdstream
 
 
-def _rays(data: dict[str, Any]) -> None:
-    """Ray's own handler, once there is one."""
+def _print(data: dict[str, Any], *args: Any, **options: Any) -> None:
+    """In place of Ray's function: `data` has the lines of one process, and who that is.
 
-
-def _print(data: dict[str, Any]) -> None:
-    """In place of Ray's handler: `data` has the lines of one process, and who that is."""
-    left = []
-    for line in data["lines"]:
-        if found := relayed(line):
-            text, values = found
+    They are printed as JSON if this process's lines are: a user's print, a crash of Python's, a word of Ray's own.
+    """
+    kept, lines = [], data["lines"]
+    if is_json() and data.get("pid") == "autoscaler":
+        lines = _worker.filter_autoscaler_events(lines)
+    for line in lines:
+        if progressed := relayed(line):
+            text, values = progressed
             if _shown:
                 _shown(text, values)
             elif text:
                 print(text, flush=True)
-        elif not _NOISE.search(line):
-            left.append(line)
-    if left:
-        _rays({**data, "lines": left})
-
-
-_rays_worker: Any = worker
-_rays_print = _rays_worker.print_worker_logs
-
-
-def _print_lines(data: dict[str, Any], *args: Any, **options: Any) -> None:
-    """Print lines of Ray's processes, by a handler or not, as JSON if this process's lines are."""
-    if is_json():
-        lines, objects = data["lines"], []
-        if data.get("pid") == "autoscaler":
-            lines = _rays_worker.filter_autoscaler_events(lines)
-        for line in lines:
-            if line.startswith("{"):
-                objects.append(line)
-            else:  # a print of a user's, a crash of Python's, a word of Ray's own
-                progress(logger, line, pid=data.get("pid"), ip=data.get("ip"))
-        data = {**data, "lines": objects}
-    _rays_print(data, *args, **options)
-
-
-def json_lines() -> None:
-    """From now on lines of Ray's processes are JSON in this process's output; called before it connects."""
-    _rays_worker.print_worker_logs = _print_lines
+        elif _NOISE.search(line):
+            continue
+        elif is_json() and not line.startswith("{"):
+            progress(logger, line, pid=data.get("pid"), ip=data.get("ip"))
+        else:
+            kept.append(line)
+    if kept:
+        _rays_print({**data, "lines": kept}, *args, **options)

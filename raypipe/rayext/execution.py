@@ -1,7 +1,7 @@
 """raypipe's part in an execution of Ray Data: what is in flight, and what is done at each turn of its scheduler.
 
     InFlightPolicy   bounds what is in flight, counted in blocks
-    Turns            keeps the pool (see `pool`), and shows metrics; asks for no nodes
+    StreamAutoscaler keeps the pool (see `pool`), and shows metrics; asks for no nodes
 
 Ray Data has no public way to say either. It asks policies that a setting of its context names, and makes the
 autoscalers of its actors and of its cluster by two functions, which `raypipe.rayext.patches` replaces.
@@ -62,7 +62,7 @@ class Settings:
     def __setstate__(self, state: dict[str, Any]) -> None:
         # A process that receives the settings runs the execution, or works for it.
         self.__dict__.update(state)
-        install(Turns)
+        install(StreamAutoscaler)
         take_process()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Settings:
@@ -79,7 +79,7 @@ def context_of(settings: Settings, actors: int) -> DataContext:
     Args:
         actors: that the pool begins with.
     """
-    install(Turns)
+    install(StreamAutoscaler)
     context = DataContext.get_current().copy()
     context.target_max_block_size = 1  # every yielded row is its own block: nothing merges or cuts it
     context.execution_options.preserve_order = True
@@ -192,7 +192,7 @@ class InFlightPolicy(BackpressurePolicy):
         self._next_look = time.perf_counter() + _LOOK_PERIOD_S
 
 
-class Turns:
+class StreamAutoscaler:
     """An autoscaler of Ray Data's cluster, which it calls at each turn of its scheduler; asks for no nodes.
 
     Actors that the cluster has no room for are pending; Ray's autoscaler adds nodes for them, and takes a node
@@ -203,8 +203,8 @@ class Turns:
         configure_logs(settings.log, run=settings.run)
         self._flow, self._shown_at = _Flow(topology), 0.0
         # The reader runs on this process's node: for a task on a node that has fallen silent, which is no actor's,
-        # Ray waits for ever, though it calls the node dead. Once the node is about to go, Ray starts no task on it:
-        # one that must be there would fail, even if it only waits for its process, and Ray does not try it again.
+        # Ray waits for ever, though it calls the node dead. Once the node is about to go, Ray starts no task on
+        # it: one that must be there would fail, and Ray does not try it again.
         node = ray.get_runtime_context().get_node_id()
         self._flow.reader._ray_remote_args["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node, soft=True)
         self._keeper = PoolKeeper(self._flow.pool, settings.pool, settings.supervisor, time.monotonic())

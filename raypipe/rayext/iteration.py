@@ -1,13 +1,15 @@
-"""The rows of an execution, as one rank takes them; the end of an iteration leaves nothing of it behind.
+"""An execution as one rank has it: it begins early, and the end of an iteration leaves nothing of it behind.
 
 Ray Data, left in the middle, keeps a thread that waits for ever, and a ring of references that keeps actors alive.
 """
 
 from __future__ import annotations
 
+import copy
 import gc
 import threading
 from collections.abc import Generator, Iterator
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,6 +33,44 @@ class Ended:
     def iter_batches(self, **options: Any) -> Iterator[Row]:
         """Nothing."""
         return iter(())
+
+
+class _Begun:
+    """Ray Data's coordinator of splits, as one split sees it, for which an execution has begun.
+
+    Args:
+        coordinator: handle of the actor.
+        split: number of the split.
+    """
+
+    def __init__(self, coordinator: Any, split: int) -> None:
+        self._coordinator, self._begun = coordinator, [coordinator.start_epoch.remote(split)]
+        self.start_epoch = SimpleNamespace(remote=self._epoch)
+
+    def _epoch(self, split: int) -> Any:
+        return self._begun.pop() if self._begun else self._coordinator.start_epoch.remote(split)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # while it is unpickled, which has no attributes yet
+            raise AttributeError(name)
+        return getattr(self._coordinator, name)
+
+
+def begun(iterator: Any) -> Any:
+    """The same split; its execution begins once all ranks have called this.
+
+    Left alone, Ray Data begins when the last rank asks for its first row, and the pool's processes start while all
+    wait. That is after each has built its model, which takes seconds for the imports alone.
+
+    Args:
+        iterator: a rank's DataIterator. One of an execution in this process begins when it is asked for a row.
+    """
+    coordinator = getattr(iterator, "_coord_actor", None)
+    if coordinator is None:
+        return iterator
+    iterator = copy.copy(iterator)  # the others have the handle, by which the actor is ended
+    iterator._coord_actor = _Begun(coordinator, iterator._output_split_idx)
+    return iterator
 
 
 def rows(iterator: DataIterator) -> Generator[Row, None, None]:

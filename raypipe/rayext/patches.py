@@ -26,6 +26,8 @@ import functools
 import logging
 import uuid
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import SimpleNamespace
 from typing import Any
 
 import ray
@@ -33,126 +35,103 @@ from ray.data._internal.execution import streaming_executor
 from ray.data._internal.execution.operators import actor_pool_map_operator
 from ray.data._internal.stats import _StatsManager
 
+from raypipe.rayext.cluster import is_local
 from raypipe.rayext.console import quiet_first_actor
-from raypipe.rayext.local import is_local
 from raypipe.rayext.ours import KEY, has_settings, is_ours, ours
 
-Replacement = Callable[..., Any]
+Function = Callable[..., Any]
 
 _installed = False
 
 
-class _NoMethod:
-    """A method of an actor that does nothing."""
-
-    def remote(self, *_: Any) -> None:
-        """Do nothing."""
+def nothing(*_: Any, **__: Any) -> None:
+    """Do nothing, in place of what an execution of ours has no use for."""
 
 
-class NoTracker:
-    """Stands in for Ray Data's actor that is told on which node each actor of a pool is."""
-
-    update_actor_location = _NoMethod()
-
-
-class NoAutoscaler:
-    """Stands in for Ray Data's autoscaler of a pool; `raypipe.rayext.execution.Turns` scales instead."""
-
-    def try_trigger_scaling(self) -> None:
-        """Do nothing."""
+# In place of Ray Data's autoscaler of a pool, which `execution.StreamAutoscaler` sizes, and of its actor that is
+# told on which node each actor of a pool is.
+_NO_AUTOSCALER = SimpleNamespace(try_trigger_scaling=nothing)
+_NO_TRACKER = SimpleNamespace(update_actor_location=SimpleNamespace(remote=nothing))
 
 
-def install(make_turns: Callable[[Any, Any], Any]) -> None:
+def install(make_autoscaler: Callable[[Any, Any], Any]) -> None:
     """Put all of them in place, once in a process.
 
     Args:
-        make_turns: (topology, settings) → what is called at each turn of an execution of ours.
+        make_autoscaler: (topology, settings) → what is called at each turn of an execution of ours.
     """
     global _installed
     if _installed:
         return
     _installed = True
-    executor: Any = streaming_executor
-    operators: Any = actor_pool_map_operator
-    executor.create_actor_autoscaler = _by_topology(executor.create_actor_autoscaler, lambda *_: NoAutoscaler())
-    executor.create_cluster_autoscaler = _by_topology(executor.create_cluster_autoscaler, make_turns)
+    executor, operators, stats = streaming_executor, actor_pool_map_operator, _StatsManager
+    _replace(executor, "create_actor_autoscaler", _by_topology, lambda *_: _NO_AUTOSCALER)
+    _replace(executor, "create_cluster_autoscaler", _by_topology, make_autoscaler)
     for name in ("execute", "shutdown"):
-        setattr(executor.StreamingExecutor, name, _marked(getattr(executor.StreamingExecutor, name)))
-    manager: Any = _StatsManager
-    _replace(manager, "gen_dataset_id_from_stats_actor", lambda *_: uuid.uuid4().hex, staticmethod)
+        _replace(executor.StreamingExecutor, name, _within, "_data_context", ours)
+    _replace(operators.ActorPoolMapOperator, "_start_actor", _within, "data_context", quiet_first_actor)
     for name in ("register_dataset_to_stats_actor", "update_execution_metrics", "update_iteration_metrics"):
-        _replace(manager, name, lambda *_, **__: None, staticmethod)
-    _replace(operators, "get_or_create_actor_location_tracker", lambda: NoTracker)
-    if hasattr(operators, "get_actor_locations"):
-        operators.get_actor_locations = _located(operators.get_actor_locations)
-    pool_class = operators.ActorPoolMapOperator
-    if start := getattr(pool_class, "_start_actor", None):
-        pool_class._start_actor = _quiet_start(start)
-    logging.getLogger("ray.data._internal.progress").addFilter(_hide_progress)
-    logging.getLogger(streaming_executor.__name__).addFilter(_hide_progress)
+        _replace(stats, name, _unless_local, nothing)
+    _replace(stats, "gen_dataset_id_from_stats_actor", _unless_local, lambda: uuid.uuid4().hex)
+    _replace(operators, "get_or_create_actor_location_tracker", _unless_local, lambda: _NO_TRACKER)
+    _replace(operators, "get_actor_locations", _unless_lost)
+    for name in ("ray.data._internal.progress", streaming_executor.__name__):
+        logging.getLogger(name).addFilter(_hide_progress)
     for name in ("ray.data.exceptions", "ray.data._internal.execution.streaming_executor_state"):
         logging.getLogger(name).addFilter(_hide_errors)
 
 
-def _by_topology(rays: Replacement, make: Callable[[Any, Any], Any]) -> Replacement:
+def _replace(owner: Any, name: str, wrap: Callable[..., Function], *args: Any) -> None:
+    """Put a function of Ray's into a wrapper; one that this release of Ray does not have stays away."""
+    if function := getattr(owner, name, None):
+        setattr(owner, name, wrap(function, *args))
+
+
+def _by_topology(function: Function, make: Callable[[Any, Any], Any]) -> Function:
     """A function of Ray's that makes something for a topology, and for one of ours `make`."""
 
-    @functools.wraps(rays)
+    @functools.wraps(function)
     def chosen(topology: Any, *args: Any, **options: Any) -> Any:
         settings = next(iter(topology)).data_context.get_config(KEY)
-        return make(topology, settings) if settings else rays(topology, *args, **options)
+        return make(topology, settings) if settings else function(topology, *args, **options)
 
     return chosen
 
 
-def _marked(rays: Replacement) -> Replacement:
-    @functools.wraps(rays)
-    def method(executor: Any, *args: Any, **options: Any) -> Any:
-        if not has_settings(executor._data_context):
-            return rays(executor, *args, **options)
-        with ours():
-            return rays(executor, *args, **options)
+def _within(method: Function, context: str, manager: Callable[[], AbstractContextManager[None]]) -> Function:
+    """A method of an object of Ray's that works within a manager if its data context, by name, is ours."""
 
-    return method
+    @functools.wraps(method)
+    def within(self: Any, *args: Any, **options: Any) -> Any:
+        with manager() if has_settings(getattr(self, context)) else contextlib.nullcontext():
+            return method(self, *args, **options)
+
+    return within
 
 
-def _replace(
-    owner: Any, name: str, made: Replacement, kind: Callable[[Replacement], Any] = lambda function: function
-) -> None:
-    """Replace a function on local clusters, for executions of ours; one that this Ray has not stays away."""
-    rays = getattr(owner, name, None)
-    if rays is None:
-        return
+def _unless_local(function: Function, local: Function) -> Function:
+    """A function of Ray's, and for executions of ours on a local cluster `local`."""
 
-    @functools.wraps(rays)
+    @functools.wraps(function)
     def chosen(*args: Any, **options: Any) -> Any:
-        return made(*args, **options) if is_ours() and is_local() else rays(*args, **options)
+        return (local if is_ours() and is_local() else function)(*args, **options)
 
-    setattr(owner, name, kind(chosen))
+    return chosen
 
 
-def _located(rays: Replacement) -> Replacement:
-    @functools.wraps(rays)
+def _unless_lost(function: Function) -> Function:
+    """Ray Data's function of where actors are, which for executions of ours may know of none."""
+
+    @functools.wraps(function)
     def locations(actors: Any) -> Any:
         if not is_ours():
-            return rays(actors)
+            return function(actors)
         # Ray pins the actor that knows to a node, and has no other once that is gone.
         with contextlib.suppress(ray.exceptions.RayError):
-            return {} if is_local() else rays(actors)
+            return {} if is_local() else function(actors)
         return {}
 
     return locations
-
-
-def _quiet_start(rays: Replacement) -> Replacement:
-    @functools.wraps(rays)
-    def start(operator: Any, *args: Any, **options: Any) -> Any:
-        if not has_settings(operator.data_context):
-            return rays(operator, *args, **options)
-        with quiet_first_actor():
-            return rays(operator, *args, **options)
-
-    return start
 
 
 def _hide_progress(record: logging.LogRecord) -> bool:

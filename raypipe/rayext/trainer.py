@@ -23,9 +23,9 @@ from raypipe.errors import ResourceError
 from raypipe.logs import LogFormat, configure_logs
 from raypipe.metrics.prometheus import Recorder
 from raypipe.metrics.run_log import append_fault
-from raypipe.rayext.cluster import largest_divisor, worker_resources
+from raypipe.rayext.allocation import largest_divisor, worker_resources
+from raypipe.rayext.cluster import started_here
 from raypipe.rayext.failures import is_final, is_lost, own_error, told
-from raypipe.rayext.local import started_here
 
 logger = logging.getLogger(__name__)
 
@@ -236,9 +236,9 @@ class RunTrainer(TorchTrainer):
         try:
             return super().fit()
         finally:
-            # After an interrupt, in a process that goes on, such as a notebook's, the run would go on as well. And at
-            # its end a controller may stay: one that leaves by itself locks up as Ray 2.60 takes down the part of it
-            # that tells others of its objects (Publisher), in every second run, and outlives its cluster.
+            # After an interrupt, in a process that goes on, such as a notebook's, the run would go on as well. And
+            # at its end a controller may stay: one that leaves by itself locks up in Ray 2.60's Publisher, in half
+            # of all runs, and outlives its cluster.
             if self._controller:
                 with contextlib.suppress(ray.exceptions.RayError):
                     ray.kill(self._controller)  # with it go the trainers

@@ -20,7 +20,7 @@ from raypipe.errors import ConfigError
 from raypipe.metrics.run_log import Folder
 from raypipe.plan.places import Cursor
 from raypipe.plan.schedule import lanes
-from raypipe.rayext.splits import begun
+from raypipe.rayext.iteration import begun
 from raypipe.rayext.watch import in_worker, this_process
 from raypipe.section import MAX_INT, Limits, check
 from raypipe.storage.filesystem import as_uri, open_filesystem
@@ -156,8 +156,7 @@ def check_resources(spec: StreamSpec, scaling_config: ScalingConfig) -> None:
         ConfigError: the number of workers does not divide M, or pool.executions does not divide it.
         ResourceError: the cluster has not, and cannot scale to, what the workers and the smallest pool need.
     """
-    from raypipe.rayext.cluster import cluster_resources, worker_resources
-    from raypipe.rayext.shortage import check_own
+    from raypipe.rayext.allocation import check_own, cluster_resources, worker_resources
 
     config: Any = scaling_config  # of Ray Train's version 2, which its type does not say
     workers = config.num_workers
@@ -182,9 +181,8 @@ def _handed_round(
     apart: bool,
 ) -> tuple[list[DataIterator], Any, int]:
     """What rank 0 has built: the iterators of all ranks, the supervisor's handle, and the most actors."""
-    from raypipe.rayext.cluster import cluster_resources, preflight
+    from raypipe.rayext.allocation import check_own, cluster_resources, preflight
     from raypipe.rayext.console import quiet_broadcasts
-    from raypipe.rayext.shortage import check_own
     from raypipe.streaming.pipeline import splits
 
     handed: tuple[list[DataIterator], Any, int] | None = None
@@ -221,7 +219,7 @@ def _make_room(cpus: float) -> None:
 
     It may be one that nobody can end any more, as a notebook's names and errors hold it.
     """
-    from raypipe.rayext.cluster import cluster_resources
+    from raypipe.rayext.allocation import cluster_resources
 
     def has_room() -> bool:
         deadline = time.monotonic() + _SETTLE_S

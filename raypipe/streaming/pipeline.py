@@ -20,7 +20,8 @@ from raypipe.config import PoolConfig
 from raypipe.errors import ConfigError, ResourceError, SampleError
 from raypipe.plan.places import Cursor
 from raypipe.plan.schedule import ONE_LANE, Lane, lanes
-from raypipe.rayext.cluster import connect, largest_divisor, preflight
+from raypipe.rayext.allocation import largest_divisor, preflight
+from raypipe.rayext.cluster import connect
 from raypipe.rayext.execution import Settings, datasets_with
 from raypipe.rayext.iteration import Ended
 from raypipe.rayext.placement import placement

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from raypipe.device.ring import new_event
 from raypipe.storage.filesystem import is_remote
 from raypipe.storage.patience import impatient
 from raypipe.streaming.stateful import saved
@@ -26,81 +25,33 @@ from raypipe.train.run_folder import stop_requested
 
 logger = logging.getLogger(__name__)
 
-_ALIGN = 64  # bytes; of the largest element that torch has, and of a cache line
 # Between two looks for a request to stop: in object storage, each is a request that is paid for.
 _LOOK_S, _LOOK_REMOTE_S = 1.0, 3.0
 
 
-class HostCopy:
-    """A copy of a state in host memory; the next one takes its place.
+def host_copy(state: Any, copies: dict[int, torch.UntypedStorage] | None = None) -> Any:
+    """Copy a state of dicts, lists and tuples of tensors to host memory; of anything else make a deep copy.
 
     Tensors that share memory share that of their copies, so that what is saved of a copy is what would be saved of
-    the state, byte for byte. All of them lie in one block, which is kept, and is pinned where any is of CUDA: to
-    make and pin such a block takes longer than to copy into it.
+    the state, byte for byte.
+
+    Args:
+        copies: of the storages that were copied so far, by their identity.
     """
-
-    def __init__(self) -> None:
-        self._block = torch.empty(0, dtype=torch.uint8)
-        self._events: list[Any] = []
-
-    def take(self, state: Any) -> Any:
-        """Copy dicts, lists and tuples of tensors; of anything else a deep copy.
-
-        What changes the state later, on the current stream, comes after the copy. It is whole after `wait`.
-        """
-        storages: dict[int, torch.UntypedStorage] = {}
-
-        def find(tensor: torch.Tensor) -> None:
-            storage = tensor.untyped_storage()
-            storages.setdefault(storage._cdata, storage)
-
-        _mapped(state, find)
-        devices = {storage.device for storage in storages.values() if storage.device.type == "cuda"}
-        sizes = [-(-storage.nbytes() // _ALIGN) * _ALIGN for storage in storages.values()]
-        if self._block.numel() != sum(sizes):
-            self._block = torch.empty(0, dtype=torch.uint8)  # before there is another one
-            self._block = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=bool(devices))
-        copies, begin = {}, 0
-        for (key, storage), size in zip(storages.items(), sizes, strict=True):
-            # By way of numpy each is a storage of its own, which is what torch.save writes.
-            copies[key] = torch.from_numpy(self._block.numpy()[begin : begin + storage.nbytes()])
-            source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
-            copies[key].copy_(source, non_blocking=True)
-            begin += size
-
-        def copied(tensor: torch.Tensor) -> torch.Tensor:
-            storage = copies[tensor.untyped_storage()._cdata].untyped_storage()
-            empty = torch.empty(0, dtype=tensor.dtype)
-            return empty.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())  # type: ignore[call-overload]
-
-        result = _mapped(state, copied)
-        for device in devices:
-            event = new_event(device)
-            event.record(torch.cuda.current_stream(device))
-            self._events.append(event)
-        return result
-
-    def wait(self) -> None:
-        """Until the copy is whole."""
-        while self._events:
-            self._events.pop().synchronize()
-
-
-def _mapped(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
-    """A state with `function` of each tensor in its place; dicts keep their type and attributes (`_metadata`)."""
-    if isinstance(value, torch.Tensor):
-        # What is more than a view of bytes is copied as torch does it, for which the host waits.
-        is_plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided
-        if not is_plain or value.is_quantized or value.is_conj() or value.is_neg():
-            return value.detach().to("cpu", copy=True)
-        return function(value.detach())
-    if isinstance(value, dict):
-        result = copy.copy(value)
-        result.update((key, _mapped(each, function)) for key, each in value.items())
-        return result
-    if type(value) in (list, tuple):
-        return type(value)(_mapped(each, function) for each in value)
-    return copy.deepcopy(value)
+    copies = {} if copies is None else copies
+    if isinstance(state, torch.Tensor):
+        storage = state.untyped_storage()
+        if storage._cdata not in copies:
+            copies[storage._cdata] = torch.UntypedStorage(storage.nbytes()).copy_(storage)
+        tensor = torch.empty(0, dtype=state.dtype)
+        return tensor.set_(copies[storage._cdata], state.storage_offset(), state.size(), state.stride())  # type: ignore[call-overload]
+    if isinstance(state, dict):
+        copied = copy.copy(state)  # with its type and attributes (`_metadata`)
+        copied.update((key, host_copy(value, copies)) for key, value in state.items())
+        return copied
+    if type(state) in (list, tuple):
+        return type(state)(host_copy(value, copies) for value in state)
+    return copy.deepcopy(state)
 
 
 class CheckpointWriter:
@@ -110,7 +61,6 @@ class CheckpointWriter:
     """
 
     def __init__(self) -> None:
-        self._copy = HostCopy()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
@@ -123,13 +73,13 @@ class CheckpointWriter:
         """Take a state as it is now, and let the thread write it; waits for the one before.
 
         Args:
-            state: what torch.save takes, and `HostCopy`.
+            state: what torch.save takes, and `host_copy`.
             write: puts the bytes where they belong; called in the thread.
         """
         self.wait()
-        taken = self._copy.take(state)
+        copied = host_copy(state)
         self._thread = threading.Thread(
-            target=self._write, args=(taken, write), daemon=True, name="raypipe-checkpoint"
+            target=self._write, args=(copied, write), daemon=True, name="raypipe-checkpoint"
         )
         self._thread.start()
 
@@ -148,7 +98,6 @@ class CheckpointWriter:
 
     def _write(self, state: Any, write: Callable[[memoryview], None]) -> None:
         try:
-            self._copy.wait()
             write(saved(state))
         except BaseException as error:
             self._error = error

@@ -20,9 +20,9 @@ from raypipe.logs import begin_phases, configure_logs, end_phases, phase, progre
 from raypipe.lookup import import_name
 from raypipe.metrics.records import METRICS, START, read_records
 from raypipe.pages.report import write_report
-from raypipe.rayext.cluster import Allocation, check_elastic, connect, preflight
+from raypipe.rayext.allocation import Allocation, check_elastic, preflight
+from raypipe.rayext.cluster import connect, started_here
 from raypipe.rayext.failures import cause_of, told
-from raypipe.rayext.local import started_here
 from raypipe.rayext.waiting import Wait, is_head_lost, only_start
 from raypipe.storage.files import read_json, read_whole, write_text
 from raypipe.storage.filesystem import exists, is_remote, join, open_filesystem

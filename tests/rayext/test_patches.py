@@ -17,8 +17,8 @@ from ray.data._internal.stats import _StatsManager
 
 import raypipe
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
+from raypipe.rayext.cluster import LOCAL_CLUSTER
 from raypipe.rayext.execution import Settings, context_of
-from raypipe.rayext.local import LOCAL_CLUSTER
 from raypipe.rayext.ours import is_ours, ours
 
 CALLS = ["register_dataset_to_stats_actor", "update_execution_metrics", "update_iteration_metrics"]
@@ -116,7 +116,7 @@ def test_an_execution_of_ours_outlives_the_node_that_knows_where_actors_are(
     asked: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(LOCAL_CLUSTER, raising=False)
-    monkeypatch.setattr("raypipe.rayext.local.started_here", lambda: False)
+    monkeypatch.setattr("raypipe.rayext.cluster.started_here", lambda: False)
 
     def gone() -> Any:
         raise ray.exceptions.ActorUnschedulableError("its node does not exist any more")
@@ -132,7 +132,7 @@ def test_an_execution_of_ours_outlives_the_node_that_knows_where_actors_are(
 
 def test_in_any_other_cluster_ray_keeps_its_statistics(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(LOCAL_CLUSTER, raising=False)
-    monkeypatch.setattr("raypipe.rayext.local.started_here", lambda: False)
+    monkeypatch.setattr("raypipe.rayext.cluster.started_here", lambda: False)
     with ours():
         _StatsManager.update_iteration_metrics(None, "dataset")  # type: ignore[arg-type]
     assert asked == ["update_iteration_metrics"]

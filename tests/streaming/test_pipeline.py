@@ -19,8 +19,8 @@ from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.device.prefetcher import Batch
 from raypipe.errors import BadSamplesError, ConfigError, CursorError, ResourceError, SampleError, TransformError
 from raypipe.plan.places import Cursor
-from raypipe.rayext.cluster import preflight
-from raypipe.rayext.splits import begun
+from raypipe.rayext.allocation import preflight
+from raypipe.rayext.iteration import begun
 from raypipe.stores import open_store
 from raypipe.stores.base import MemoryStore
 from raypipe.stores.writers import ParquetWriter

@@ -69,7 +69,7 @@ def test_of_rays_lines_progress_goes_to_who_shows_it_noise_nowhere_and_all_else_
 ) -> None:
     told: list[tuple[str, dict[str, Any]]] = []
     left: list[dict[str, Any]] = []
-    monkeypatch.setattr(rays, "_rays", left.append)
+    monkeypatch.setattr(rays, "_rays_print", left.append)
     monkeypatch.setattr(rays, "_shown", lambda text, values: told.append((text, values)))
     noise = [
         "[2026-11-23 10:10:07,401 E 29387 29448] core_worker.cc:2465: Actor with class name: 'MapWorker(…)' and "
@@ -87,8 +87,8 @@ def test_of_rays_lines_progress_goes_to_who_shows_it_noise_nowhere_and_all_else_
 def test_all_lines_of_rays_processes_are_json_where_this_processes_are(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker, "print_worker_logs", worker.print_worker_logs)  # it is put back afterwards
-    rays.json_lines()
+    monkeypatch.setattr(worker, "print_to_stdstream", worker.print_to_stdstream)  # it is put back afterwards
+    rays.take_console()
     data = {"pid": "raylet", "ip": "10.0.0.1", "is_err": False, "lines": ["A worker\ndied", '{"message": "mine"}']}
     configure_logs("json")
     try:

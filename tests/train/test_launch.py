@@ -27,7 +27,7 @@ from raypipe.config import (
 from raypipe.errors import ConfigError, CursorError
 from raypipe.metrics.records import read_records
 from raypipe.plan.places import Cursor
-from raypipe.rayext.cluster import Allocation
+from raypipe.rayext.allocation import Allocation
 from raypipe.stores import open_store
 from raypipe.stores.base import MemoryStore
 from raypipe.stores.record import write_bad_list

@@ -4,7 +4,7 @@ import copy
 from types import SimpleNamespace
 from typing import Any
 
-from raypipe.rayext.splits import begun
+from raypipe.rayext.iteration import begun
 
 
 class Iterator:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -22,14 +22,13 @@ from raypipe.plan.order import mix64
 from raypipe.plan.places import Sides
 from raypipe.transform import kernel, reference
 from raypipe.transform.decode import decode
-from raypipe.transform.fields import IMAGE
+from raypipe.transform.draws import Key
+from raypipe.transform.fields import MadeAtOnce
 from raypipe.transform.jpeg import scaled_boxes
 from raypipe.transform.kernel import DONE, Job
 from raypipe.transform.ops import Op
 from raypipe.transform.program import Program
-from raypipe.transform.sample_transform import SampleTransform
 from raypipe.transform.samples import Decoded, EncodedSample
-from raypipe.transform.views import ViewsTransform
 
 _MAX_DECODED = 32 << 20  # bytes of pixels that are decoded before a call
 
@@ -40,21 +39,17 @@ class Crop:
 
     Attributes:
         field: that it belongs to.
-        transform: which has a program.
+        program: that makes it.
+        finish: what comes behind the program, of an image, its targets and the key; None: nothing does.
         number: of several that the field has.
         part: uint64 (2,), with which the keys of samples are mixed; None: they are used as they are.
     """
 
     field: str
-    transform: SampleTransform
+    program: Program
+    finish: Callable[[np.ndarray, dict[str, Any], Key], dict[str, np.ndarray]] | None = None
     number: int | None = None
     part: np.ndarray | None = None
-
-    @property
-    def program(self) -> Program:
-        """Its known steps."""
-        assert self.transform.program is not None
-        return self.transform.program
 
     def keys(self, keys: np.ndarray) -> np.ndarray:
         """Its keys, uint64 (B, 2), by those of the samples."""
@@ -64,56 +59,6 @@ class Crop:
         """Where its images are put, uint8 (B, h, w, 3), in the arrays of a micro-batch by field."""
         array = arrays[self.field]
         return array if self.number is None else array[:, self.number]
-
-
-@dataclass(frozen=True)
-class MadeAtOnce:
-    """The images of a micro-batch that are made, and what was drawn for the first one of each sample.
-
-    Attributes:
-        rows: bool (B,), which have their images.
-        params: int64 (B, P), see `Program.draw`.
-        sizes: (height, width) of the images before, int32 (B, 2).
-    """
-
-    rows: np.ndarray
-    params: np.ndarray
-    sizes: np.ndarray
-
-    @staticmethod
-    def nothing(num: int) -> MadeAtOnce:
-        """No row is made."""
-        return MadeAtOnce(np.zeros(num, bool), np.zeros((num, 0), np.int64), np.zeros((num, 2), np.int32))
-
-    def drawn(self, row: int) -> Drawn | None:
-        """What was drawn for a row; None: it is not made."""
-        if not self.rows[row]:
-            return None
-        height, width = self.sizes[row].tolist()
-        return Drawn(self.params[row], (height, width))
-
-
-class Drawn(NamedTuple):
-    """What a program has drawn for an image that it made, int64 (P,), and the image's (height, width) before."""
-
-    params: np.ndarray
-    size: Sides
-
-
-def crops_of(transform: SampleTransform | ViewsTransform, has_targets: bool) -> list[Crop]:
-    """The images that programs make of each sample; none where a part of them is made in another way."""
-    if isinstance(transform, SampleTransform):
-        crops = [Crop(IMAGE, transform)]
-    else:
-        parts = iter(transform.parts)
-        crops = [
-            Crop(field, each, number if len(transforms) > 1 else None, next(parts))
-            for field, transforms in transform.crops.items()
-            for number, each in enumerate(transforms)
-        ]
-    if has_targets and any(crop.transform.has_rest for crop in crops):
-        return []  # the library does the rest with both at a time
-    return crops if all(crop.transform.program for crop in crops) else []
 
 
 def shapes_of(crops: Sequence[Crop]) -> dict[str, tuple[int, ...]]:
@@ -200,7 +145,7 @@ class ProgramsAtOnce:
                 params = np.zeros((len(images), drawn.shape[1]), np.int64)
                 params[rows] = drawn
             slots = crop.slots(arrays)
-            if crop.transform.has_rest:
+            if crop.finish:
                 slots = np.empty((len(images), *(crop.program.size or ()), 3), np.uint8)
             jobs.append(Job(crop.program.ops, params, slots))
         called = [_scaled(job, sizes, target) for job in jobs] if target else jobs
@@ -209,7 +154,7 @@ class ProgramsAtOnce:
             if isinstance(images[row], np.ndarray):
                 done[row] = _by_reference(images[row], jobs, row)
         for crop, (_, _, slots) in zip(self._crops, jobs, strict=True):
-            if crop.transform.has_rest:
+            if crop.finish:
                 _finish(crop, slots, keys, arrays, rows, done)
         made.rows[done] = True
         made.params[done], made.sizes[done] = jobs[0][1][done], sizes[done]
@@ -278,9 +223,10 @@ def _finish(
     done: np.ndarray,
 ) -> None:
     """Have the library do the rest of the steps, sample by sample."""
+    assert crop.finish is not None
     slots, own_keys = crop.slots(arrays), crop.keys(keys).tolist()
     for row in rows[done[rows]].tolist():
         try:
-            slots[row] = crop.transform.finish(images[row], {}, own_keys[row])["image"]
+            slots[row] = crop.finish(images[row], {}, own_keys[row])["image"]
         except Exception:  # the straight loop meets it again, and says what it is
             done[row] = False

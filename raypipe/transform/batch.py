@@ -11,10 +11,9 @@ import numpy as np
 from raypipe.errors import ConfigError, SampleError
 from raypipe.plan.places import PADDING
 from raypipe.stores.base import title_of
-from raypipe.transform.at_once import Drawn, MadeAtOnce
 from raypipe.transform.columns import ColumnMaker
-from raypipe.transform.fields import LABEL, BlockMemory, Field, Rows
-from raypipe.transform.sample_transform import Key
+from raypipe.transform.draws import Key
+from raypipe.transform.fields import LABEL, BlockMemory, Drawn, Field, MadeAtOnce, Rows
 from raypipe.transform.samples import NO_LABEL, WRONG_LABEL, Decoded, EncodedSample
 
 Sample = EncodedSample | Decoded | Callable[[], EncodedSample]

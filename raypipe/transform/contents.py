@@ -19,17 +19,18 @@ import numpy as np
 from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError
 from raypipe.plan.places import Sides
-from raypipe.transform.at_once import Drawn, MadeAtOnce, ProgramsAtOnce, crops_of, shapes_of
+from raypipe.transform.at_once import Crop, ProgramsAtOnce, shapes_of
 from raypipe.transform.batch import Content
 from raypipe.transform.columns import NO_COLUMNS, SampleColumns
 from raypipe.transform.decode import decode
 from raypipe.transform.decode_array import decode_array
+from raypipe.transform.draws import Key
 from raypipe.transform.encoded import ENCODED_FIELDS, EncodedTransform
-from raypipe.transform.fields import IMAGE, Field, learn
+from raypipe.transform.fields import IMAGE, Drawn, Field, MadeAtOnce, learn
 from raypipe.transform.follow import follow
 from raypipe.transform.jpeg import open_for_crop
 from raypipe.transform.presets import build_transform
-from raypipe.transform.sample_transform import Key, SampleTransform
+from raypipe.transform.sample_transform import SampleTransform
 from raypipe.transform.samples import Decoded, EncodedSample
 from raypipe.transform.sizes import Size, Undecoded, cut
 from raypipe.transform.targets import TARGETS, decode_targets
@@ -102,9 +103,9 @@ class Images:
         self._config, self._sides = config, sides
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._dtypes: dict[str, np.dtype[Any]] = {}
-        crops = [] if arrays else crops_of(self._transform, bool(self._targets))
+        crops = [] if arrays else _crops_of(self._transform, bool(self._targets))
         self._at_once = ProgramsAtOnce(crops, config, threads) if crops else None
-        if not any(crop.transform.has_rest for crop in crops):  # sizes are known before the first sample
+        if not any(crop.finish for crop in crops):  # sizes are known before the first sample
             self._learn({name: np.empty(shape, np.uint8) for name, shape in shapes_of(crops).items()})
 
     def one(self, sample: EncodedSample | Decoded, key: Key, out: np.ndarray | None = None) -> dict[str, Any]:
@@ -219,6 +220,31 @@ class Images:
             return decode_array(sample.image)
         jpeg = open_for_crop(sample.image, self._config, self._crop_target) if self._crop_target else None
         return jpeg or decode(sample.image, min_side=self._config.decode_min_side, exif=self._config.apply_exif)
+
+
+def _crops_of(transform: SampleTransform | ViewsTransform, has_targets: bool) -> list[Crop]:
+    """The images that programs make of each sample; none where a part of them is made in another way."""
+    if isinstance(transform, SampleTransform):
+        crops = [_crop_of(IMAGE, transform)]
+        if has_targets and transform.has_rest:
+            return []  # the library does the rest with both at a time
+    else:
+        parts = iter(transform.parts)
+        crops = [
+            _crop_of(field, each, number if len(transforms) > 1 else None, next(parts))
+            for field, transforms in transform.crops.items()
+            for number, each in enumerate(transforms)
+        ]
+    known = [crop for crop in crops if crop is not None]
+    return known if len(known) == len(crops) else []
+
+
+def _crop_of(
+    field: str, transform: SampleTransform, number: int | None = None, part: np.ndarray | None = None
+) -> Crop | None:
+    if transform.program is None:
+        return None
+    return Crop(field, transform.program, transform.finish if transform.has_rest else None, number, part)
 
 
 def _by_keyword(targets: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

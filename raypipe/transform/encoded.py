@@ -24,10 +24,9 @@ import numpy as np
 
 from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError
-from raypipe.transform.at_once import MadeAtOnce
 from raypipe.transform.decode import image_size
-from raypipe.transform.fields import Field
-from raypipe.transform.sample_transform import Key, KeyedGenerator
+from raypipe.transform.draws import Key, KeyedGenerator
+from raypipe.transform.fields import Field, MadeAtOnce
 from raypipe.transform.samples import Decoded, EncodedSample
 from raypipe.transform.sizes import Box, Size, sides_of
 

@@ -25,7 +25,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from raypipe.plan.places import PADDING, MicroBatchId
+from raypipe.plan.places import PADDING, MicroBatchId, Sides
 from raypipe.transform.memory import reused_arrays
 
 Kind = Literal["array", "ragged", "text", "bytes", "json"]
@@ -139,6 +139,40 @@ class MicroBatch:
         values = self.fields[name]
         assert isinstance(values, np.ndarray)
         return values
+
+
+@dataclass(frozen=True)
+class MadeAtOnce:
+    """The images of a micro-batch that are made, and what was drawn for the first one of each sample.
+
+    Attributes:
+        rows: bool (B,), which have their images.
+        params: int64 (B, P), see `Program.draw`.
+        sizes: (height, width) of the images before, int32 (B, 2).
+    """
+
+    rows: np.ndarray
+    params: np.ndarray
+    sizes: np.ndarray
+
+    @staticmethod
+    def nothing(num: int) -> MadeAtOnce:
+        """No row is made."""
+        return MadeAtOnce(np.zeros(num, bool), np.zeros((num, 0), np.int64), np.zeros((num, 2), np.int32))
+
+    def drawn(self, row: int) -> Drawn | None:
+        """What was drawn for a row; None: it is not made."""
+        if not self.rows[row]:
+            return None
+        height, width = self.sizes[row].tolist()
+        return Drawn(self.params[row], (height, width))
+
+
+class Drawn(NamedTuple):
+    """What a program has drawn for an image that it made, int64 (P,), and the image's (height, width) before."""
+
+    params: np.ndarray
+    size: Sides
 
 
 class BlockMemory:

@@ -83,6 +83,13 @@ def run(images: Sequence[Image], jobs: Sequence[Job], threads: int = 1, to_end: 
     return np.frombuffer(_extension().run(images, jobs, threads, to_end), np.uint8)
 
 
+def run_one(image: np.ndarray, ops: np.ndarray, params: np.ndarray, out: np.ndarray) -> None:
+    """Make one image, uint8 (h, w, 3), of another, by the reference where the kernel refuses it."""
+    image = np.ascontiguousarray(image)
+    if run([image], [Job(ops, params[None], out[None])])[0] != DONE:
+        out[...] = reference.apply_all(image, ops, params)
+
+
 def available() -> bool:
     """Whether the kernel is used here; see `why_no_kernel`."""
     return not why_no_kernel()

@@ -16,12 +16,9 @@ from typing import Any
 import numpy as np
 
 from raypipe.plan.places import Sides
-from raypipe.transform import kernel, reference
 from raypipe.transform.draws import uniforms
-from raypipe.transform.kernel import DONE, Job
 from raypipe.transform.native_steps import CenterCrop, RandomCrop, RandomResizedCrop, Step, native_step
 from raypipe.transform.ops import Op
-from raypipe.transform.sizes import Undecoded
 
 
 class Program:
@@ -104,34 +101,6 @@ class Program:
                 return reason
             _, sizes = Program([step]).draw(keys, sizes)
         return ""
-
-    def apply(
-        self, image: np.ndarray | Undecoded, params: np.ndarray, out: np.ndarray | None = None
-    ) -> np.ndarray:
-        """Carry it out on one image.
-
-        Args:
-            image: uint8 RGB (H, W, 3), which is not written to; or one that is not decoded, where there is a
-                `crop_target`: the result is the same.
-            params: int64 (P,), from `draw`.
-            out: uint8 (h, w, 3), where the result may be put.
-
-        Raises:
-            ValueError: the image is too small for a crop.
-        """
-        assert self.size, "where sizes differ, the library does it"
-        if not isinstance(image, np.ndarray):
-            box = params[1:5].tolist()
-            params, image = params.copy(), image[1]((box[0], box[1], box[2], box[3]))
-            params[1:5] = 0, 0, *image.shape[:2]
-        if reason := self.no_room((image.shape[0], image.shape[1])) if self.crops_first else "":
-            raise ValueError(reason)
-        if out is None or out.shape[:2] != self.size:
-            out = np.empty((*self.size, 3), np.uint8)
-        image = np.ascontiguousarray(image)
-        if kernel.run([image], [Job(self.ops, params[None], out[None])])[0] != DONE:
-            out[...] = reference.apply_all(image, self.ops, params)
-        return out
 
     @property
     def crops_first(self) -> bool:

@@ -31,6 +31,8 @@ import numpy as np
 
 from raypipe.errors import ConfigError
 from raypipe.plan.places import Sides
+from raypipe.transform import kernel
+from raypipe.transform.draws import Key, KeyedGenerator
 from raypipe.transform.fields import VIEW
 from raypipe.transform.follow import follow
 from raypipe.transform.process_state import seed_process
@@ -38,32 +40,7 @@ from raypipe.transform.program import Program, find_program
 from raypipe.transform.sizes import Box, Undecoded
 from raypipe.transform.targets import target_pipeline
 
-Key = tuple[int, int]
-"""Two integers in [0, 2^64), from `Plan.sample_keys`."""
-
 Kind = Literal["none", "program", "albumentations", "torchvision", "plain"]
-
-
-class KeyedGenerator:
-    """One numpy generator that is put where a fresh `Generator(Philox(key=key))` would stand.
-
-    That costs a few microseconds a sample; making a new one costs tens.
-
-    Args:
-        domain: another place in the key's stream, 2^192 draws on for each, so that two uses of a key differ.
-    """
-
-    def __init__(self, domain: int = 0) -> None:
-        self._philox = np.random.Philox(0)
-        self._state: Any = self._philox.state  # of a fresh generator: counter 0, buffer used up
-        self._state["state"]["counter"][3] = domain
-        self.generator = np.random.Generator(self._philox)
-
-    def rewind(self, key: Key) -> np.random.Generator:
-        """The generator, as if it were new."""
-        self._state["state"]["key"][:] = key
-        self._philox.state = self._state
-        return self.generator
 
 
 class SampleTransform:
@@ -145,7 +122,7 @@ class SampleTransform:
             size = image.shape[:2] if isinstance(image, np.ndarray) else image[0]
             params = self.program.draw(np.array([key], np.uint64), np.array([size]))[0][0]
             goes_on = self.has_rest and not self._arrays
-            image = self.program.apply(image, params, None if goes_on else out)
+            image = self._by_program(image, params, None if goes_on else out)
             targets = follow(self.program, params, (size[0], size[1]), targets) if targets else targets
             return self.finish(image, targets, key) if goes_on else {"image": image, **targets}
         if self.transform is None:
@@ -156,6 +133,21 @@ class SampleTransform:
         assert self._crop_first is not None
         self._seed(key)
         return {"image": _checked(self._crop_first(*image), self.kind)}
+
+    def _by_program(self, image: np.ndarray | Undecoded, params: np.ndarray, out: np.ndarray | None) -> np.ndarray:
+        """What the program makes of one image; raises ValueError where it is too small for a crop."""
+        program = self.program
+        assert program is not None and program.size is not None, "where sizes differ, the library does it"
+        if not isinstance(image, np.ndarray):
+            top, left, height, width = params[1:5].tolist()
+            params, image = params.copy(), image[1]((top, left, height, width))
+            params[1:5] = 0, 0, *image.shape[:2]
+        elif reason := program.no_room((image.shape[0], image.shape[1])) if program.crops_first else "":
+            raise ValueError(reason)
+        if out is None or out.shape[:2] != program.size:
+            out = np.empty((*program.size, 3), np.uint8)
+        kernel.run_one(image, program.ops, params, out)
+        return out
 
     def finish(self, image: np.ndarray, targets: dict[str, Any], key: Key) -> dict[str, np.ndarray]:
         """What comes behind the program, if there is one: `with_targets` by the user's code, or a library."""

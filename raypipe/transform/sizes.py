@@ -10,7 +10,7 @@ import numpy as np
 from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError
 from raypipe.plan.places import Sides, Split
-from raypipe.transform.image_header import MAX_PIXELS
+from raypipe.transform.limits import MAX_PIXELS
 
 Size = int | Sides
 """Of square images, or (height, width); pixels."""

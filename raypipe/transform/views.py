@@ -24,8 +24,9 @@ from raypipe.config import Crops, Side
 from raypipe.errors import ConfigError
 from raypipe.plan.order import Domain, mix64
 from raypipe.section import check
+from raypipe.transform.draws import Key
 from raypipe.transform.fields import VIEW
-from raypipe.transform.sample_transform import Key, SampleTransform
+from raypipe.transform.sample_transform import SampleTransform
 from raypipe.transform.sizes import Undecoded, cut
 
 _NAME = re.compile(r"[\w-]+")

@@ -15,9 +15,9 @@ from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError, SampleError
 from raypipe.transform.batch import MicroBatchTransform
 from raypipe.transform.decode import decode, encode_jpeg, image_size
+from raypipe.transform.draws import Key
 from raypipe.transform.encoded import CROP, DATA, FLIP, EncodedTransform, center_box, random_resized_crop
 from raypipe.transform.fields import Ragged
-from raypipe.transform.sample_transform import Key
 from raypipe.transform.samples import EncodedSample
 
 

@@ -11,13 +11,13 @@ import _raypipe_kernel
 
 import raypipe
 from raypipe.lookup import DISTRIBUTION
-from raypipe.transform.jpeg import why_no_extension
+from raypipe.transform.kernel import why_no_kernel
 
 SOURCES = Path(__file__).parents[1] / "raypipe"
 assert raypipe.__file__ and _raypipe_kernel.__file__
 package = Path(raypipe.__file__).parent
 assert package != SOURCES, "this is the checkout"
-assert not why_no_extension(), why_no_extension()
+assert not why_no_kernel(), why_no_kernel()
 for source in SOURCES.rglob("*"):
     if source.is_file() and source.suffix != ".pyc":
         name = source.relative_to(SOURCES)

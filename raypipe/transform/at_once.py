@@ -24,7 +24,7 @@ from raypipe.transform import kernel, reference
 from raypipe.transform.decode import decode
 from raypipe.transform.draws import Key
 from raypipe.transform.fields import MadeAtOnce
-from raypipe.transform.jpeg import scaled_boxes
+from raypipe.transform.jpeg import jpeg_orientation, scaled_boxes
 from raypipe.transform.kernel import DONE, Job
 from raypipe.transform.ops import Op
 from raypipe.transform.program import Program
@@ -116,9 +116,19 @@ class ProgramsAtOnce:
         return made
 
     def _sizes(self, encoded: Sequence[bytes | None]) -> np.ndarray:
-        """(height, width), int32 (B, 2), of those that the kernel decodes; zeros of others."""
-        least = self._config.decode_min_side or 0
-        return kernel.sizes(encoded, apply_exif=self._config.apply_exif, decode_min_side=least)
+        """(height, width), int32 (B, 2), of those that the kernel decodes; zeros of others.
+
+        Those are also others that are turned upright, or decoded at a reduced scale as a whole.
+        """
+        sizes, least = kernel.sizes(encoded), self._config.decode_min_side
+        if least:
+            sizes[sizes.min(axis=1) >= 2 * least] = 0
+        if self._config.apply_exif:
+            for row in np.flatnonzero(sizes[:, 0]).tolist():
+                data = encoded[row] or b""
+                if b"Exif\0\0" in data and 2 <= jpeg_orientation(data) <= 8:
+                    sizes[row] = 0
+        return sizes
 
     def _run(
         self,

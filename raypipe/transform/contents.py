@@ -35,7 +35,8 @@ from raypipe.transform.samples import Decoded, EncodedSample
 from raypipe.transform.sizes import Size, Undecoded, cut
 from raypipe.transform.targets import TARGETS, decode_targets
 from raypipe.transform.user_code import NOT_OF_A_SAMPLE, failed
-from raypipe.transform.views import View, ViewsTransform
+from raypipe.transform.views import View
+from raypipe.transform.views_transform import ViewsTransform
 
 
 def stream_fields(config: TransformConfig, columns: SampleColumns = NO_COLUMNS) -> dict[str, Field]:

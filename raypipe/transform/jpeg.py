@@ -16,32 +16,25 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
 
 import numpy as np
 import simplejpeg
 
-from raypipe import native
 from raypipe.config import TransformConfig
 from raypipe.errors import SampleError
 from raypipe.plan.places import Sides
 from raypipe.transform.image_header import jpeg_size, open_pillow
+from raypipe.transform.kernel import EXTRA_COLUMNS, SCALES, WHOLE, decode_crop, why_no_kernel
 from raypipe.transform.sizes import Box, Undecoded, cut
-
-WHOLE = 8
-"""Eighths: full scale."""
-SCALES = (1, 2, 4)
-"""Eighths: 1/8, 1/4 and 1/2, whose inverse DCTs libjpeg-turbo has SIMD code for."""
 
 _MIN_SCALED_SIDE = 16  # pixels: below, two scales can give the same size, by which simplejpeg is told the scale
 _ORIENTATION_TAG = 0x0112  # of EXIF
-_EXTRA_COLUMNS = 39  # it decodes 4 more on each side, and begins at a block's edge, up to 31 before
 
 
 def decode_jpeg(data: bytes, size: tuple[int, int], min_side: int | None = None) -> np.ndarray:
     """Decode a JPEG that `jpeg_size` could read, as stored; for the rest see `decode.decode`."""
     short_side = min_side if min_side and min(size) >= 2 * min_side else 0
-    image = None if short_side else _by_extension(extension(), data, (0, 0, *size), extra_columns=0)
+    image = None if short_side else _by_extension(data, (0, 0, *size), extra_columns=0)
     return decode_jpeg_at(data, short_side) if image is None else image
 
 
@@ -67,7 +60,7 @@ def open_for_crop(data: bytes | None, config: TransformConfig, target: tuple[int
         target: (height, width) to which the crop is resized, pixels.
     """
     scaled = config.crop_decode == "scaled"
-    if not ((scaled or extension()) and isinstance(data, bytes) and data.startswith(b"\xff\xd8\xff")):
+    if not ((scaled or not why_no_kernel()) and isinstance(data, bytes) and data.startswith(b"\xff\xd8\xff")):
         return None
     try:
         size = jpeg_size(data)
@@ -124,7 +117,7 @@ def decode_box(data: bytes, box: Box, eighths: int = WHOLE) -> np.ndarray:
     Raises:
         SampleError: the file is damaged, in the box or anywhere else.
     """
-    part = _by_extension(extension(), data, box, eighths)
+    part = _by_extension(data, box, eighths)
     if part is not None:
         return part
     height, width, *_ = simplejpeg.decode_jpeg_header(data)
@@ -136,49 +129,31 @@ def _scaled(side: int, eighths: int) -> int:
 
 
 def _by_extension(
-    compiled: Callable[..., int] | None,
     data: bytes,
     box: Box,
     eighths: int = WHOLE,
-    extra_columns: int = _EXTRA_COLUMNS,
+    extra_columns: int = EXTRA_COLUMNS,
 ) -> np.ndarray | None:
     """A box, maybe as a view; None: there is no extension, or it refuses the bytes.
 
     Args:
         extra_columns: room for what it decodes beside the box; for a whole image 0: C-contiguous.
     """
-    if compiled is None:
+    if why_no_kernel():
         return None
     top, left, height, width = box
     try:
         pixels = np.empty((height, width + extra_columns, 3), np.uint8)
         # True: it reads behind the box as well, so that damage there is found.
-        first = compiled(data, left, top, width, height, eighths, True, pixels, width + extra_columns)
+        first = decode_crop(data, left, top, width, height, eighths, True, pixels, width + extra_columns)
     except Exception:  # whatever it does not like, simplejpeg has the last word on
         return None
     return pixels[:, first : first + width]
 
 
-@functools.cache
-def extension() -> Callable[..., int] | None:
-    """The compiled decoder; None: there is none to use, and `why_no_extension` says why."""
-    module = native.module()
-    return None if module is None or why_no_extension() else module.decode_crop
-
-
-@functools.cache
-def why_no_extension() -> str:
-    """Why the compiled decoder is not used; empty = it is."""
-    module = native.module()
-    if module is None:
-        return native.why_missing()
-    agrees = all(_agrees(module.decode_crop, sampling) for sampling in ("444", "422", "420", "Gray"))
-    return "" if agrees else "its libjpeg-turbo gives other pixels than simplejpeg's"
-
-
 def missing_extension() -> str:
     """What to tell a user who has no compiled decoder, with the packages to install; empty = it is used."""
-    why = why_no_extension()
+    why = why_no_kernel()
     if not why:
         return ""
     return (
@@ -187,20 +162,6 @@ def missing_extension() -> str:
         "libjpeg-turbo-devel; macOS: brew install jpeg-turbo), then raypipe again (in its repository: "
         "uv sync --reinstall-package raypipe)"
     )
-
-
-def _agrees(compiled: Callable[..., int], sampling: str) -> bool:
-    """Whether it gives simplejpeg's pixels, at all scales, on noise, which uses all coefficients."""
-    noise = np.random.default_rng(0).integers(0, 256, (69, 85, 3), np.uint8)
-    data = simplejpeg.encode_jpeg(noise, 95, "RGB", sampling)
-    for eighths in (*SCALES, WHOLE):
-        whole = decode_jpeg_at(data, _scaled(69, eighths) if eighths < WHOLE else 0)
-        rows, columns = whole.shape[:2]
-        box = rows // 3, columns // 2, rows // 2, columns // 3
-        part = _by_extension(compiled, data, box, eighths)
-        if part is None or not np.array_equal(part, cut(whole, box)):
-            return False
-    return True
 
 
 def jpeg_orientation(data: bytes) -> int:

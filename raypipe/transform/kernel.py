@@ -13,13 +13,20 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import simplejpeg
 
 from raypipe import native
 from raypipe.transform import reference
-from raypipe.transform.jpeg import jpeg_orientation, why_no_extension
+
+WHOLE = 8
+"""Eighths: full scale."""
+SCALES = (1, 2, 4)
+"""Eighths: 1/8, 1/4 and 1/2, whose inverse DCTs libjpeg-turbo has SIMD code for."""
+EXTRA_COLUMNS = 39
+"""Of `decode_crop`: it decodes 4 more on each side, and begins at a block's edge, up to 31 before."""
 
 DONE, SKIPPED, UNREADABLE, BAD_PARAMS, WRONG_SIZE, NO_MEMORY = range(6)
 """Statuses of an image, as csrc/image.h has them; all but DONE leave it to the caller."""
@@ -42,25 +49,11 @@ class Job(NamedTuple):
     out: np.ndarray
 
 
-def sizes(images: Sequence[Image], *, apply_exif: bool = False, decode_min_side: int = 0) -> np.ndarray:
-    """Height and width of each image, int32 (B, 2); 0, 0 of those that `run` does not take.
-
-    Args:
-        apply_exif: refuse JPEGs that their EXIF orientation turns.
-        decode_min_side: refuse JPEGs that are decoded at a reduced scale; 0 = none is.
-    """
+def sizes(images: Sequence[Image]) -> np.ndarray:
+    """Height and width of each image, int32 (B, 2); 0, 0 of those that `run` does not take."""
     if not available():
         return np.zeros((len(images), 2), np.int32)
-    sides = np.frombuffer(bytearray(_extension().sizes(images)), np.int32).reshape(-1, 2)
-    encoded = np.array([not isinstance(image, np.ndarray) for image in images], bool)
-    if decode_min_side:
-        sides[encoded & (sides.min(1) >= 2 * decode_min_side)] = 0
-    if apply_exif:
-        for row in np.flatnonzero(encoded & (sides[:, 0] > 0)).tolist():
-            data = bytes(images[row])  # type: ignore[arg-type]
-            if b"Exif\0\0" in data and 2 <= jpeg_orientation(data) <= 8:
-                sides[row] = 0
-    return sides
+    return np.frombuffer(bytearray(_extension().sizes(images)), np.int32).reshape(-1, 2)
 
 
 def run(images: Sequence[Image], jobs: Sequence[Job], threads: int = 1, to_end: bool = True) -> np.ndarray:
@@ -98,7 +91,16 @@ def available() -> bool:
 @functools.cache
 def why_no_kernel() -> str:
     """Why the kernel is not used; empty = it is."""
-    return why_no_extension() or ("" if _agrees() else "it gives other pixels than OpenCV")
+    if reason := native.why_missing():
+        return reason
+    if not all(map(_decodes_alike, ("444", "422", "420", "Gray"))):
+        return "its libjpeg-turbo gives other pixels than simplejpeg's"
+    return "" if _resizes_alike() else "it gives other pixels than OpenCV"
+
+
+def decode_crop(*arguments: Any) -> int:
+    """The module's function of this name; see csrc/kernel.c. There is a kernel."""
+    return _extension().decode_crop(*arguments)
 
 
 def _extension() -> ModuleType:
@@ -107,7 +109,28 @@ def _extension() -> ModuleType:
     return module
 
 
-def _agrees() -> bool:
+def _decodes_alike(sampling: str) -> bool:
+    """Whether it gives simplejpeg's pixels, at all scales, on noise, which uses all coefficients."""
+    noise = np.random.default_rng(0).integers(0, 256, (69, 85, 3), np.uint8)
+    data = simplejpeg.encode_jpeg(noise, 95, "RGB", sampling)
+    for eighths in (*SCALES, WHOLE):
+        short = -(-69 * eighths // WHOLE) if eighths < WHOLE else 0  # libjpeg rounds up
+        factor = 2.0 if short else 1.0
+        whole = simplejpeg.decode_jpeg(data, "RGB", min_height=short, min_width=short, min_factor=factor)
+        rows, columns = whole.shape[:2]
+        top, left, height, width = rows // 3, columns // 2, rows // 2, columns // 3
+        pixels = np.empty((height, width + EXTRA_COLUMNS, 3), np.uint8)
+        try:
+            first = decode_crop(data, left, top, width, height, eighths, True, pixels, width + EXTRA_COLUMNS)
+        except Exception:
+            return False
+        part = pixels[:, first : first + width]
+        if not np.array_equal(part, whole[top : top + height, left : left + width]):
+            return False
+    return True
+
+
+def _resizes_alike() -> bool:
     """Whether it resizes as cv2 does here, which has code of its own for each processor."""
     noise = np.random.default_rng(0).integers(0, 256, (37, 53, 3), np.uint8)
     for height, width in ((20, 21), (64, 90), (111, 30)):

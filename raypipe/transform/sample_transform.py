@@ -20,7 +20,6 @@ escapes this: let it take `rng`.
 from __future__ import annotations
 
 import copy
-import inspect
 import random
 import sys
 from collections.abc import Callable, Collection, Mapping
@@ -39,6 +38,7 @@ from raypipe.transform.process_state import seed_process
 from raypipe.transform.program import Program, find_program
 from raypipe.transform.sizes import Box, Undecoded
 from raypipe.transform.targets import target_pipeline
+from raypipe.transform.user_code import rng_parameter
 
 Kind = Literal["none", "program", "albumentations", "torchvision", "plain"]
 
@@ -195,17 +195,6 @@ def _kind_of(transform: Any) -> Kind:
         if is_module or cls.__module__.startswith("torchvision.transforms."):
             return "torchvision"
     return "plain"
-
-
-def rng_parameter(transform: Any) -> str | None:
-    """The name by which a function takes a generator; None = it takes none."""
-    try:
-        parameters = inspect.signature(transform).parameters
-    except ValueError:  # some built-in functions have no signature
-        return None
-    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    names = (name for name in ("rng", "generator") if name in parameters and parameters[name].kind in by_name)
-    return next(names, None)
 
 
 def _checked(result: Any, kind: Kind, arrays: bool = False) -> np.ndarray:

@@ -22,10 +22,10 @@ from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.opening import open_stream
 from raypipe.transform import jpeg as jpeg_module
 from raypipe.transform.decode import decode
-from raypipe.transform.jpeg import decode_box, decode_jpeg_at, open_for_crop, why_no_extension
+from raypipe.transform.jpeg import decode_box, decode_jpeg_at, open_for_crop, why_no_kernel
 from raypipe.transform.sizes import Box, Undecoded, cut
 
-needs_extension = pytest.mark.skipif(bool(why_no_extension()), reason=f"no JPEG extension: {why_no_extension()}")
+needs_extension = pytest.mark.skipif(bool(why_no_kernel()), reason=f"no JPEG extension: {why_no_kernel()}")
 RNG = np.random.default_rng(0)
 
 

@@ -24,13 +24,13 @@ from raypipe import native
 from raypipe.errors import SampleError
 from raypipe.transform import jpeg
 from raypipe.transform.decode import decode
-from raypipe.transform.jpeg import decode_box, missing_extension, why_no_extension
+from raypipe.transform.jpeg import decode_box, missing_extension, why_no_kernel
 
 CSRC = Path(__file__).parents[2] / "csrc"
 sys.path.insert(0, str(CSRC))
 from fuzz import fuzz  # noqa: E402
 
-needs_extension = pytest.mark.skipif(bool(why_no_extension()), reason=f"no JPEG extension: {why_no_extension()}")
+needs_extension = pytest.mark.skipif(bool(why_no_kernel()), reason=f"no JPEG extension: {why_no_kernel()}")
 RNG = np.random.default_rng(0)
 
 
@@ -133,9 +133,9 @@ def test_without_the_extension_there_is_a_reason_and_the_same_pixels() -> None:
     code = (
         "import sys; sys.modules['_raypipe_kernel'] = None\n"
         "from raypipe.config import TransformConfig\n"
-        "from raypipe.transform.jpeg import extension, open_for_crop, why_no_extension\n"
+        "from raypipe.transform.jpeg import extension, open_for_crop, why_no_kernel\n"
         "assert extension() is None and open_for_crop(b'', TransformConfig(), (8, 8)) is None\n"
-        "print(why_no_extension())"
+        "print(why_no_kernel())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.startswith("not built, or its libjpeg-turbo is missing"), done.stderr
@@ -167,13 +167,13 @@ def test_an_extension_that_disagrees_is_not_used(
     monkeypatch.setitem(sys.modules, "_raypipe_kernel", other)  # type: ignore[arg-type]
     native.why_missing.cache_clear()
     try:
-        assert why_no_extension.__wrapped__().startswith(reason)
+        assert why_no_kernel.__wrapped__().startswith(reason)
     finally:
         native.why_missing.cache_clear()
 
 
 def test_a_user_without_it_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jpeg, "why_no_extension", lambda: "not built")
+    monkeypatch.setattr(jpeg, "why_no_kernel", lambda: "not built")
     assert "not built" in missing_extension() and "apt-get install gcc libjpeg-dev" in missing_extension()
-    monkeypatch.setattr(jpeg, "why_no_extension", lambda: "")
+    monkeypatch.setattr(jpeg, "why_no_kernel", lambda: "")
     assert missing_extension() == ""

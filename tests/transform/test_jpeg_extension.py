@@ -24,7 +24,8 @@ from raypipe import native
 from raypipe.errors import SampleError
 from raypipe.transform import jpeg
 from raypipe.transform.decode import decode
-from raypipe.transform.jpeg import decode_box, missing_extension, why_no_kernel
+from raypipe.transform.jpeg import decode_box, missing_extension
+from raypipe.transform.kernel import why_no_kernel
 
 CSRC = Path(__file__).parents[2] / "csrc"
 sys.path.insert(0, str(CSRC))
@@ -101,7 +102,7 @@ def test_a_whole_image_is_decoded_by_it_and_what_it_refuses_by_simplejpeg(monkey
     monkeypatch.undo()
     with pytest.raises(SampleError, match="truncated JPEG"):
         decode(damaged)
-    monkeypatch.setattr(jpeg, "extension", lambda: None)
+    monkeypatch.setattr(jpeg, "why_no_kernel", lambda: "not built")
     assert np.array_equal(decode(data), pixels)
 
 
@@ -133,8 +134,8 @@ def test_without_the_extension_there_is_a_reason_and_the_same_pixels() -> None:
     code = (
         "import sys; sys.modules['_raypipe_kernel'] = None\n"
         "from raypipe.config import TransformConfig\n"
-        "from raypipe.transform.jpeg import extension, open_for_crop, why_no_kernel\n"
-        "assert extension() is None and open_for_crop(b'', TransformConfig(), (8, 8)) is None\n"
+        "from raypipe.transform.jpeg import open_for_crop, why_no_kernel\n"
+        "assert open_for_crop(b'', TransformConfig(), (8, 8)) is None\n"
         "print(why_no_kernel())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

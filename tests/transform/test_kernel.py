@@ -21,7 +21,9 @@ import pytest
 import simplejpeg
 from PIL import Image
 
+from raypipe.config import TransformConfig
 from raypipe.transform import kernel, reference
+from raypipe.transform.contents import Images, build_content
 from raypipe.transform.decode import decode
 from raypipe.transform.kernel import Job
 from raypipe.transform.reference import (
@@ -309,15 +311,20 @@ def test_arrays_that_do_not_fit_are_errors(change: dict[str, np.ndarray]) -> Non
         kernel.run([None, None], [arrays._replace(**change)])
 
 
-def test_what_options_turn_or_reduce_is_refused() -> None:
+def test_what_settings_turn_or_reduce_is_not_left_to_the_kernel() -> None:
+    def sizes(images: list[bytes | None], **settings: Any) -> list[list[int]]:
+        content = build_content("light", TransformConfig(size=16, **settings))
+        assert isinstance(content, Images) and content._at_once is not None
+        return content._at_once._sizes(images).tolist()
+
     image = noise(np.random.default_rng(0), 64, 80)
     exif = Image.Exif()
     exif[0x0112] = 6
     plain, turned = encode(image), encode(image, exif=exif)
-    assert kernel.sizes([plain, turned]).tolist() == [[64, 80]] * 2
-    assert kernel.sizes([plain, turned], apply_exif=True).tolist() == [[64, 80], [0, 0]]
-    assert kernel.sizes([plain, image], decode_min_side=32).tolist() == [[0, 0], [64, 80]]
-    assert kernel.sizes([plain], decode_min_side=33).tolist() == [[64, 80]]
+    assert sizes([plain, turned, None]) == [[64, 80], [64, 80], [0, 0]]
+    assert sizes([plain, turned], apply_exif=True) == [[64, 80], [0, 0]]
+    assert sizes([plain], decode_min_side=32) == [[0, 0]]
+    assert sizes([plain], decode_min_side=33) == [[64, 80]]
 
 
 def test_headers_above_the_limits_are_refused() -> None:

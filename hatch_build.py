@@ -1,4 +1,4 @@
-"""Builds the optional extension `_raypipe_jpeg` (csrc/jpeg_extension.c) into the wheel.
+"""Builds the optional extension `_raypipe_kernel` (csrc/kernel.c) into the wheel.
 
 It needs a C compiler, Python's headers, and libjpeg-turbo 2.1 or later with its headers (Debian and Ubuntu:
 libjpeg-dev; Fedora: libjpeg-turbo-devel; Homebrew: jpeg-turbo). Where one of them is missing, the build warns and
@@ -26,10 +26,10 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 from packaging.tags import sys_tags
 
-SOURCE = "csrc/jpeg_extension.c"
+SOURCE = "csrc/kernel.c"
 # Beside the package, not in it: it is found as well where Ray puts a working_dir of raypipe's sources in front.
 # abi3: one file serves this and all later versions of Python.
-TARGET = "_raypipe_jpeg.abi3.so"
+TARGET = "_raypipe_kernel.abi3.so"
 
 
 class ExtensionHook(BuildHookInterface):
@@ -46,7 +46,7 @@ class ExtensionHook(BuildHookInterface):
         if reason:
             if wanted == "yes":
                 raise RuntimeError(f"RAYPIPE_EXTENSION=yes, but {SOURCE} cannot be built: {reason}")
-            self.app.display_warning(f"raypipe is built without its optional JPEG extension: {reason}")
+            self.app.display_warning(f"raypipe is built without its optional kernel: {reason}")
             return
         where = "force_include_editable" if version == "editable" else "force_include"
         build_data[where][str(built)] = TARGET
@@ -66,7 +66,9 @@ def compile_extension(source: Path, target: Path) -> str:
     if not wheel_tag():
         return f"{sys.implementation.name} {sysconfig.get_python_version()} has no stable ABI"
     compiler = shlex.split(os.environ.get("CC") or "") or [shutil.which("cc") or shutil.which("gcc") or "cc"]
-    flags = ["-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-DPy_LIMITED_API=0x030b0000"]
+    # -ffp-contract=off: OpenCV rounds coefficients after each step, also where a processor could multiply and add
+    flags = ["-O3", "-ffp-contract=off", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden"]
+    flags += ["-DPy_LIMITED_API=0x030b0000"]
     if sys.platform == "darwin":
         flags += ["-undefined", "dynamic_lookup"]
     include, libraries = libjpeg_flags()
@@ -85,7 +87,7 @@ def compile_extension(source: Path, target: Path) -> str:
         sys.executable,
         "-I",
         "-c",
-        f"import sys; sys.path.insert(0, {str(target.parent)!r}); import _raypipe_jpeg",
+        f"import sys; sys.path.insert(0, {str(target.parent)!r}); import _raypipe_kernel",
     ]
     done = subprocess.run(trial, capture_output=True, text=True, timeout=60)
     return done.stderr.strip().splitlines()[-1] if done.returncode else ""

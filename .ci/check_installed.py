@@ -7,17 +7,17 @@ import subprocess
 import sys
 from pathlib import Path
 
-import _raypipe_jpeg
+import _raypipe_kernel
 
 import raypipe
 from raypipe.lookup import DISTRIBUTION
-from raypipe.transform.jpeg import why_no_extension
+from raypipe.transform.kernel import why_no_kernel
 
 SOURCES = Path(__file__).parents[1] / "raypipe"
-assert raypipe.__file__ and _raypipe_jpeg.__file__
+assert raypipe.__file__ and _raypipe_kernel.__file__
 package = Path(raypipe.__file__).parent
 assert package != SOURCES, "this is the checkout"
-assert not why_no_extension(), why_no_extension()
+assert not why_no_kernel(), why_no_kernel()
 for source in SOURCES.rglob("*"):
     if source.is_file() and source.suffix != ".pyc":
         name = source.relative_to(SOURCES)
@@ -27,7 +27,7 @@ for name in ("LICENSE", "NOTICE"):
     assert any(file.endswith(f"licenses/{name}") for file in files), f"no {name}"
 if "--linked" in sys.argv:
     lister = ["otool", "-L"] if sys.platform == "darwin" else ["ldd"]
-    needed = subprocess.run([*lister, _raypipe_jpeg.__file__], capture_output=True, text=True, check=True).stdout
+    needed = subprocess.run([*lister, _raypipe_kernel.__file__], capture_output=True, text=True, check=True).stdout
     assert "libjpeg" not in needed, f"it needs a libjpeg of the machine: {needed}"
 assert importlib.metadata.version(DISTRIBUTION) == raypipe.__version__
 print(f"{DISTRIBUTION} {raypipe.__version__} works from {package}, with the JPEG extension")

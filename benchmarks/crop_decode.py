@@ -22,7 +22,7 @@ import numpy as np
 from raypipe import TransformConfig, open_store
 from raypipe.config import CropDecode
 from raypipe.transform.contents import Images
-from raypipe.transform.jpeg import why_no_extension
+from raypipe.transform.kernel import why_no_kernel
 from raypipe.transform.presets import build_transform
 from raypipe.transform.samples import EncodedSample
 
@@ -57,7 +57,7 @@ def main() -> None:
     modes = {name: Images(transform, TransformConfig(crop_decode=name)).one for name in names}
     measure(images[:5], modes, 0)
     repeats = [measure(images, modes, epoch) for epoch in range(1, options.repeats + 1)]
-    print(f"{len(images)} images, {options.transform}; extension: {why_no_extension() or 'used'}")
+    print(f"{len(images)} images, {options.transform}; extension: {why_no_kernel() or 'used'}")
     for name in names:
         ratio = statistics.median(repeat[name] / repeat["off"] for repeat in repeats)
         all_of_it = ", ".join(f"{repeat[name]:.1f}" for repeat in repeats)

@@ -40,7 +40,7 @@ class DecodeTransform:
         from raypipe.transform.presets import build_transform
 
         cv2.setNumThreads(0)
-        return build_transform(self._name, self._size)
+        return build_transform(self._name, self._size, by_library=True)
 
     def __call__(self, data: bytes) -> np.ndarray:
         import simplejpeg

@@ -20,7 +20,7 @@ from crop_decode import measure
 
 from raypipe import TransformConfig, open_store
 from raypipe.transform.contents import Images
-from raypipe.transform.jpeg import why_no_extension
+from raypipe.transform.kernel import why_no_kernel
 from raypipe.transform.presets import build_transform
 from raypipe.transform.samples import EncodedSample
 
@@ -46,7 +46,7 @@ def main() -> None:
     }
     measure(images[:20], modes, 0)
     repeats = [measure(images, modes, epoch) for epoch in range(1, options.repeats + 1)]
-    print(f"{len(images)} images to {options.size} px; extension: {why_no_extension() or 'used'}")
+    print(f"{len(images)} images to {options.size} px; extension: {why_no_kernel() or 'used'}")
     for name in modes:
         ratio = statistics.median(repeat[name] / repeat[options.transforms[0]] for repeat in repeats)
         all_of_it = ", ".join(f"{repeat[name]:.1f}" for repeat in repeats)

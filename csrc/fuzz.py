@@ -1,4 +1,7 @@
-"""Mutated JPEGs through the extension: of what it accepts, the pixels are those of simplejpeg.
+"""Mutated JPEGs and random programs through the extension: what it accepts has the pixels of the usual way.
+
+Half of the inputs go to decode_crop, and are held against simplejpeg; half to run(), with a program, which
+`raypipe.transform.decode` and `reference` have to agree with. A slot lies between guard bytes.
 
     python csrc/fuzz.py [FIRST [COUNT]]        COUNT inputs from number FIRST on; 0 and 4,000
     csrc/sanitize.sh [FIRST [COUNT]]           the same, by a build under sanitizers
@@ -9,6 +12,7 @@ accepted and refused; exit code 1 where one of them had other pixels.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import itertools
 import sys
@@ -17,6 +21,11 @@ from typing import Any
 import numpy as np
 import simplejpeg
 from PIL import Image
+
+from raypipe.errors import SampleError
+from raypipe.transform import reference
+from raypipe.transform.decode import decode
+from raypipe.transform.ops import MAX_FILTER, MAX_RADIUS, Op
 
 HEIGHT, WIDTH = 40, 52
 _MOST_PIXELS = 1_000_000  # a header may be made to declare 65,500 x 65,500
@@ -67,7 +76,7 @@ def mutated(data: bytes, rng: np.random.Generator) -> bytes:
 
 def agrees(data: bytes, rng: np.random.Generator) -> bool | None:
     """Whether a box, and the whole, have the pixels of simplejpeg; None: the extension refuses the image."""
-    from _raypipe_jpeg import decode_crop
+    from _raypipe_kernel import decode_crop
 
     try:
         whole = simplejpeg.decode_jpeg(data, "RGB")
@@ -94,6 +103,90 @@ def agrees(data: bytes, rng: np.random.Generator) -> bool | None:
     return True
 
 
+def random_op(rng: np.random.Generator) -> tuple[int, list[int]]:
+    """An operation with params that are mostly good."""
+
+    def some(low: int, high: int, num: int) -> list[int]:
+        return [int(number) for number in rng.integers(low, high, num)]
+
+    code = Op(int(rng.integers(1, len(Op) + 1)))
+    match code:
+        case Op.CROP:
+            return code, [*some(0, 30, 2), *some(1, 12, 2)]
+        case Op.CROP_SCALED:
+            return code, [*some(0, 9, 2), *some(1, 12, 2), int(rng.choice([1, 2, 3, 4, 8]))]
+        case Op.RESIZE:
+            return code, [*some(1, 50, 2), *some(0, 4, 1)]
+        case Op.PAD:
+            return code, [*some(0, 20, 4), *some(0, 5, 1), *some(0, 256, 3)]
+        case Op.TURN:
+            return code, some(0, 8, 1)
+        case Op.AFFINE:
+            return code, [*some(-(1 << 36), 1 << 36, 6), *some(0, 2, 1), *some(0, 5, 1), *some(0, 256, 3)]
+        case Op.DROPOUT:
+            return code, [*some(0, 256, 3), *some(0, 3, 1), *some(-5, 50, 8)]
+        case Op.JITTER:
+            order = [int(number) if rng.random() < 0.8 else -1 for number in rng.permutation(4)]
+            return code, [*order, *some(0, 131072, 3), *some(0, 6 * 65536, 1)]
+        case Op.GREY:
+            return code, []
+        case Op.TABLE:
+            return code, [*some(0, 2, 1), *some(0, 256, 3)]
+        case Op.BLUR:
+            radius = int(rng.integers(0, 7))
+            sides = some(0, 1200, radius)
+            return code, [radius, *some(0, 5, 1), 16384 - 2 * sum(sides), *sides, *[0] * (MAX_RADIUS - radius)]
+        case Op.FILTER:
+            side = int(rng.choice([3, 5, 7]))
+            rest = [0] * (MAX_FILTER**2 - side**2)
+            return code, [side, *some(0, 5, 1), *some(-16384 // side, 16384 // side, side**2), *rest]
+
+
+def runs_like_reference(data: bytes, rng: np.random.Generator) -> bool | None:
+    """Whether run() gives the reference's pixels, and writes in its slot alone; None: it refuses the image."""
+    from _raypipe_kernel import run
+
+    program = [random_op(rng) for _ in range(int(rng.integers(0, 4)))]
+    is_spoilt = False
+    for _, params in program:
+        if params and rng.random() < 0.05:
+            params[int(rng.integers(len(params)))] = int(rng.choice([-1, 1 << 16, (1 << 63) - 1, -(1 << 63)]))
+            is_spoilt = True
+    ops, row = [], []
+    for code, params in program:
+        ops.append([code, len(row)])
+        row += [1, *params]
+    table = np.array(ops, np.int32).reshape(-1, 2), np.array([row, row], np.int64)
+    # The reference checks the params of geometry alone; the kernel all.
+    is_comparable = not (is_spoilt and any(code >= Op.JITTER for code, _ in program))
+    expected = None
+    with contextlib.suppress(SampleError, ValueError, KeyError):  # KeyError: the decoder's operation
+        pixels = decode(data)
+        if is_comparable and pixels.shape[0] * pixels.shape[1] <= _MOST_PIXELS:
+            expected = reference.apply_all(pixels, table[0], table[1][0])
+    size = (HEIGHT, WIDTH) if expected is None else expected.shape[:2]
+    memory = np.full((5, *size, 3), 77, np.uint8)
+    status = run([data, data], [(*table, memory[1:4:2])], int(rng.integers(1, 3)), True)[0]
+    if not (memory[::2] == 77).all():
+        return False
+    is_scaled = bool(program) and program[0][0] == Op.CROP_SCALED
+    if status or is_scaled or not is_comparable:
+        return None
+    return expected is not None and np.array_equal(memory[1], expected) and np.array_equal(memory[3], expected)
+
+
+def fuzz_run(first: int, count: int) -> tuple[int, int, list[int]]:
+    """As `fuzz`, of run(); every third input is not damaged."""
+    images = originals()
+    results = []
+    for number in range(first, first + count):
+        rng = np.random.default_rng([number, 1])
+        data = images[number % len(images)]
+        results.append(runs_like_reference(mutated(data, rng) if rng.random() < 0.7 else data, rng))
+    wrong = [first + at for at, result in enumerate(results) if result is False]
+    return results.count(True), results.count(None), wrong
+
+
 def fuzz(first: int, count: int) -> tuple[int, int, list[int]]:
     """How many inputs were accepted and refused, and which were accepted with other pixels."""
     images = originals()
@@ -107,8 +200,12 @@ def fuzz(first: int, count: int) -> tuple[int, int, list[int]]:
 
 if __name__ == "__main__":
     begin, num = [*map(int, sys.argv[1:]), *(0, 4000)[len(sys.argv) - 1 :]]
-    accepted, refused, differ = fuzz(begin, num)
-    print(
-        f"{num} inputs from {begin} on: {accepted} accepted, {refused} refused, {len(differ)} wrong {differ[:9]}"
-    )
-    sys.exit(bool(differ))
+    failed = False
+    for name, function in (("decode_crop", fuzz), ("run", fuzz_run)):
+        accepted, refused, differ = function(begin, num // 2)
+        failed |= bool(differ)
+        print(
+            f"{name}: {num // 2} inputs from {begin} on: {accepted} accepted, {refused} refused, "
+            f"{len(differ)} wrong {differ[:9]}"
+        )
+    sys.exit(failed)

@@ -1,4 +1,4 @@
-/* A Huffman decoder of baseline JPEG that takes the place of libjpeg's own, for jpeg_extension.c.
+/* A Huffman decoder of baseline JPEG that takes the place of libjpeg's own, for jpeg_crop.h.
  *
  * More than half of the time of a decode goes into entropy decoding, and a crop saves none of it above its last row:
  * every code has to be read to know where the next begins. But of a block outside of the crop nothing is wanted
@@ -54,6 +54,10 @@ typedef struct {
     uint32_t limit[CODE_BITS + 1];
     int32_t offset[CODE_BITS + 1];
 } Table;
+
+typedef struct {
+    Table dc[NUM_HUFF_TBLS], ac[NUM_HUFF_TBLS];
+} HuffmanTables;
 
 typedef struct {
     const unsigned char *raw, *raw_end; /* not copied yet; at a marker, or at the end */
@@ -279,10 +283,10 @@ static int decode_blocks(Entropy *e, JBLOCKROW *blocks)
 }
 
 /* Takes the place of libjpeg's decoder, after jpeg_start_decompress, of a file of one baseline scan. The MCUs of
- * other columns than these are skipped. 0: it cannot be. */
-static int begin_scan(Entropy *e, j_decompress_ptr info, JDIMENSION first_column, JDIMENSION last_column)
+ * other columns than these are skipped. Tables are built where they are not those of the last image. 0: it cannot be. */
+static int begin_scan(
+    Entropy *e, HuffmanTables *tables, j_decompress_ptr info, JDIMENSION first_column, JDIMENSION last_column)
 {
-    static _Thread_local Table tables[2][NUM_HUFF_TBLS]; /* most files of a store have the same ones */
     memset(e, 0, sizeof *e);
     e->raw = info->src->next_input_byte;
     e->raw_end = e->raw + info->src->bytes_in_buffer;
@@ -299,10 +303,10 @@ static int begin_scan(Entropy *e, j_decompress_ptr info, JDIMENSION first_column
         const JHUFF_TBL *dc = info->dc_huff_tbl_ptrs[component->dc_tbl_no];
         const JHUFF_TBL *ac = info->ac_huff_tbl_ptrs[component->ac_tbl_no];
         e->component[number] = at;
-        e->dc[number] = &tables[0][component->dc_tbl_no];
-        e->ac[number] = &tables[1][component->ac_tbl_no];
-        if (!dc || !ac || !build(&tables[0][component->dc_tbl_no], dc, 1) ||
-            !build(&tables[1][component->ac_tbl_no], ac, 0))
+        e->dc[number] = &tables->dc[component->dc_tbl_no];
+        e->ac[number] = &tables->ac[component->ac_tbl_no];
+        if (!dc || !ac || !build(&tables->dc[component->dc_tbl_no], dc, 1) ||
+            !build(&tables->ac[component->ac_tbl_no], ac, 0))
             return 0;
     }
     begin_segment(e);

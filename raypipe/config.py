@@ -333,7 +333,7 @@ class PoolConfig(Section, prefix="pool."):
         executions: Ray Data executions that share the ranks, each with a pool; must divide W (docs/scale.md).
         min_actors: actors of each execution that must run before the stream starts.
         max_actors: actors that the pool may grow to; 0 = all that the cluster can hold beside the trainers.
-        cpus_per_actor: CPUs that Ray reserves for each.
+        cpus_per_actor: CPUs that Ray reserves for each, which makes images with as many threads.
         grow_after_s: the pool grows if ranks waited for half of this many seconds; at most once in this time.
         shrink_after_s: seconds without waiting after which idle actors are given back.
         label_selector: `label=value` of the nodes that actors prefer, and alone ask for; empty = any node.
@@ -362,6 +362,11 @@ class PoolConfig(Section, prefix="pool."):
     cache_bytes: Annotated[int, Limits(0, (1 << 63) - 1)] = 0
     max_attempts: AtLeast1 = 6
     stall_timeout_s: Seconds = 900.0
+
+    @property
+    def kernel_threads(self) -> int:
+        """Threads of an actor that make a micro-batch: one for each whole CPU that it has."""
+        return max(1, int(self.cpus_per_actor))
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -12,10 +12,10 @@ from raypipe.config import TransformConfig
 from raypipe.plan.places import PADDING, MicroBatchId
 from raypipe.transform.batch import MicroBatchTransform, Sample, Substitutes
 from raypipe.transform.contents import build_content
-from raypipe.transform.direct import Box
 from raypipe.transform.encoded import CROP, DATA, ENCODED_FIELDS, FLIP
 from raypipe.transform.fields import BlockMemory, MicroBatch, Ragged, Rows
 from raypipe.transform.samples import EncodedSample
+from raypipe.transform.sizes import Box
 
 AT = MicroBatchId("train", 0, 0, 0)
 FIRST = 20

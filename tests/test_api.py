@@ -27,6 +27,7 @@ MODULES = sorted(
 PACKAGES = [
     "errors",
     "lookup",
+    "native",
     "logs",
     "failures",
     "section",
@@ -44,7 +45,18 @@ PACKAGES = [
     "train",
     "commands",
 ]
-WITHOUT_RAY_AND_TORCH = {"storage", "stores", "plan", "transform", "pages", "errors", "section", "config", "logs"}
+WITHOUT_RAY_AND_TORCH = {
+    "storage",
+    "stores",
+    "plan",
+    "transform",
+    "pages",
+    "errors",
+    "section",
+    "config",
+    "logs",
+    "native",
+}
 
 
 LIGHT_MODULES = [module for module in MODULES if module.split(".")[0] in WITHOUT_RAY_AND_TORCH]

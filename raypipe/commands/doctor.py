@@ -67,9 +67,9 @@ def _packages() -> tuple[bool, str]:
 
 def _decoding() -> tuple[bool, str]:
     """Install gcc and libjpeg-turbo's headers (apt-get install gcc libjpeg-dev), then raypipe again."""
-    from raypipe.transform.jpeg import why_no_extension
+    from raypipe.transform.kernel import why_no_kernel
 
-    why = why_no_extension()
+    why = why_no_kernel()
     return not why, f"JPEGs are decoded slower: {why}" if why else "JPEGs by the extension"
 
 

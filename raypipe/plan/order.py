@@ -47,6 +47,7 @@ class Domain(IntEnum):
     MIXTURE = 8, 1  # batch
     WEIGHTED = 9, 1  # pass
     COLUMNS = 10  # a place in the sample's own Philox stream: what makes columns draws there
+    STEPS = 11  # what a program of steps draws, see `raypipe.transform.draws`
     VIEW = 12
     VIEW_ON_DEVICE = 13
     BUCKET = 14, 1  # pass

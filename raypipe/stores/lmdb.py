@@ -9,7 +9,7 @@ Shards in an object store are opened by ranged reads of their metadata; records 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -144,38 +144,66 @@ class _Shards:
         return int(self._offsets[-1])
 
     def read(self, indices: np.ndarray, columns: tuple[str, ...]) -> Columns:
-        rows: list[dict[str, Any]] = [{}] * len(indices)
-        stored = [self._stored[name] for name in columns]
+        stored = dict.fromkeys(self._stored[name] for name in columns)
+        values: dict[str, Any] = {}
+        for name in stored:
+            is_number = self._types[name] in ("int64", "float64")
+            values[name] = np.empty(len(indices), self._types[name]) if is_number else [None] * len(indices)
         for number, positions in by_part(indices, self._offsets):
             shard, layout = self._shards[number], self._layouts[number]
             keys = indices[positions] - self._offsets[number]
             file = shard.open()
-            for position, key in zip(positions.tolist(), keys.tolist(), strict=True):
-                try:
-                    record = file.get(KEY.pack(key))
-                except StoreError:
-                    continue  # a bad sample like any other: its place in the file is what is damaged
-                except OSError as error:
-                    raise StoreError(f"{shard.path} cannot be read at key {key}: {error}") from error
-                if record is not None:
-                    rows[position] = layout.unpack(record, stored)
-        return {
-            name: _column([row.get(self._stored[name]) for row in rows], self._types[self._stored[name]])
-            for name in columns
-        }
+            fixed, variable, done = file.records(keys, layout.native(stored))
+            if done.any():
+                for name, column in layout.columns(fixed, variable, stored).items():
+                    _put(values, name, positions, column)
+            for position, key in zip(positions[~done].tolist(), keys[~done].tolist(), strict=True):
+                row = self._row(shard, file, key, layout, stored)
+                for name in stored:
+                    values[name] = _with(values[name], position, row.get(name))
+        return {name: _column(values[self._stored[name]], self._types[self._stored[name]]) for name in columns}
+
+    @staticmethod
+    def _row(
+        shard: _Shard, file: LMDBFile, key: int, layout: RecordLayout, stored: Collection[str]
+    ) -> dict[str, Any]:
+        """The columns of one record; none where it is missing or damaged."""
+        try:
+            record = file.get(KEY.pack(key))
+        except StoreError:
+            return {}  # a bad sample like any other: its place in the file is what is damaged
+        except OSError as error:
+            raise StoreError(f"{shard.path} cannot be read at key {key}: {error}") from error
+        return {} if record is None else layout.unpack(record, stored)
 
     def sample_name(self, index: int) -> str:
         number, within = part_of(self._offsets, index)
         return f"{self._shards[number].path}, key {within}"
 
 
-def _column(values: list[Any], kind: str) -> Any:
-    """Values of one column; a list where some have no value."""
-    if any(value is None for value in values):
-        return values
-    if kind in ("int64", "float64"):
-        return np.array(values, kind)
-    if (array := array_type(kind)) is None:
+def _put(values: dict[str, Any], name: str, positions: np.ndarray, column: np.ndarray | list[Any]) -> None:
+    """Put the values of some samples into a column."""
+    if isinstance(column, np.ndarray) and isinstance(values[name], np.ndarray):
+        values[name][positions] = column
+        return
+    if isinstance(values[name], np.ndarray):
+        values[name] = values[name].tolist()
+    for position, value in zip(positions.tolist(), column, strict=True):
+        values[name][position] = value
+
+
+def _with(values: np.ndarray | list[Any], position: int, value: Any) -> np.ndarray | list[Any]:
+    """A column with a value in its place; a list from the first number on that has none."""
+    if value is None and isinstance(values, np.ndarray):
+        values = values.tolist()
+    values[position] = value
+    return values
+
+
+def _column(values: Any, kind: str) -> Any:
+    """Values of one column: an array of arrays, where all samples have one."""
+    array = None if isinstance(values, np.ndarray) else array_type(kind)
+    if array is None or any(value is None for value in values):
         return values
     dtype, shape = array
     return np.array(values, dtype.newbyteorder("=")).reshape(len(values), *shape)

@@ -22,7 +22,7 @@ import json
 import math
 import re
 import struct
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,6 +113,29 @@ class RecordLayout:
                 raise StoreError(f"column {name!r} holds {len(encoded)} bytes; the limit is {_NONE - 1}")
             parts += (_LENGTH.pack(len(encoded)), encoded)
         return b"".join(parts)
+
+    def native(self, wanted: Collection[str]) -> tuple[int, int, int]:
+        """Numbers of fixed and of variable columns, and a bit for each of these that is wanted."""
+        bits = (1 << number for number, name in enumerate(self._variable_names) if name in wanted)
+        return len(self._fixed_names), len(self._variable_names), sum(bits)
+
+    def columns(
+        self, fixed: bytes, variable: Sequence[Sequence[bytes | None]], wanted: Collection[str]
+    ) -> dict[str, np.ndarray | list[Any]]:
+        """The wanted columns of n records, of what a compiled reader found in them."""
+        num_fixed = len(self._fixed_names)
+        numbers = np.frombuffer(fixed, "<i8").reshape(-1, num_fixed) if num_fixed else None
+        columns: dict[str, np.ndarray | list[Any]] = {}
+        for number, name in enumerate(self._fixed_names):
+            if name in wanted and numbers is not None:
+                columns[name] = np.ascontiguousarray(numbers[:, number]).view(self.types[name])
+        names = (name for name in self._variable_names if name in wanted)
+        for name, contents in zip(names, variable, strict=True):
+            is_plain = self.types[name] == "binary"
+            columns[name] = [
+                content if is_plain or content is None else self._value(name, content) for content in contents
+            ]
+        return columns
 
     def unpack(self, value: memoryview, wanted: Collection[str]) -> dict[str, Any]:
         """Return the wanted columns of a record, copied out of it.

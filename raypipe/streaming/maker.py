@@ -240,7 +240,7 @@ def transform_of(spec: StreamSpec, split: Split, size: Size, **options: Any) -> 
     store, buckets = spec.stores[split], spec.plan.config.sides_in(split)
     sides = sides_of(size) if has_sizes(spec.transform, split, buckets) else None
     return MicroBatchTransform(
-        build_content(spec.transforms[split], spec.transform, spec.columns, size, sides),
+        build_content(spec.transforms[split], spec.transform, spec.columns, size, sides, spec.pool.kernel_threads),
         store_address=store.address,
         sample_name=functools.partial(name_of, store),
         columns=ColumnMaker(spec.columns) if spec.columns else None,

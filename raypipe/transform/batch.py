@@ -12,8 +12,8 @@ from raypipe.errors import ConfigError, SampleError
 from raypipe.plan.places import PADDING
 from raypipe.stores.base import title_of
 from raypipe.transform.columns import ColumnMaker
-from raypipe.transform.fields import LABEL, BlockMemory, Field, Rows
-from raypipe.transform.sample_transform import Key
+from raypipe.transform.draws import Key
+from raypipe.transform.fields import LABEL, BlockMemory, Drawn, Field, MadeAtOnce, Rows
 from raypipe.transform.samples import NO_LABEL, WRONG_LABEL, Decoded, EncodedSample
 
 Sample = EncodedSample | Decoded | Callable[[], EncodedSample]
@@ -34,13 +34,39 @@ class Content(Protocol):
     Attributes:
         fields: of a sample, by name; shapes that are not known yet are those of the first.
         draws_globally: it draws from generators that all threads share.
+        makes_images_alone: samples have no fields beside their images, label and columns.
     """
 
     fields: dict[str, Field]
     draws_globally: bool
+    makes_images_alone: bool
 
     def one(self, sample: EncodedSample | Decoded, key: Key, out: np.ndarray | None = None) -> dict[str, Any]:
         """The fields of one sample but label and columns; its image may be made in `out`."""
+        ...
+
+    def at_once(
+        self,
+        samples: Sequence[EncodedSample | Decoded | None],
+        keys: np.ndarray,
+        arrays: dict[str, np.ndarray],
+        cached: Callable[[int], Decoded | None] | None,
+    ) -> MadeAtOnce:
+        """Make the images of a micro-batch in the arrays of its fields, as far as one call can make them.
+
+        Args:
+            samples: B; None = none is wanted for this row.
+            keys: uint64 (B, 2).
+            arrays: by field, (B, …).
+            cached: decodes the sample of a row, to keep it.
+
+        Returns:
+            The rows that are made; of others `one` decides.
+        """
+        ...
+
+    def following(self, sample: EncodedSample | Decoded, drawn: Drawn) -> dict[str, Any]:
+        """The other fields that `one` would make, of a row that `at_once` has made the images of."""
         ...
 
 
@@ -124,12 +150,16 @@ class MicroBatchTransform:
             ConfigError: a result is of another kind or size than it must be.
         """
         rows, bad = Rows(memory or BlockMemory(self.content.fields), len(indices)), []
+        made = self._at_once(rows, samples, indices, keys, attempt)
+        is_filled = self._fill(rows, samples, indices, made)
         for row, (sample, index, key) in enumerate(zip(samples, indices.tolist(), keys.tolist(), strict=True)):
+            if is_filled[row]:
+                continue
             if index == PADDING:
                 rows.leave_out(row)
                 continue
             try:
-                rows.put(row, index, self.one(sample, index, key, attempt, rows.image(row)))
+                rows.put(row, index, self.one(sample, index, key, attempt, rows.image(row), made.drawn(row)))
             except SampleError as error:
                 record = self._record(index, error)
                 bad.append(record)
@@ -138,11 +168,11 @@ class MicroBatchTransform:
                     continue
                 for other, substitute, other_key in self._substitutes(index, error, substitutes, row):
                     try:
-                        made = self.one(other, substitute, other_key, attempt, rows.image(row))
+                        stand_in = self.one(other, substitute, other_key, attempt, rows.image(row))
                     except SampleError as further:
                         last = further, substitute
                     else:
-                        rows.put(row, substitute, made)
+                        rows.put(row, substitute, stand_in)
                         record["substitute"] = substitute
                         break
                 else:
@@ -151,10 +181,42 @@ class MicroBatchTransform:
             rows.begin(self._first())
         return rows, bad
 
+    def _at_once(
+        self, rows: Rows, samples: Sequence[Sample], indices: np.ndarray, keys: np.ndarray, attempt: Attempt
+    ) -> MadeAtOnce:
+        """Have the images of all rows made in one call, as far as possible; see `Content.at_once`."""
+        if attempt.before_sample or not rows.has_begun:
+            return MadeAtOnce.nothing(len(indices))
+        wanted = [
+            None if callable(sample) or index == PADDING or index in attempt.bad else sample
+            for sample, index in zip(samples, indices.tolist(), strict=True)
+        ]
+
+        def cached(row: int) -> Decoded | None:
+            assert self._decoded is not None
+            sample = wanted[row]
+            assert isinstance(sample, EncodedSample)
+            return self._decoded(int(indices[row]), sample.label, sample.image)
+
+        return self.content.at_once(wanted, keys, rows.arrays, cached if self._decoded else None)
+
+    def _fill(self, rows: Rows, samples: Sequence[Sample], indices: np.ndarray, made: MadeAtOnce) -> list[bool]:
+        """Fill the rows that need no more than their label; which they are."""
+        if self._columns is not None or not self.content.makes_images_alone or not made.rows.any():
+            return [False] * len(indices)
+        labels = [NO_LABEL if callable(sample) else sample.label for sample in samples]
+        return rows.put_labels(made.rows, indices, np.array(labels, np.int64), NO_LABEL).tolist()
+
     def one(
-        self, sample: Sample, index: int, key: Key, attempt: Attempt = FIRST_ATTEMPT, out: np.ndarray | None = None
+        self,
+        sample: Sample,
+        index: int,
+        key: Key,
+        attempt: Attempt = FIRST_ATTEMPT,
+        out: np.ndarray | None = None,
+        drawn: Drawn | None = None,
     ) -> dict[str, Any]:
-        """The fields of one sample.
+        """The fields of one sample; but not its images, if they are made: then it says what was drawn for them.
 
         Raises:
             SampleError: it is bad.
@@ -174,9 +236,12 @@ class MicroBatchTransform:
             if self._columns is not None:
                 assert isinstance(sample, EncodedSample), "a cache of decoded samples keeps no columns"
                 columns = self._columns.one(sample.columns, key)  # first: it costs less than an image
-            if self._decoded is not None and isinstance(sample, EncodedSample):
-                sample = self._decoded(index, label, sample.image) or sample
-            made = self.content.one(sample, key, out)
+            if drawn is not None:
+                made = self.content.following(sample, drawn)
+            else:
+                if self._decoded is not None and isinstance(sample, EncodedSample):
+                    sample = self._decoded(index, label, sample.image) or sample
+                made = self.content.one(sample, key, out)
         except ConfigError as error:
             raise ConfigError(f"{self._title(index)}: {error}") from error
         made[LABEL] = label

@@ -28,10 +28,10 @@ from raypipe.errors import ConfigError, SampleError
 from raypipe.lookup import import_name
 from raypipe.plan.order import Domain
 from raypipe.stores.numbers import NPY, InexactError, exactly, read_npy
+from raypipe.transform.draws import Key, KeyedGenerator
 from raypipe.transform.fields import COLUMN, LABEL, Field
 from raypipe.transform.process_state import seed_process
-from raypipe.transform.sample_transform import Key, KeyedGenerator, rng_parameter
-from raypipe.transform.user_code import NOT_OF_A_SAMPLE, failed
+from raypipe.transform.user_code import NOT_OF_A_SAMPLE, failed, rng_parameter
 
 MakeColumns = Callable[..., Mapping[str, Any]]
 """Columns of one sample, by name → those of the batch; it may take `rng`, a generator by the sample's key."""

@@ -11,7 +11,7 @@ Rows that are left out are black, without a class (IGNORE), and without boxes an
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,21 +19,24 @@ import numpy as np
 from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError
 from raypipe.plan.places import Sides
+from raypipe.transform.at_once import Crop, ProgramsAtOnce, shapes_of
 from raypipe.transform.batch import Content
 from raypipe.transform.columns import NO_COLUMNS, SampleColumns
 from raypipe.transform.decode import decode
 from raypipe.transform.decode_array import decode_array
-from raypipe.transform.direct import Undecoded, cut
+from raypipe.transform.draws import Key
 from raypipe.transform.encoded import ENCODED_FIELDS, EncodedTransform
-from raypipe.transform.fields import IMAGE, Field, learn
+from raypipe.transform.fields import IMAGE, Drawn, Field, MadeAtOnce, learn
+from raypipe.transform.follow import follow
 from raypipe.transform.jpeg import open_for_crop
 from raypipe.transform.presets import build_transform
-from raypipe.transform.sample_transform import Key, SampleTransform
+from raypipe.transform.sample_transform import SampleTransform
 from raypipe.transform.samples import Decoded, EncodedSample
-from raypipe.transform.sizes import Size
-from raypipe.transform.targets import TARGETS, decode_targets, target_pipeline
+from raypipe.transform.sizes import Size, Undecoded, cut
+from raypipe.transform.targets import TARGETS, decode_targets
 from raypipe.transform.user_code import NOT_OF_A_SAMPLE, failed
-from raypipe.transform.views import View, ViewsTransform
+from raypipe.transform.views import View
+from raypipe.transform.views_transform import ViewsTransform
 
 
 def stream_fields(config: TransformConfig, columns: SampleColumns = NO_COLUMNS) -> dict[str, Field]:
@@ -49,13 +52,14 @@ def build_content(
     columns: SampleColumns = NO_COLUMNS,
     size: Size | None = None,
     sides: Sides | None = None,
+    threads: int = 1,
 ) -> Content:
     """What a transform makes of samples.
 
     Args:
         transform: as `transform.train` names it, or a callable.
         size: of the images; None = the config's last.
-        sides: see `Images`.
+        sides, threads: see `Images`.
 
     Raises:
         ConfigError: a setting is wrong, or the transform is of a kind that they do not go with.
@@ -63,7 +67,8 @@ def build_content(
     fields = stream_fields(config, columns)
     if config.decode == "gpu":
         return EncodedTransform(transform, config, size, fields)
-    return Images(build_transform(transform, size or config.final_size), config, fields, sides)
+    built = build_transform(transform, size or config.final_size, by_library=config.decode_as == "array")
+    return Images(built, config, fields, sides, threads)
 
 
 class Images:
@@ -74,6 +79,7 @@ class Images:
         config: how they are decoded, and which targets there are.
         fields: of the stream; None = by the config.
         sides: (height, width) that results must have; None = those of the first.
+        threads: that make the images of a micro-batch, where programs make them.
     """
 
     def __init__(
@@ -82,20 +88,26 @@ class Images:
         config: TransformConfig,
         fields: dict[str, Field] | None = None,
         sides: Sides | None = None,
+        threads: int = 1,
     ) -> None:
         self.fields = fields or stream_fields(config)
         self._targets = config.target_columns
-        if self._targets:
-            transform = target_pipeline(transform, set(self._targets))
+        self.makes_images_alone = not self._targets
         self._transform: SampleTransform | ViewsTransform
         arrays = self._is_array = config.decode_as == "array"
-        make: Any = ViewsTransform if isinstance(transform, dict) else SampleTransform
-        self._transform = make(transform, arrays)
+        if isinstance(transform, dict):
+            self._transform = ViewsTransform(transform, arrays)
+        else:
+            self._transform = SampleTransform(transform, arrays, tuple(self._targets))
         self.draws_globally = self._transform.draws_globally
         self._crop_target = self._transform.crop_target if config.crop_decode != "off" else None
         self._config, self._sides = config, sides
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._dtypes: dict[str, np.dtype[Any]] = {}
+        crops = [] if arrays else _crops_of(self._transform, bool(self._targets))
+        self._at_once = ProgramsAtOnce(crops, config, threads) if crops else None
+        if not any(crop.finish for crop in crops):  # sizes are known before the first sample
+            self._learn({name: np.empty(shape, np.uint8) for name, shape in shapes_of(crops).items()})
 
     def one(self, sample: EncodedSample | Decoded, key: Key, out: np.ndarray | None = None) -> dict[str, Any]:
         """Decode and transform one sample; its image may be put into `out`, uint8 (H, W, 3), or as arrays are.
@@ -115,7 +127,7 @@ class Images:
             assert isinstance(sample, EncodedSample)
             size = image.shape[:2] if isinstance(image, np.ndarray) else image[0]
             targets = decode_targets(sample.columns, self._targets, size)
-        given = {TARGETS[name].keyword: value for name, value in targets.items()}
+        given = _by_keyword(targets)
         try:
             made = self._transform.with_targets(image, given, key, out)
         except NOT_OF_A_SAMPLE:
@@ -124,15 +136,53 @@ class Images:
             raise failed("the transform", error) from error
         result = {IMAGE: made[IMAGE]} if IMAGE in made else made
         self._check(result)
-        for name, value in targets.items():
-            target = TARGETS[name]
-            finished = target.finish(made[target.keyword], value, result[IMAGE].shape, self.fields[name])
-            result[name] = finished
+        if targets:
+            result |= self._finished(made, targets, result[IMAGE].shape)
         if not self._shapes:
-            self._shapes = {name: part.shape for name, part in result.items() if name not in targets}
-            self._dtypes = {name: result[name].dtype for name in self._shapes}
+            self._learn({name: part for name, part in result.items() if name not in targets})
             learn(self.fields, result)
         return result
+
+    def at_once(
+        self,
+        samples: Sequence[EncodedSample | Decoded | None],
+        keys: np.ndarray,
+        arrays: dict[str, np.ndarray],
+        cached: Callable[[int], Decoded | None] | None,
+    ) -> MadeAtOnce:
+        """Make the images of a micro-batch in one call, as far as programs can; see `ProgramsAtOnce.make`."""
+        if self._at_once is None:
+            return MadeAtOnce.nothing(len(samples))
+        return self._at_once.make(samples, keys, arrays, cached)
+
+    def following(self, sample: EncodedSample | Decoded, drawn: Drawn) -> dict[str, Any]:
+        """What goes with an image that `at_once` has made."""
+        if not self._targets:
+            return {}
+        assert isinstance(sample, EncodedSample) and isinstance(self._transform, SampleTransform)
+        program = self._transform.program
+        assert program is not None and program.size is not None
+        targets = decode_targets(sample.columns, self._targets, drawn.size)
+        made = follow(program, drawn.params, drawn.size, _by_keyword(targets))
+        return self._finished(made, targets, program.size)
+
+    def _finished(
+        self, made: dict[str, np.ndarray], targets: dict[str, np.ndarray], shape: tuple[int, ...]
+    ) -> dict[str, np.ndarray]:
+        """The fields of targets behind the transform; `shape` is that of the image."""
+        return {
+            name: TARGETS[name].finish(made[TARGETS[name].keyword], value, shape, self.fields[name])
+            for name, value in targets.items()
+        }
+
+    def _learn(self, images: dict[str, np.ndarray]) -> None:
+        """Note the shapes of an image, or of views, that all others must have."""
+        if not images:
+            return
+        self._shapes = {name: part.shape for name, part in images.items()}
+        self._dtypes = {name: part.dtype for name, part in images.items()}
+        self._check(images)
+        learn(self.fields, images)
 
     def _check(self, made: dict[str, np.ndarray]) -> None:
         """Raise ConfigError unless an image, or views, have the size that is asked for, and that of the others."""
@@ -171,6 +221,35 @@ class Images:
             return decode_array(sample.image)
         jpeg = open_for_crop(sample.image, self._config, self._crop_target) if self._crop_target else None
         return jpeg or decode(sample.image, min_side=self._config.decode_min_side, exif=self._config.apply_exif)
+
+
+def _crops_of(transform: SampleTransform | ViewsTransform, has_targets: bool) -> list[Crop]:
+    """The images that programs make of each sample; none where a part of them is made in another way."""
+    if isinstance(transform, SampleTransform):
+        crops = [_crop_of(IMAGE, transform)]
+        if has_targets and transform.has_rest:
+            return []  # the library does the rest with both at a time
+    else:
+        parts = iter(transform.parts)
+        crops = [
+            _crop_of(field, each, number if len(transforms) > 1 else None, next(parts))
+            for field, transforms in transform.crops.items()
+            for number, each in enumerate(transforms)
+        ]
+    known = [crop for crop in crops if crop is not None]
+    return known if len(known) == len(crops) else []
+
+
+def _crop_of(
+    field: str, transform: SampleTransform, number: int | None = None, part: np.ndarray | None = None
+) -> Crop | None:
+    if transform.program is None:
+        return None
+    return Crop(field, transform.program, transform.finish if transform.has_rest else None, number, part)
+
+
+def _by_keyword(targets: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {TARGETS[name].keyword: value for name, value in targets.items()}
 
 
 def _sizes(shapes: dict[str, tuple[int, ...]]) -> str:

@@ -17,6 +17,7 @@ not hang on the order in which Albumentations draws): the same key gives another
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -24,11 +25,10 @@ import numpy as np
 from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError
 from raypipe.transform.decode import image_size
-from raypipe.transform.direct import Box
-from raypipe.transform.fields import Field
-from raypipe.transform.sample_transform import Key, KeyedGenerator
+from raypipe.transform.draws import Key, KeyedGenerator
+from raypipe.transform.fields import Field, MadeAtOnce
 from raypipe.transform.samples import Decoded, EncodedSample
-from raypipe.transform.sizes import Size, sides_of
+from raypipe.transform.sizes import Box, Size, sides_of
 
 DATA, CROP, FLIP = "encoded.data", "encoded.crop", "encoded.flip"
 ENCODED_FIELDS = {
@@ -76,8 +76,17 @@ class EncodedTransform:
                 "choose one of them, or decode='cpu'"
             )
         self.fields, self.draws_globally = fields or dict(ENCODED_FIELDS), False
+        self.makes_images_alone = False
         self._preset, self._size, self._exif = transform, sides_of(size or config.final_size), config.apply_exif
         self._keyed = KeyedGenerator()
+
+    def at_once(self, samples: Sequence[Any], *_: Any) -> MadeAtOnce:
+        """Nothing: the device makes the images."""
+        return MadeAtOnce.nothing(len(samples))
+
+    def following(self, *_: Any) -> dict[str, Any]:
+        """Nothing: there are no images that it could follow."""
+        return {}
 
     def one(self, sample: EncodedSample | Decoded, key: Key, out: np.ndarray | None = None) -> dict[str, Any]:
         """The encoded fields of one image; raises SampleError as `image_size` does."""

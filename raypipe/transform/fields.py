@@ -25,7 +25,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from raypipe.plan.places import PADDING, MicroBatchId
+from raypipe.plan.places import PADDING, MicroBatchId, Sides
 from raypipe.transform.memory import reused_arrays
 
 Kind = Literal["array", "ragged", "text", "bytes", "json"]
@@ -141,6 +141,40 @@ class MicroBatch:
         return values
 
 
+@dataclass(frozen=True)
+class MadeAtOnce:
+    """The images of a micro-batch that are made, and what was drawn for the first one of each sample.
+
+    Attributes:
+        rows: bool (B,), which have their images.
+        params: int64 (B, P), see `Program.draw`.
+        sizes: (height, width) of the images before, int32 (B, 2).
+    """
+
+    rows: np.ndarray
+    params: np.ndarray
+    sizes: np.ndarray
+
+    @staticmethod
+    def nothing(num: int) -> MadeAtOnce:
+        """No row is made."""
+        return MadeAtOnce(np.zeros(num, bool), np.zeros((num, 0), np.int64), np.zeros((num, 2), np.int32))
+
+    def drawn(self, row: int) -> Drawn | None:
+        """What was drawn for a row; None: it is not made."""
+        if not self.rows[row]:
+            return None
+        height, width = self.sizes[row].tolist()
+        return Drawn(self.params[row], (height, width))
+
+
+class Drawn(NamedTuple):
+    """What a program has drawn for an image that it made, int64 (P,), and the image's (height, width) before."""
+
+    params: np.ndarray
+    size: Sides
+
+
 class BlockMemory:
     """The memory of `count` micro-batches of one block, which is shipped as one piece.
 
@@ -216,6 +250,19 @@ class Rows:
                 else:
                     array[row] = value
         self.index[row], self.weight[row] = index, 1
+
+    def put_labels(self, rows: np.ndarray, indices: np.ndarray, labels: np.ndarray, none: int) -> np.ndarray:
+        """Fill those of some rows, bool (B,), that have a label: all else of them is there. Which, bool (B,)."""
+        filled = rows & (labels != none)
+        self.arrays[LABEL][filled] = labels[filled]
+        self.index[filled], self.weight[filled] = indices[filled], 1
+        return filled
+
+    @property
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Of the fields, (B, …), once their shapes are known."""
+        assert self._arrays is not None
+        return self._arrays
 
     def leave_out(self, row: int, index: int = PADDING) -> None:
         """Fill a row that does not count: padding, or a sample that is bad."""

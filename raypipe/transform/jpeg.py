@@ -6,7 +6,7 @@
     scaled    the same, at 1/2, 1/4 or 1/8 where the crop stays at      others: less aliased; the same with and
               least as large as what it is resized to                   without the extension, to the bit
 
-The optional extension (csrc/jpeg_extension.c) gives simplejpeg's pixels, to the bit, in less time: of any box, at
+The optional extension (csrc/kernel.c) gives simplejpeg's pixels, to the bit, in less time: of any box, at
 any scale. It is used only after it has agreed with simplejpeg on a few images in the same process, and refuses
 what is unusual or damaged; simplejpeg then has the last word. So a mode fixes the pixels, and which samples are
 bad, and nodes with and without the extension can make one run together.
@@ -15,33 +15,26 @@ bad, and nodes with and without the extension can make one run together.
 from __future__ import annotations
 
 import functools
-import importlib
 import warnings
-from collections.abc import Callable
 
 import numpy as np
 import simplejpeg
 
 from raypipe.config import TransformConfig
 from raypipe.errors import SampleError
-from raypipe.transform.direct import Box, Undecoded, cut
+from raypipe.plan.places import Sides
 from raypipe.transform.image_header import jpeg_size, open_pillow
-
-WHOLE = 8
-"""Eighths: full scale."""
-SCALES = (1, 2, 4)
-"""Eighths: 1/8, 1/4 and 1/2, whose inverse DCTs libjpeg-turbo has SIMD code for."""
+from raypipe.transform.kernel import EXTRA_COLUMNS, SCALES, WHOLE, decode_crop, why_no_kernel
+from raypipe.transform.sizes import Box, Undecoded, cut
 
 _MIN_SCALED_SIDE = 16  # pixels: below, two scales can give the same size, by which simplejpeg is told the scale
 _ORIENTATION_TAG = 0x0112  # of EXIF
-_INTERFACE_VERSION = 1  # of the extension that this module can call
-_EXTRA_COLUMNS = 39  # it decodes 4 more on each side, and begins at a block's edge, up to 31 before
 
 
 def decode_jpeg(data: bytes, size: tuple[int, int], min_side: int | None = None) -> np.ndarray:
     """Decode a JPEG that `jpeg_size` could read, as stored; for the rest see `decode.decode`."""
     short_side = min_side if min_side and min(size) >= 2 * min_side else 0
-    image = None if short_side else _by_extension(extension(), data, (0, 0, *size), extra_columns=0)
+    image = None if short_side else _by_extension(data, (0, 0, *size), extra_columns=0)
     return decode_jpeg_at(data, short_side) if image is None else image
 
 
@@ -67,7 +60,7 @@ def open_for_crop(data: bytes | None, config: TransformConfig, target: tuple[int
         target: (height, width) to which the crop is resized, pixels.
     """
     scaled = config.crop_decode == "scaled"
-    if not ((scaled or extension()) and isinstance(data, bytes) and data.startswith(b"\xff\xd8\xff")):
+    if not ((scaled or not why_no_kernel()) and isinstance(data, bytes) and data.startswith(b"\xff\xd8\xff")):
         return None
     try:
         size = jpeg_size(data)
@@ -77,17 +70,38 @@ def open_for_crop(data: bytes | None, config: TransformConfig, target: tuple[int
         return None
     if config.apply_exif and b"Exif\0\0" in data and 2 <= jpeg_orientation(data) <= 8:
         return None
-    if scaled and min(size) >= _MIN_SCALED_SIDE:
+    if scaled:
         return size, functools.partial(_decode_scaled, data, size, target)
     return size, functools.partial(decode_box, data)
 
 
-def _decode_scaled(data: bytes, size: tuple[int, int], target: tuple[int, int], box: Box) -> np.ndarray:
-    enough = (n for n in SCALES if box[2] * n >= 8 * target[0] and box[3] * n >= 8 * target[1])
-    eighths = next(enough, WHOLE)
-    top, rows = _scaled_span(box[0], box[2], size[0], eighths)
-    left, columns = _scaled_span(box[1], box[3], size[1], eighths)
-    return decode_box(data, (top, left, rows, columns), eighths)
+def _decode_scaled(data: bytes, size: Sides, target: Sides, box: Box) -> np.ndarray:
+    boxes, eighths = scaled_boxes(np.array([box]), np.array([size]), target)
+    top, left, height, width = boxes[0].tolist()
+    return decode_box(data, (top, left, height, width), int(eighths[0]))
+
+
+def scaled_boxes(boxes: np.ndarray, sizes: np.ndarray, target: Sides) -> tuple[np.ndarray, np.ndarray]:
+    """Boxes at the smallest scales at which they are not smaller than what they are resized to.
+
+    Args:
+        boxes: (top, left, height, width), int (B, 4), pixels of images of (height, width) `sizes`, int (B, 2).
+        target: (height, width), pixels.
+
+    Returns:
+        The boxes at their scales, int64 (B, 4): rounded, at least a pixel, inside. And the scales, int64 (B,), in
+        eighths.
+    """
+    eighths = np.full(len(boxes), WHOLE, np.int64)
+    for scale in reversed(SCALES):
+        enough = (boxes[:, 2:] * scale >= 8 * np.array(target)).all(axis=1)
+        eighths[enough & (sizes.min(axis=1) >= _MIN_SCALED_SIDE)] = scale
+    by_image = eighths[:, None]
+    starts, ends = boxes[:, :2], boxes[:, :2] + boxes[:, 2:]
+    sides = -(-sizes.astype(np.int64) * by_image // WHOLE)  # libjpeg rounds up
+    first = np.minimum((starts * by_image + 4) // WHOLE, sides - 1)
+    lengths = np.maximum(np.minimum((ends * by_image + 4) // WHOLE, sides) - first, 1)
+    return np.hstack([first, lengths]), eighths
 
 
 def decode_box(data: bytes, box: Box, eighths: int = WHOLE) -> np.ndarray:
@@ -103,7 +117,7 @@ def decode_box(data: bytes, box: Box, eighths: int = WHOLE) -> np.ndarray:
     Raises:
         SampleError: the file is damaged, in the box or anywhere else.
     """
-    part = _by_extension(extension(), data, box, eighths)
+    part = _by_extension(data, box, eighths)
     if part is not None:
         return part
     height, width, *_ = simplejpeg.decode_jpeg_header(data)
@@ -114,60 +128,32 @@ def _scaled(side: int, eighths: int) -> int:
     return -(-side * eighths // 8)  # libjpeg rounds up
 
 
-def _scaled_span(start: int, length: int, side: int, eighths: int) -> tuple[int, int]:
-    """(start, length) at a scale of a span in `side` pixels: rounded, at least a pixel, inside."""
-    scaled_side = _scaled(side, eighths)
-    first = min((start * eighths + 4) // 8, scaled_side - 1)
-    end = min(((start + length) * eighths + 4) // 8, scaled_side)
-    return first, max(end - first, 1)
-
-
 def _by_extension(
-    compiled: Callable[..., int] | None,
     data: bytes,
     box: Box,
     eighths: int = WHOLE,
-    extra_columns: int = _EXTRA_COLUMNS,
+    extra_columns: int = EXTRA_COLUMNS,
 ) -> np.ndarray | None:
     """A box, maybe as a view; None: there is no extension, or it refuses the bytes.
 
     Args:
         extra_columns: room for what it decodes beside the box; for a whole image 0: C-contiguous.
     """
-    if compiled is None:
+    if why_no_kernel():
         return None
     top, left, height, width = box
     try:
         pixels = np.empty((height, width + extra_columns, 3), np.uint8)
         # True: it reads behind the box as well, so that damage there is found.
-        first = compiled(data, left, top, width, height, eighths, True, pixels, width + extra_columns)
+        first = decode_crop(data, left, top, width, height, eighths, True, pixels, width + extra_columns)
     except Exception:  # whatever it does not like, simplejpeg has the last word on
         return None
     return pixels[:, first : first + width]
 
 
-@functools.cache
-def extension() -> Callable[..., int] | None:
-    """The compiled decoder; None: there is none to use, and `why_no_extension` says why."""
-    return None if why_no_extension() else importlib.import_module("_raypipe_jpeg").decode_crop
-
-
-@functools.cache
-def why_no_extension() -> str:
-    """Why the compiled decoder is not used; empty = it is."""
-    try:
-        module = importlib.import_module("_raypipe_jpeg")
-    except ImportError as error:
-        return f"not built, or its libjpeg-turbo is missing ({error})"
-    if module.INTERFACE_VERSION != _INTERFACE_VERSION:
-        return f"built from another version of raypipe ({module.INTERFACE_VERSION}, not {_INTERFACE_VERSION})"
-    agrees = all(_agrees(module.decode_crop, sampling) for sampling in ("444", "422", "420", "Gray"))
-    return "" if agrees else "its libjpeg-turbo gives other pixels than simplejpeg's"
-
-
 def missing_extension() -> str:
     """What to tell a user who has no compiled decoder, with the packages to install; empty = it is used."""
-    why = why_no_extension()
+    why = why_no_kernel()
     if not why:
         return ""
     return (
@@ -176,20 +162,6 @@ def missing_extension() -> str:
         "libjpeg-turbo-devel; macOS: brew install jpeg-turbo), then raypipe again (in its repository: "
         "uv sync --reinstall-package raypipe)"
     )
-
-
-def _agrees(compiled: Callable[..., int], sampling: str) -> bool:
-    """Whether it gives simplejpeg's pixels, at all scales, on noise, which uses all coefficients."""
-    noise = np.random.default_rng(0).integers(0, 256, (69, 85, 3), np.uint8)
-    data = simplejpeg.encode_jpeg(noise, 95, "RGB", sampling)
-    for eighths in (*SCALES, WHOLE):
-        whole = decode_jpeg_at(data, _scaled(69, eighths) if eighths < WHOLE else 0)
-        rows, columns = whole.shape[:2]
-        box = rows // 3, columns // 2, rows // 2, columns // 3
-        part = _by_extension(compiled, data, box, eighths)
-        if part is None or not np.array_equal(part, cut(whole, box)):
-            return False
-    return True
 
 
 def jpeg_orientation(data: bytes) -> int:

@@ -1,7 +1,7 @@
 """CPU transforms by name; docs/transforms.md says what each is for.
 
     none            nothing: images as they are stored
-    light … small   pipelines of Albumentations, see _ALBUMENTATIONS
+    light … small   programs of steps, see _STEPS; with targets, and of arrays, the same steps by Albumentations
     tv-light …      pipelines of torchvision.transforms.v2, with the arguments of its own training scripts, see
                     _TORCHVISION; they import torch and torchvision into each process
     steps           a list of Albumentations transforms, or a file of one
@@ -22,25 +22,28 @@ from typing import Any
 
 from raypipe.errors import ConfigError
 from raypipe.lookup import choices, import_name
+from raypipe.transform.program import program_of
 from raypipe.transform.sizes import Size, sides_of
 from raypipe.transform.targets import IGNORE
-from raypipe.transform.transform_steps import albumentations, build_steps, is_file, without_files
+from raypipe.transform.transform_steps import Steps, build_steps, is_file, without_files
 from raypipe.transform.user_code import NOT_OF_A_SAMPLE, place_of
-from raypipe.transform.views import VIEW_PRESETS, View, find_views, makes_views
+from raypipe.transform.views import VIEW_PRESETS, PresetSteps, View, find_views, makes_views
 
 Transform = Callable[..., Any]
 
 
-def build_transform(transform: Any, size: Size) -> Any:
+def build_transform(transform: Any, size: Size, by_library: bool = False) -> Any:
     """Build a CPU transform, for `raypipe.transform.sample_transform.SampleTransform`.
 
     Args:
         transform: see the module's table; for steps, and files of them, see `raypipe.transform.transform_steps`.
             What is none of these is returned as it is.
         size: side of the images that come out of what has a name, pixels; or (height, width).
+        by_library: named steps are made by Albumentations, which takes targets and arrays along.
 
     Returns:
-        A callable on a uint8 RGB image (H, W, 3); None for "none"; of views, `View` by name, with callables.
+        A callable on a uint8 RGB image (H, W, 3), or a `Program`; None for "none"; of views, `View` by name, with
+        these.
 
     Raises:
         ConfigError: no such preset, file, module or name; steps that are wrong; or what was found there makes no
@@ -52,7 +55,7 @@ def build_transform(transform: Any, size: Size) -> Any:
     if makes_views(found):
         if not isinstance(size, int):
             raise ConfigError("views have sizes of their own, and none by buckets: use one image, or no buckets")
-        return {name: _with_built(name, view) for name, view in find_views(found, size).items()}
+        return {name: _with_built(name, view, by_library) for name, view in find_views(found, size).items()}
     if isinstance(found, list):
         return build_steps(found)
     if not isinstance(found, str):
@@ -64,14 +67,21 @@ def build_transform(transform: Any, size: Size) -> Any:
         return _imported(found, size)
     if found in _TORCHVISION:
         return _by_torchvision(found, size)
-    library = albumentations()
-    return library.Compose(_ALBUMENTATIONS[found](library, size))
+    steps = _STEPS[found](size)
+    return build_steps(steps) if by_library else program_of(steps)
 
 
-def _with_built(name: str, view: View) -> View:
+def _with_built(name: str, view: View, by_library: bool) -> View:
     """The same with callables for its transforms."""
     with _of_view(name):
-        return replace(view, transforms=tuple(build_transform(each, view.size) for each in view.transforms))
+        return replace(view, transforms=tuple(_of_crop(each, view.size, by_library) for each in view.transforms))
+
+
+def _of_crop(transform: Any, size: int, by_library: bool) -> Any:
+    """The transform of a crop; the steps of a preset of views are a program, if all are known."""
+    if isinstance(transform, PresetSteps) and not by_library:
+        return program_of(transform)
+    return build_transform(transform, size, by_library)
 
 
 @contextlib.contextmanager
@@ -144,39 +154,48 @@ def _crop_ratio(size: Size) -> dict[str, tuple[float, float]]:
     return {} if height == width else {"ratio": (3 / 4 * width / height, 4 / 3 * width / height)}
 
 
-def _smallest(library: Any, size: Size) -> Any:
+def _smallest(size: Size) -> dict[str, Any]:
     """The resize before a centre crop: 256 to 224 is ImageNet's; other sizes keep its proportion."""
-    height, width = (round(side * 256 / 224) for side in sides_of(size))
-    # One number where one will do, which `raypipe.transform.direct` knows.
-    one: dict[str, Any] = {"max_size": height} if height == width else {"max_size_hw": (height, width)}
-    return library.SmallestMaxSize(**one)
+    return {"SmallestMaxSize": {"max_size_hw": tuple(round(side * 256 / 224) for side in sides_of(size))}}
 
 
-_ALBUMENTATIONS: dict[str, Callable[[Any, Size], list[Any]]] = {
-    "light": lambda A, size: [A.RandomResizedCrop(sides_of(size), **_crop_ratio(size)), A.HorizontalFlip(p=0.5)],
-    "heavy": lambda A, size: [
-        A.RandomResizedCrop(sides_of(size), **_crop_ratio(size)),
-        A.HorizontalFlip(p=0.5),
-        A.MotionBlur(p=0.2),
-        A.ColorJitter(brightness=0.2, contrast=0.2, saturation=0.2, hue=0.1, p=1),
+def _crop_and_flip(size: Size) -> Steps:
+    return [
+        {"RandomResizedCrop": {"size": sides_of(size), **_crop_ratio(size)}},
+        {"HorizontalFlip": {"p": 0.5}},
+    ]
+
+
+def _box(name: str, size: Size) -> dict[str, Any]:
+    return {name: dict(zip(("height", "width"), sides_of(size), strict=True))}
+
+
+_STEPS: dict[str, Callable[[Size], Steps]] = {
+    "light": _crop_and_flip,
+    "heavy": lambda size: [
+        *_crop_and_flip(size),
+        {"MotionBlur": {"p": 0.2}},
+        {"ColorJitter": {"brightness": 0.2, "contrast": 0.2, "saturation": 0.2, "hue": 0.1, "p": 1}},
     ],
-    "center": lambda A, size: [_smallest(A, size), A.CenterCrop(*sides_of(size))],
-    "resize": lambda A, size: [A.Resize(*sides_of(size))],
-    "flip-crop": lambda A, size: [
-        A.Pad(4, fill_mask=IGNORE),
-        A.RandomCrop(*sides_of(size)),
-        A.HorizontalFlip(p=0.5),
+    "center": lambda size: [_smallest(size), _box("CenterCrop", size)],
+    "resize": lambda size: [_box("Resize", size)],
+    "flip-crop": lambda size: [
+        {"Pad": {"padding": 4, "fill_mask": IGNORE}},
+        _box("RandomCrop", size),
+        {"HorizontalFlip": {"p": 0.5}},
     ],
     # A tenth of the side and ten degrees: what a digit bears and stays itself.
-    "small": lambda A, size: [
-        A.Resize(*sides_of(size)),
-        A.Affine(
-            translate_percent={"x": (-0.1, 0.1), "y": (-0.1, 0.1)},
-            rotate=(-10, 10),
-            scale=(0.9, 1.1),
-            p=1,
-            fill_mask=IGNORE,
-        ),
+    "small": lambda size: [
+        _box("Resize", size),
+        {
+            "Affine": {
+                "translate_percent": {"x": (-0.1, 0.1), "y": (-0.1, 0.1)},
+                "rotate": (-10, 10),
+                "scale": (0.9, 1.1),
+                "p": 1,
+                "fill_mask": IGNORE,
+            }
+        },
     ],
 }
 # Those that only move pixels, of whatever they consist.
@@ -189,7 +208,7 @@ _TORCHVISION: dict[str, tuple[str, dict[str, int]]] = {
     "trivialaugment": ("TrivialAugmentWide", {}),
     "augmix": ("AugMix", {"severity": 3}),
 }
-PRESETS = (*_ALBUMENTATIONS, *_TORCHVISION)
+PRESETS = (*_STEPS, *_TORCHVISION)
 
 
 def _by_torchvision(preset: str, size: Size) -> Transform:

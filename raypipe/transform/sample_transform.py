@@ -1,10 +1,12 @@
 """One image, decoded or but for its crop, and its key → one image; history never shows.
 
-Three kinds of transform are told apart by the names of their classes, so that neither torch nor
+Kinds of transform are told apart by the names of their classes, so that neither torch nor
 Albumentations is imported for a user who has none of it:
 
     kind             is given                                its randomness, set from the key
-    Albumentations   image=uint8 HWC                         its own generators, shared and rewound
+    program          uint8 HWC                               drawn here, see `raypipe.transform.program`
+    Albumentations   image=uint8 HWC, from the first step    its own generators, shared and rewound
+                     on that is not known here
     torchvision      tv_tensors.Image, uint8 CHW             torch's, random's and numpy's global ones
     plain, rng=      uint8 HWC and rng=numpy Generator       the one that it is handed
     plain            uint8 HWC                               random's, numpy's and torch's global ones
@@ -18,46 +20,27 @@ escapes this: let it take `rng`.
 from __future__ import annotations
 
 import copy
-import inspect
 import random
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal
 
 import cv2
 import numpy as np
 
 from raypipe.errors import ConfigError
-from raypipe.transform.direct import DecodeBox, Undecoded, direct_pipeline
+from raypipe.plan.places import Sides
+from raypipe.transform import kernel
+from raypipe.transform.draws import Key, KeyedGenerator
 from raypipe.transform.fields import VIEW
+from raypipe.transform.follow import follow
 from raypipe.transform.process_state import seed_process
+from raypipe.transform.program import Program, find_program
+from raypipe.transform.sizes import Box, Undecoded
+from raypipe.transform.targets import target_pipeline
+from raypipe.transform.user_code import rng_parameter
 
-Key = tuple[int, int]
-"""Two integers in [0, 2^64), from `Plan.sample_keys`."""
-
-Kind = Literal["none", "albumentations", "torchvision", "plain"]
-
-
-class KeyedGenerator:
-    """One numpy generator that is put where a fresh `Generator(Philox(key=key))` would stand.
-
-    That costs a few microseconds a sample; making a new one costs tens.
-
-    Args:
-        domain: another place in the key's stream, 2^192 draws on for each, so that two uses of a key differ.
-    """
-
-    def __init__(self, domain: int = 0) -> None:
-        self._philox = np.random.Philox(0)
-        self._state: Any = self._philox.state  # of a fresh generator: counter 0, buffer used up
-        self._state["state"]["counter"][3] = domain
-        self.generator = np.random.Generator(self._philox)
-
-    def rewind(self, key: Key) -> np.random.Generator:
-        """The generator, as if it were new."""
-        self._state["state"]["key"][:] = key
-        self._philox.state = self._state
-        return self.generator
+Kind = Literal["none", "program", "albumentations", "torchvision", "plain"]
 
 
 class SampleTransform:
@@ -70,32 +53,47 @@ class SampleTransform:
         transform: see the module's table; None leaves the image as it is. An Albumentations
             transform is copied, since the generators are put into it.
         arrays: images are of any dtype and number of channels, here as in what is said below of uint8 RGB.
+        targets: names of those that go with the image.
 
     Attributes:
+        program: its first steps, as far as they are known; None: there are none.
+        has_rest: there is more than the program.
         crop_target: (height, width) to which a random resized crop at the very beginning resizes; None: there is
             none.
         draws_globally: it may draw from the generators of the process.
     """
 
-    def __init__(self, transform: Any, arrays: bool = False) -> None:
-        self.kind = _kind_of(transform)
-        self.transform = copy.deepcopy(transform) if self.kind == "albumentations" else transform
+    def __init__(self, transform: Any, arrays: bool = False, targets: Collection[str] = ()) -> None:
+        self._given = transform, arrays, targets
+        self.program, rest = find_program(transform)
+        if arrays and rest:
+            self.program, rest = None, []
+        if self.program is not None and not self.program.takes_points and {*targets} - {"mask"}:
+            self.program, rest = None, []
+        self.transform = transform
+        if rest:
+            self.transform = sys.modules["albumentations"].Compose(rest)
+        # Programs are of uint8 RGB: arrays of other kinds are the library's, all of the way.
+        self.has_rest = bool(rest) or self.program is None or arrays
+        self.kind = _kind_of(self.transform)
+        if targets and self.has_rest:
+            self.transform = target_pipeline(self.transform, targets)
+        elif self.kind == "albumentations":
+            self.transform = copy.deepcopy(self.transform)
         self._keyed, self._random = KeyedGenerator(), random.Random()
-        generators = self._keyed.generator, self._random
         rng_name = rng_parameter(transform) if self.kind == "plain" else None
         self._rng = {rng_name: self._keyed.generator} if rng_name else {}
         if self.kind == "albumentations":
             # Not set_random_seed: it gives every child the same seed, so that two flips always agree.
-            self.transform.set_random_state(*generators)
+            self.transform.set_random_state(self._keyed.generator, self._random)
         self._arrays = arrays
-        # Both were held against the libraries on uint8 RGB alone.
-        self._direct = None if arrays else direct_pipeline(self.transform)
-        self._crop_first = None if arrays else _find_crop_first(self.transform, generators)
-        self.crop_target = self._crop_first.target if self._crop_first else None
+        self._crop_first = None if arrays else _find_crop_first(self.transform)
+        first = None if arrays else self.program or self._crop_first
+        self.crop_target = first.crop_target if first else None
         self.draws_globally = self.kind == "torchvision" or (self.kind == "plain" and not self._rng)
 
     def __reduce__(self) -> Any:
-        return SampleTransform, (self.transform, self._arrays)
+        return SampleTransform, self._given
 
     def __call__(self, image: np.ndarray | Undecoded, key: Key) -> np.ndarray:
         """`with_targets` of an image alone."""
@@ -120,22 +118,41 @@ class SampleTransform:
         Raises:
             ConfigError: the transform returns anything else; or what it, or the decoding of the crop, raises.
         """
+        if self.program is not None and (not self._arrays or _is_rgb(image, 2)):
+            size = image.shape[:2] if isinstance(image, np.ndarray) else image[0]
+            params = self.program.draw(np.array([key], np.uint64), np.array([size]))[0][0]
+            goes_on = self.has_rest and not self._arrays
+            image = self._by_program(image, params, None if goes_on else out)
+            targets = follow(self.program, params, (size[0], size[1]), targets) if targets else targets
+            return self.finish(image, targets, key) if goes_on else {"image": image, **targets}
         if self.transform is None:
             assert isinstance(image, np.ndarray)
             return {"image": image, **targets}
-        k0, k1 = int(key[0]), int(key[1])
-        if self._direct is not None and not targets:
-            if self._direct.rest:
-                self._seed(k0, k1)
-                return {"image": _checked(self._direct(image), self.kind)}
-            if self._direct.is_random:
-                self._random.seed(k0 << 64 | k1)  # all that the steps known there draw from
-            return {"image": self._direct(image, out)}
-        self._seed(k0, k1)
+        if isinstance(image, np.ndarray):
+            return self.finish(image, targets, key)
+        assert self._crop_first is not None
+        self._seed(key)
+        return {"image": _checked(self._crop_first(*image), self.kind)}
+
+    def _by_program(self, image: np.ndarray | Undecoded, params: np.ndarray, out: np.ndarray | None) -> np.ndarray:
+        """What the program makes of one image; raises ValueError where it is too small for a crop."""
+        program = self.program
+        assert program is not None and program.size is not None, "where sizes differ, the library does it"
         if not isinstance(image, np.ndarray):
-            assert self._crop_first is not None
-            made = self._crop_first(*image, **targets)
-        elif self.kind == "albumentations":
+            top, left, height, width = params[1:5].tolist()
+            params, image = params.copy(), image[1]((top, left, height, width))
+            params[1:5] = 0, 0, *image.shape[:2]
+        elif reason := program.no_room((image.shape[0], image.shape[1])) if program.crops_first else "":
+            raise ValueError(reason)
+        if out is None or out.shape[:2] != program.size:
+            out = np.empty((*program.size, 3), np.uint8)
+        kernel.run_one(image, program.ops, params, out)
+        return out
+
+    def finish(self, image: np.ndarray, targets: dict[str, Any], key: Key) -> dict[str, np.ndarray]:
+        """What comes behind the program, if there is one: `with_targets` by the user's code, or a library."""
+        self._seed(key)
+        if self.kind == "albumentations":
             made = self.transform(image=image, **targets)
         elif self.kind == "torchvision":
             import torch
@@ -152,8 +169,9 @@ class SampleTransform:
         image = _checked(made["image"], self.kind, self._arrays)
         return made if image is made["image"] else {**made, "image": image}
 
-    def _seed(self, k0: int, k1: int) -> None:
+    def _seed(self, key: Key) -> None:
         """Seed what the transform draws from: generators that it is handed (5 µs), or those of the process."""
+        k0, k1 = int(key[0]), int(key[1])
         if self.draws_globally:
             seed_process(k0, k1)
             return
@@ -165,6 +183,8 @@ class SampleTransform:
 def _kind_of(transform: Any) -> Kind:
     if transform is None:
         return "none"
+    if isinstance(transform, Program):
+        return "program"
     if not callable(transform):
         raise ConfigError(f"the transform is a {type(transform).__name__}, which cannot be called")
     for cls in type(transform).__mro__:
@@ -175,17 +195,6 @@ def _kind_of(transform: Any) -> Kind:
         if is_module or cls.__module__.startswith("torchvision.transforms."):
             return "torchvision"
     return "plain"
-
-
-def rng_parameter(transform: Any) -> str | None:
-    """The name by which a function takes a generator; None = it takes none."""
-    try:
-        parameters = inspect.signature(transform).parameters
-    except ValueError:  # some built-in functions have no signature
-        return None
-    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    names = (name for name in ("rng", "generator") if name in parameters and parameters[name].kind in by_name)
-    return next(names, None)
 
 
 def _checked(result: Any, kind: Kind, arrays: bool = False) -> np.ndarray:
@@ -211,8 +220,9 @@ def _checked(result: Any, kind: Kind, arrays: bool = False) -> np.ndarray:
     )
 
 
-def _is_rgb(array: np.ndarray, channels: int) -> bool:
-    return array.dtype == np.uint8 and array.shape[channels] == 3
+def _is_rgb(array: Any, channels: int) -> bool:
+    is_bytes = isinstance(array, np.ndarray) and array.dtype == np.uint8
+    return is_bytes and array.ndim > 2 and array.shape[channels] == 3
 
 
 def _is_array(array: np.ndarray) -> bool:
@@ -240,43 +250,17 @@ def _checked_views(made: Mapping[Any, Any], arrays: bool = False) -> dict[str, n
     return views
 
 
-class _AlbumentationsCropFirst:
-    """A copy of a Compose that begins with RandomResizedCrop, where `DirectPipeline` does not do: with targets.
-
-    Its transforms draw from the generators; `target` is the (height, width) to which the crop is resized.
-    """
-
-    def __init__(self, pipeline: Any, generators: tuple[np.random.Generator, random.Random]) -> None:
-        self._pipeline = copy.deepcopy(pipeline)
-        self._pipeline.set_random_state(*generators)
-        self._first = self._pipeline.transforms[0]
-        self._first.apply_with_params = self._decode_and_resize  # of this object alone, not of its class
-        self._decode_box: DecodeBox
-        self.target: tuple[int, int] = tuple(self._first.size)
-
-    def __call__(self, size: tuple[int, int], decode_box: DecodeBox, **targets: Any) -> dict[str, Any]:
-        """What the pipeline makes of an image of this (height, width), and of whole masks and boxes."""
-        self._decode_box = decode_box
-        nothing: np.ndarray = np.ndarray((*size, 3), np.uint8, b"\0", strides=(0, 0, 0))  # a byte for all
-        return self._pipeline(image=nothing, **targets)
-
-    def _decode_and_resize(self, params: dict[str, Any], image: Any, **targets: Any) -> dict[str, Any]:
-        left, top, right, bottom = map(int, params["crop_coords"])
-        crop = self._decode_box((top, left, bottom - top, right - left))
-        height, width = crop.shape[:2]
-        resized = self._first.apply(crop, **params | {"crop_coords": (0, 0, width, height)})
-        cut = type(self._first).apply_with_params(self._first, params, **targets) if targets else {}
-        return {"image": np.ascontiguousarray(resized), **cut}
-
-
 class _TorchvisionCropFirst:
-    """The same of a v2.Compose, which is used as it is; draws from torch's global generator."""
+    """A v2.Compose that begins with RandomResizedCrop, used as it is; it draws from torch's global generator.
+
+    `crop_target` is the (height, width) to which the crop is resized.
+    """
 
     def __init__(self, pipeline: Any) -> None:
         self._first, *self._others = pipeline.transforms
-        self.target: tuple[int, int] = tuple(self._first.size) * (2 // len(self._first.size))
+        self.crop_target: Sides = tuple(self._first.size) * (2 // len(self._first.size))
 
-    def __call__(self, size: tuple[int, int], decode_box: DecodeBox) -> Any:
+    def __call__(self, size: tuple[int, int], decode_box: Callable[[Box], np.ndarray]) -> Any:
         """What the pipeline makes of an image of this (height, width)."""
         import torch
         from torchvision import tv_tensors
@@ -292,30 +276,21 @@ class _TorchvisionCropFirst:
         return result
 
 
-def _find_crop_first(
-    pipeline: Any, generators: tuple[np.random.Generator, random.Random]
-) -> _AlbumentationsCropFirst | _TorchvisionCropFirst | None:
+def _find_crop_first(pipeline: Any) -> _TorchvisionCropFirst | None:
     """A pipeline by which a crop is drawn before the image is decoded; None = it does not surely begin with one.
 
-    The library draws the crop itself, by its own code from its own generators, from an image that has the size
-    alone; the crop is then decoded, and the library resizes it and goes on. Recognised, and nothing that only
-    looks like it (a subclass may do as it likes with the pixels outside):
-
-        albumentations.Compose([RandomResizedCrop(…), …])    both with p=1, without replay and saved parameters
-        torchvision.transforms.v2.Compose([RandomResizedCrop(…), …])    without hooks
+    The library draws the crop itself, by its own code, from an image that has the size alone; the crop is then
+    decoded, and the library resizes it and goes on. `v2.Compose([RandomResizedCrop(…), …])` without hooks is
+    recognised, and nothing that only looks like it (a subclass may do as it likes with the pixels outside).
     """
-    kind = type(pipeline)
     steps = getattr(pipeline, "transforms", None)
-    if not isinstance(steps, list | tuple) or not steps:
+    v2 = sys.modules.get("torchvision.transforms.v2")
+    if not isinstance(steps, list | tuple) or not steps or not v2 or type(pipeline) is not v2.Compose:
         return None
     first = steps[0]
-    albumentations, v2 = sys.modules.get("albumentations"), sys.modules.get("torchvision.transforms.v2")
-    if albumentations and kind is albumentations.Compose and type(first) is albumentations.RandomResizedCrop:
-        special = first.deterministic or first.replay_mode or pipeline.save_applied_params
-        special = special or set(pipeline.processors) - {"bboxes", "keypoints"} or not pipeline.p == first.p == 1
-        return None if special else _AlbumentationsCropFirst(pipeline, generators)
-    if v2 and kind is v2.Compose and type(first) is v2.RandomResizedCrop and hasattr(first, "make_params"):
-        hooks = [*vars(pipeline).items(), *vars(first).items()]
-        hooked = any(value for name, value in hooks if name.endswith("_hooks"))
-        return None if hooked else _TorchvisionCropFirst(pipeline)
-    return None
+    if type(first) is not v2.RandomResizedCrop or not hasattr(first, "make_params"):
+        return None
+    hooks = [*vars(pipeline).items(), *vars(first).items()]
+    return (
+        None if any(value for name, value in hooks if name.endswith("_hooks")) else _TorchvisionCropFirst(pipeline)
+    )

@@ -1,17 +1,29 @@
-"""The sizes of images: of an epoch, where `transform.size` is a schedule, and of a bucket of (height, width)."""
+"""Sizes of images, by epoch where `transform.size` is a schedule, and by bucket; boxes in images."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+import numpy as np
 
 from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError
 from raypipe.plan.places import Sides, Split
-from raypipe.transform.image_header import MAX_PIXELS
+from raypipe.transform.limits import MAX_PIXELS
 
 Size = int | Sides
-"""Of square images, or height and width; pixels."""
+"""Of square images, or (height, width); pixels."""
+Box = tuple[int, int, int, int]
+"""(top, left, height, width), pixels of an image, inside it."""
+Undecoded = tuple[Sides, Callable[[Box], np.ndarray]]
+"""(height, width) of an image, and what decodes a box of it: uint8 RGB (h, w, 3), maybe at a reduced scale."""
+
+
+def cut(image: np.ndarray, box: Box) -> np.ndarray:
+    """The box of an image; a view."""
+    top, left, height, width = box
+    return image[top : top + height, left : left + width]
 
 
 def sides_of(size: Size) -> Sides:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import bdb
+import inspect
 import os
 import sysconfig
 import traceback
 from pathlib import Path
+from typing import Any
 
 import raypipe
 from raypipe.errors import ConfigError, SampleError, TransformError
@@ -47,3 +49,14 @@ def _distance(frame: traceback.FrameSummary) -> int:
     if package is None:
         return 2 if name.startswith((_STANDARD, "<frozen ")) or name.endswith(".pyx") else 0
     return 2 if package in _LIBRARIES else 1
+
+
+def rng_parameter(transform: Any) -> str | None:
+    """The name by which a function takes a generator; None = it takes none."""
+    try:
+        parameters = inspect.signature(transform).parameters
+    except ValueError:  # some built-in functions have no signature
+        return None
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    names = (name for name in ("rng", "generator") if name in parameters and parameters[name].kind in by_name)
+    return next(names, None)

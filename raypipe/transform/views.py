@@ -1,4 +1,4 @@
-"""Several views of one image, for contrastive training and the like: what their settings say, and what makes them.
+"""Several views of one image, for contrastive training and the like: what their settings say.
 
     {global: {transform: light, count: 2, size: 224}, local: {transform: light, count: 8, size: 96}}
 
@@ -22,11 +22,8 @@ import numpy as np
 
 from raypipe.config import Crops, Side
 from raypipe.errors import ConfigError
-from raypipe.plan.order import Domain, mix64
+from raypipe.plan.order import Domain
 from raypipe.section import check
-from raypipe.transform.direct import Undecoded, cut
-from raypipe.transform.fields import VIEW
-from raypipe.transform.sample_transform import Key, SampleTransform
 
 _NAME = re.compile(r"[\w-]+")
 _KNOWN = ("transform", "transforms", "count", "size")
@@ -47,6 +44,10 @@ class View:
     size: int
 
 
+class PresetSteps(list[dict[str, Any]]):
+    """Steps of a preset of ours, whose values need no check."""
+
+
 def _crop(size: int, scale: list[float]) -> dict[str, Any]:
     cubic = 2  # OpenCV's number of it, as DINO's code has it
     return {"RandomResizedCrop": {"size": [size, size], "scale": scale, "interpolation": cubic}}
@@ -64,16 +65,16 @@ def _blur(p: float) -> dict[str, Any]:
 
 def _simclr(size: int) -> dict[str, Any]:
     """Chen et al. 2020, arXiv:2002.05709, appendix A, with colours of strength 1."""
-    steps = [_crop(size, [0.08, 1.0]), *_colours(0.8, 0.8, 0.8, 0.2), _blur(0.5)]
+    steps = PresetSteps([_crop(size, [0.08, 1.0]), *_colours(0.8, 0.8, 0.8, 0.2), _blur(0.5)])
     return {"pair": {"transform": steps, "count": 2, "size": size}}
 
 
 def _dino(size: int) -> dict[str, Any]:
     """Caron et al. 2021, arXiv:2104.14294, with the numbers of its code: 8 local crops of 96 beside 2 of 224."""
     small, colours = max(1, round(size * 96 / 224)), _colours(0.4, 0.4, 0.2, 0.1)
-    first = [_crop(size, [0.4, 1.0]), *colours, _blur(1.0)]
-    second = [_crop(size, [0.4, 1.0]), *colours, _blur(0.1), {"Solarize": {"p": 0.2}}]
-    local = [_crop(small, [0.05, 0.4]), *colours, _blur(0.5)]
+    first = PresetSteps([_crop(size, [0.4, 1.0]), *colours, _blur(1.0)])
+    second = PresetSteps([_crop(size, [0.4, 1.0]), *colours, _blur(0.1), {"Solarize": {"p": 0.2}}])
+    local = PresetSteps([_crop(small, [0.05, 0.4]), *colours, _blur(0.5)])
     return {
         "global": {"transforms": [first, second], "size": size},
         "local": {"transform": local, "count": 8, "size": small},
@@ -126,63 +127,6 @@ def _view(name: object, entry: Any, size: int) -> View:
     if any(map(makes_views, transforms)):
         raise ConfigError(f"{where}: its transform makes views itself, and a view is one image")
     return View(tuple(transforms), max(count, len(transforms)), size)
-
-
-class ViewsTransform:
-    """Makes the views of one image; used as a `SampleTransform` is, without targets.
-
-    Args:
-        views: with transforms that `SampleTransform` takes.
-        arrays: as of a `SampleTransform`.
-    """
-
-    crop_target = None
-    """The image is decoded whole."""
-
-    def __init__(self, views: Mapping[str, View], arrays: bool = False) -> None:
-        self._crops: dict[str, list[SampleTransform]] = {}
-        for name, view in views.items():
-            transforms = [SampleTransform(each, arrays) for each in view.transforms]
-            self._crops[f"{VIEW}.{name}"] = (
-                transforms if len(transforms) == view.count else transforms * view.count
-            )
-        self._parts = np.array([view_key(name, i) for name, view in views.items() for i in range(view.count)])
-        self.draws_globally = any(each.draws_globally for crops in self._crops.values() for each in crops)
-
-    def with_targets(
-        self, image: np.ndarray | Undecoded, targets: Mapping[str, Any], key: Key, out: np.ndarray | None = None
-    ) -> dict[str, np.ndarray]:
-        """All views of an image uint8 (H, W, 3), by their fields.
-
-        Raises:
-            ConfigError: a transform returns anything but an image, or crops of one view differ in size.
-        """
-        assert isinstance(image, np.ndarray), "there is no crop_target"
-        keys = iter(mix64(self._parts ^ np.array(key, np.uint64)).tolist())
-
-        def box(place: Any) -> np.ndarray:
-            return cut(image, place).copy()
-
-        made = {}
-        for column, transforms in self._crops.items():
-            crops = []
-            for transform in transforms:
-                # A transform may write into what it is given, and all are given the same image.
-                given = (image.shape[:2], box) if transform.crop_target else image.copy()
-                found = transform.with_targets(given, {}, next(keys))
-                if "image" not in found:
-                    raise ConfigError(f"a transform of {column} made several images, and a view is one")
-                crops.append(found["image"])
-            if len({crop.shape for crop in crops}) > 1:
-                sizes = ", ".join(sorted({f"{crop.shape[0]}x{crop.shape[1]}" for crop in crops}))
-                raise ConfigError(
-                    f"the crops of {column} differ in size, {sizes} (height x width): end their transforms with a "
-                    "crop or resize to a fixed size"
-                )
-            if len(dtypes := {str(crop.dtype) for crop in crops}) > 1:
-                raise ConfigError(f"the crops of {column} differ in dtype, {', '.join(sorted(dtypes))}")
-            made[column] = np.stack(crops) if len(crops) > 1 else crops[0]
-        return made
 
 
 def view_key(name: str, number: int, domain: Domain = Domain.VIEW, *more: int) -> np.ndarray:

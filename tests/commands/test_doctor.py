@@ -12,7 +12,7 @@ import pytest
 
 from raypipe.commands import doctor
 from raypipe.commands.cli import main
-from raypipe.transform import jpeg
+from raypipe.transform import jpeg, kernel
 
 
 def test_a_machine_that_runs_the_tests_is_fit() -> None:
@@ -40,7 +40,8 @@ def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_without_the_extension_it_warns_and_says_how_to_build_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jpeg, "why_no_extension", lambda: "not built")
+    for module in (jpeg, kernel):
+        monkeypatch.setattr(module, "why_no_kernel", lambda: "not built")
     check = doctor.examined("decoding")
     assert (check["status"], check["found"]) == ("warn", "JPEGs are decoded slower: not built")
     assert "libjpeg-dev" in check["fix"]

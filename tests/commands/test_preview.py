@@ -150,7 +150,7 @@ def test_a_sample_that_the_transform_fails_on_has_a_substitute(monkeypatch: pyte
             raise ValueError("not this one")
         return image[:SIZE, :SIZE]
 
-    monkeypatch.setattr("raypipe.transform.contents.build_transform", lambda name, size: transform)
+    monkeypatch.setattr("raypipe.transform.contents.build_transform", lambda name, size, by_library: transform)
     decoded, transformed, fed = made(memory()).tiles([index], [0])[0][0]
     assert decoded.image is not None and fed.image is not None
     assert transformed.lines[-1].startswith("bad: sample ")

@@ -125,6 +125,8 @@ def test_a_bare_albumentations_transform_is_recognised_as_well(name: str) -> Non
 @pytest.mark.parametrize("name", ALBUMENTATIONS)
 def test_rewound_generators_equal_fresh_ones(name: str) -> None:
     shared = SampleTransform(A.Compose([ALBUMENTATIONS[name]()]))
+    if shared.program is not None:
+        pytest.skip("nothing is drawn from generators")
     for image, (k0, k1) in zip(IMAGES, make_keys(len(IMAGES)).tolist(), strict=True):
         fresh = A.Compose([ALBUMENTATIONS[name]()])
         generator = np.random.Generator(np.random.Philox(key=np.array([k0, k1], np.uint64)))
@@ -393,7 +395,9 @@ def test_an_exception_of_the_users_transform_is_a_bad_sample_with_its_name() -> 
     assert bad["fault"] == "transform"
     assert re.search(r"^the transform failed at .*test_batch\.py:\d+ in picky: LookupError: not th", bad["error"])
     too_small = made(A.Compose([A.RandomCrop(500, 500)]), on_bad_sample="raise")
-    with pytest.raises(SampleError, match=r"sample 20: the transform failed at .*albumentations.*: \w+"):
+    with pytest.raises(
+        SampleError, match=r"sample 20: the transform failed at .*: Crop size .* exceeds image dimensions"
+    ):
         batch(too_small, JPEGS[:1])
 
 

@@ -32,7 +32,6 @@ PIPELINES = {
     "heavy": lambda: build_transform("heavy", 24),
     **{name: functools.partial(build_transform, name, 24) for name in ("tv-light", "autoaugment", "augmix")},
     "steps": lambda: build_transform([{"RandomResizedCrop": {"size": [24, 24]}}, {"Blur": None}], 24),
-    "area": lambda: A.Compose([A.RandomResizedCrop((20, 30), area_for_downscale="image"), A.VerticalFlip()]),
     "cubic": lambda: A.Compose([A.RandomResizedCrop((33, 33), interpolation=cv2.INTER_CUBIC)]),
     "part of it": lambda: A.Compose([A.RandomResizedCrop((9, 9), (0.2, 0.3), (0.1, 9.0)), A.GaussNoise(p=1)]),
     "torchvision": lambda: v2.Compose([v2.RandomResizedCrop(24), v2.RandomHorizontalFlip(), v2.ColorJitter(0.2)]),
@@ -68,16 +67,6 @@ def test_the_crop_alone_gives_what_the_whole_image_gives(name: str) -> None:
             sizes.add(box[2:])
             assert part.shape[:2] == target
     assert len(sizes) > 12, "the crop hardly varies"
-
-
-@pytest.mark.parametrize("name", ["light", "heavy", "steps", "area", "cubic", "part of it"])
-def test_compose_is_given_the_crop_alone_where_it_is_not_done_without(name: str) -> None:
-    transform, by_compose = SampleTransform(PIPELINES[name]()), SampleTransform(PIPELINES[name]())
-    assert transform._direct is not None
-    by_compose._direct = None  # as with masks and boxes, and in other versions
-    for image in IMAGES:
-        for key in KEYS:
-            assert np.array_equal(by_crop(by_compose, image, key)[0], transform(image.copy(), key))
 
 
 @pytest.mark.parametrize("name", ["heavy", "torchvision"])

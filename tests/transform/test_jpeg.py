@@ -22,10 +22,10 @@ from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.opening import open_stream
 from raypipe.transform import jpeg as jpeg_module
 from raypipe.transform.decode import decode
-from raypipe.transform.direct import Box, Undecoded, cut
-from raypipe.transform.jpeg import decode_box, decode_jpeg_at, open_for_crop, why_no_extension
+from raypipe.transform.jpeg import decode_box, decode_jpeg_at, open_for_crop, why_no_kernel
+from raypipe.transform.sizes import Box, Undecoded, cut
 
-needs_extension = pytest.mark.skipif(bool(why_no_extension()), reason=f"no JPEG extension: {why_no_extension()}")
+needs_extension = pytest.mark.skipif(bool(why_no_kernel()), reason=f"no JPEG extension: {why_no_kernel()}")
 RNG = np.random.default_rng(0)
 
 
@@ -33,7 +33,7 @@ RNG = np.random.default_rng(0)
 def no_extension() -> Iterator[None]:
     """What a node without the extension does."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jpeg_module, "extension", lambda: None)
+        patch.setattr(jpeg_module, "why_no_kernel", lambda: "not built")
         yield
 
 
@@ -203,12 +203,15 @@ def test_the_scale_is_the_smallest_that_leaves_the_target(box: Box, shape: tuple
 
 
 def test_every_box_at_every_scale_keeps_a_pixel_and_stays_inside() -> None:
-    for side in (16, 17, 23, 40):
-        for eighths in (1, 2, 4):
-            for start in range(side):
-                for length in range(1, side - start + 1):
-                    first, num = jpeg_module._scaled_span(start, length, side, eighths)
-                    assert first >= 0 and num >= 1 and first + num <= -(-side * eighths // 8)
+    for side in (15, 16, 17, 23, 40):
+        spans = np.array([(first, end - first) for first in range(side) for end in range(first + 1, side + 1)])
+        boxes, sizes = spans[:, [0, 0, 1, 1]], np.full((len(spans), 2), side)
+        for target in (1, 2, 3, 9):
+            scaled, eighths = jpeg_module.scaled_boxes(boxes, sizes, (target, target))
+            starts, lengths = scaled[:, :2], scaled[:, 2:]
+            assert set(eighths.tolist()) <= {1, 2, 4, 8} and (side >= 16 or (eighths == 8).all())
+            assert (starts >= 0).all() and (lengths >= 1).all()
+            assert (starts + lengths <= -(-side * eighths[:, None] // 8)).all()
 
 
 def test_the_settings_of_a_run_reach_its_actors() -> None:

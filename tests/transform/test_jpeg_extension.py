@@ -1,4 +1,7 @@
-"""The compiled decoder. What needs it is skipped where it is not built, and says so."""
+"""The compiled decoder, csrc/jpeg_crop.h and csrc/jpeg_huffman.h.
+
+What needs it is skipped where it is not built, and says so.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +20,18 @@ import pytest
 import simplejpeg
 from PIL import Image
 
+from raypipe import native
 from raypipe.errors import SampleError
 from raypipe.transform import jpeg
 from raypipe.transform.decode import decode
-from raypipe.transform.jpeg import decode_box, missing_extension, why_no_extension
+from raypipe.transform.jpeg import decode_box, missing_extension
+from raypipe.transform.kernel import why_no_kernel
 
 CSRC = Path(__file__).parents[2] / "csrc"
 sys.path.insert(0, str(CSRC))
 from fuzz import fuzz  # noqa: E402
 
-needs_extension = pytest.mark.skipif(bool(why_no_extension()), reason=f"no JPEG extension: {why_no_extension()}")
+needs_extension = pytest.mark.skipif(bool(why_no_kernel()), reason=f"no JPEG extension: {why_no_kernel()}")
 RNG = np.random.default_rng(0)
 
 
@@ -80,10 +85,11 @@ def test_of_damaged_bytes_it_accepts_only_what_simplejpeg_does_and_with_its_pixe
 
 @pytest.mark.soak
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="the sanitizers' build is by GCC")
-def test_the_sanitizers_find_nothing() -> None:
-    environment = {**os.environ, "PYTHON": sys.executable}
+@pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
+def test_the_sanitizers_find_nothing(sanitizer: str) -> None:
+    environment = {**os.environ, "PYTHON": sys.executable, "SANITIZER": sanitizer}
     done = subprocess.run([CSRC / "sanitize.sh", "4000", "20000"], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0 and "0 wrong" in done.stdout, done.stderr[-3000:]
+    assert done.returncode == 0 and done.stdout.count(" 0 wrong") == 2, done.stderr[-3000:]
 
 
 @needs_extension
@@ -96,7 +102,7 @@ def test_a_whole_image_is_decoded_by_it_and_what_it_refuses_by_simplejpeg(monkey
     monkeypatch.undo()
     with pytest.raises(SampleError, match="truncated JPEG"):
         decode(damaged)
-    monkeypatch.setattr(jpeg, "extension", lambda: None)
+    monkeypatch.setattr(jpeg, "why_no_kernel", lambda: "not built")
     assert np.array_equal(decode(data), pixels)
 
 
@@ -109,7 +115,7 @@ def test_a_whole_image_is_decoded_by_it_and_what_it_refuses_by_simplejpeg(monkey
     ],
 )
 def test_a_box_outside_of_the_image_is_refused(arguments: tuple[int, int, int, int]) -> None:
-    from _raypipe_jpeg import decode_crop
+    from _raypipe_kernel import decode_crop
 
     data = simplejpeg.encode_jpeg(noise(64, 64), 90, "RGB", "420")
     for columns in (120, 1, 0):
@@ -126,11 +132,11 @@ def test_a_box_outside_of_the_image_is_refused(arguments: tuple[int, int, int, i
 
 def test_without_the_extension_there_is_a_reason_and_the_same_pixels() -> None:
     code = (
-        "import sys; sys.modules['_raypipe_jpeg'] = None\n"
+        "import sys; sys.modules['_raypipe_kernel'] = None\n"
         "from raypipe.config import TransformConfig\n"
-        "from raypipe.transform.jpeg import extension, open_for_crop, why_no_extension\n"
-        "assert extension() is None and open_for_crop(b'', TransformConfig(), (8, 8)) is None\n"
-        "print(why_no_extension())"
+        "from raypipe.transform.jpeg import open_for_crop, why_no_kernel\n"
+        "assert open_for_crop(b'', TransformConfig(), (8, 8)) is None\n"
+        "print(why_no_kernel())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.startswith("not built, or its libjpeg-turbo is missing"), done.stderr
@@ -139,7 +145,7 @@ def test_without_the_extension_there_is_a_reason_and_the_same_pixels() -> None:
 class Other:
     """An extension that differs in one thing."""
 
-    INTERFACE_VERSION = jpeg._INTERFACE_VERSION
+    INTERFACE_VERSION = native.INTERFACE_VERSION
 
     @staticmethod
     def decode_crop(data: bytes, *arguments: Any) -> int:
@@ -159,12 +165,16 @@ def test_an_extension_that_disagrees_is_not_used(
     monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], reason: str
 ) -> None:
     other = type("Changed", (Other,), {name: staticmethod(v) if callable(v) else v for name, v in change.items()})
-    monkeypatch.setitem(sys.modules, "_raypipe_jpeg", other)  # type: ignore[arg-type]
-    assert why_no_extension.__wrapped__().startswith(reason)
+    monkeypatch.setitem(sys.modules, "_raypipe_kernel", other)  # type: ignore[arg-type]
+    native.why_missing.cache_clear()
+    try:
+        assert why_no_kernel.__wrapped__().startswith(reason)
+    finally:
+        native.why_missing.cache_clear()
 
 
 def test_a_user_without_it_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jpeg, "why_no_extension", lambda: "not built")
+    monkeypatch.setattr(jpeg, "why_no_kernel", lambda: "not built")
     assert "not built" in missing_extension() and "apt-get install gcc libjpeg-dev" in missing_extension()
-    monkeypatch.setattr(jpeg, "why_no_extension", lambda: "")
+    monkeypatch.setattr(jpeg, "why_no_kernel", lambda: "")
     assert missing_extension() == ""

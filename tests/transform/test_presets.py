@@ -208,7 +208,8 @@ def test_albumentations_is_imported_only_when_a_preset_needs_it_and_never_asks_t
         "from raypipe.transform.presets import build_transform\n"
         "build_transform('none', 8); assert 'albumentations' not in sys.modules\n"
         "import socket; socket.socket.connect = lambda *a: sys.exit('asked the network')\n"
-        "build_transform('light', 8); assert 'albumentations' in sys.modules\n"
+        "build_transform('heavy', 8); build_transform('dino', 8); assert 'albumentations' not in sys.modules\n"
+        "build_transform('light', 8, by_library=True); assert 'albumentations' in sys.modules\n"
         "assert os.environ['NO_ALBUMENTATIONS_UPDATE'] == '1'"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -245,7 +245,7 @@ def test_another_format_of_boxes_is_refused() -> None:
 
 @pytest.mark.parametrize("name", ["light", "heavy", "center", "resize", "flip-crop", "small"])
 def test_every_preset_will_do(name: str) -> None:
-    assert "bboxes" in target_pipeline(build_transform(name, 8), ["boxes"]).processors
+    assert "bboxes" in target_pipeline(build_transform(name, 8, by_library=True), ["boxes"]).processors
 
 
 def test_none_stays_none() -> None:

@@ -109,11 +109,11 @@ def test_presets_have_the_crops_of_their_papers() -> None:
         "view.pair": (2, 32, 32, 3),
     }
     built = build_transform("dino", 224)
-    scales = {name: [each.transforms[0].scale for each in view.transforms] for name, view in built.items()}
+    scales = {name: [tuple(each.steps[0].scale) for each in view.transforms] for name, view in built.items()}
     assert scales == {"global": [(0.4, 1.0)] * 2, "local": [(0.05, 0.4)]}
-    names = [[type(step).__name__ for step in each.transforms] for each in built["global"].transforms]
+    names = [[type(step).__name__ for step in each.steps] for each in built["global"].transforms]
     assert names[1] == [*names[0], "Solarize"] and names[0][-1] == "GaussianBlur"
-    assert [each.transforms[4].p for each in built["global"].transforms] == [1.0, 0.1]
+    assert [each.steps[4].p for each in built["global"].transforms] == [1.0, 0.1]
     for preset in VIEW_PRESETS:
         check_transform(preset, 64)
 

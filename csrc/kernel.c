@@ -1,0 +1,326 @@
+/* The images of a micro-batch in one call: the optional extension behind raypipe/transform/kernel.py, jpeg.py and stores/lmdb_pages.py.
+ *
+ *     sizes(images) -> bytes
+ *         int32 (B, 2): height and width; 0, 0 of what run() does not take, by its header
+ *     run(images, jobs, threads, to_end) -> bytes
+ *         B statuses, see image.h. A job is (ops, params, out); each makes an image of each image.
+ *             images   B objects: a JPEG (bytes-like), pixels (uint8, H x W x 3), or None
+ *             ops      int32 (n, 2): a code, and where in a row of params its `apply` is
+ *             params   int64 (B, P)
+ *             out      uint8 (B, H, W, 3), writable, C-contiguous but for its first axis
+ *     decode_crop(data, left, top, width, height, eighths, to_end, out, columns) -> first
+ *         A rectangle of a JPEG. `out` is height x columns x 3 bytes, a few columns wider than the rectangle, which
+ *         begins in column `first`. ValueError: refused.
+ *     lmdb_open, lmdb_read
+ *         Records of LMDB, see lmdb.h.
+ *     set_simd(level) -> level
+ *         Use no more than these vector instructions (0 none, 1 SSSE3, 2 AVX2), for tests; what will be used.
+ *
+ * The interpreter is let go of while images are made, by `threads` threads that each take the next image. An image
+ * has no effect on another one: neither its bytes nor its params, which are all untrusted.
+ */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include "lmdb.h"
+#include "program.h"
+
+#include <pthread.h>
+
+/* Of the interface above; kernel.py and jpeg.py ask for it. */
+#define INTERFACE_VERSION 2
+#define MAX_THREADS 256
+
+static int simd_level, most_simd;
+
+/* Those that wait for a call; only touched by who holds the interpreter's lock. */
+static Worker *idle_workers;
+
+static Worker *take_worker(void)
+{
+    Worker *worker = idle_workers;
+    if (worker)
+        idle_workers = worker->next;
+    else
+        worker = calloc(1, sizeof *worker);
+    return worker;
+}
+
+static void give_worker_back(Worker *worker)
+{
+    trim_worker(worker);
+    worker->next = idle_workers;
+    idle_workers = worker;
+}
+
+/* What a call is given, and the views that keep it alive. */
+typedef struct {
+    Call call;
+    Py_buffer *views;
+    Py_ssize_t num_views;
+    Worker *workers[MAX_THREADS];
+    int num_workers;
+} Request;
+
+static void release(Request *request)
+{
+    for (int i = 0; i < request->num_workers; i++)
+        give_worker_back(request->workers[i]);
+    for (Py_ssize_t i = 0; i < request->num_views; i++)
+        PyBuffer_Release(&request->views[i]);
+    free(request->views);
+    free(request->call.sources);
+    free(request->call.jobs);
+}
+
+static int fail(PyObject *error, const char *message)
+{
+    PyErr_SetString(error, message);
+    return -1;
+}
+
+static Py_buffer *view_of(Request *request, PyObject *object, int flags)
+{
+    Py_buffer *view = &request->views[request->num_views];
+    if (PyObject_GetBuffer(object, view, flags) < 0)
+        return NULL;
+    request->num_views++;
+    return view;
+}
+
+/* Bytes, or pixels. An empty one, or one of another shape, is no image. */
+static int read_source(Request *request, PyObject *object, Source *source)
+{
+    memset(source, 0, sizeof *source);
+    if (object == Py_None)
+        return 0;
+    const Py_buffer *view = view_of(request, object, PyBUF_ND);
+    if (!view)
+        return -1;
+    if (view->itemsize != 1)
+        return fail(PyExc_TypeError, "images must be of bytes");
+    source->bytes = view->buf;
+    source->size = (size_t)view->len;
+    if (view->ndim == 3) {
+        const int is_image = view->shape[0] >= 1 && view->shape[0] <= MAX_SIDE && view->shape[1] >= 1 &&
+                             view->shape[1] <= MAX_SIDE && view->shape[2] == CHANNELS;
+        source->height = is_image ? (int)view->shape[0] : -1;
+        source->width = is_image ? (int)view->shape[1] : -1;
+    }
+    return 0;
+}
+
+static int read_sources(Request *request, PyObject *images, Py_ssize_t other_views)
+{
+    const Py_ssize_t num = PySequence_Size(images);
+    if (num < 0)
+        return -1;
+    request->call.num_images = num;
+    request->call.sources = calloc((size_t)num + 1, sizeof(Source));
+    request->views = calloc((size_t)(num + other_views) + 1, sizeof(Py_buffer));
+    if (!request->call.sources || !request->views)
+        return fail(PyExc_MemoryError, "no memory for a call");
+    for (Py_ssize_t i = 0; i < num; i++) {
+        PyObject *object = PySequence_GetItem(images, i);
+        const int failed = !object || read_source(request, object, &request->call.sources[i]) < 0;
+        Py_XDECREF(object); /* its view holds it */
+        if (failed)
+            return -1;
+    }
+    return 0;
+}
+
+static int read_job(Request *request, PyObject *object, Job *job)
+{
+    PyObject *ops, *params, *out;
+    if (!PyArg_ParseTuple(object, "OOO;a job is (ops, params, out)", &ops, &params, &out))
+        return -1;
+    const Py_buffer *ops_view = view_of(request, ops, PyBUF_ND);
+    const Py_buffer *params_view = ops_view ? view_of(request, params, PyBUF_ND) : NULL;
+    const Py_buffer *out_view = params_view ? view_of(request, out, PyBUF_STRIDES | PyBUF_WRITABLE) : NULL;
+    if (!out_view)
+        return -1;
+    const Py_ssize_t num = request->call.num_images, *shape = out_view->shape, *strides = out_view->strides;
+    if (ops_view->ndim != 2 || ops_view->itemsize != sizeof(int32_t) || ops_view->shape[1] != 2)
+        return fail(PyExc_ValueError, "ops must be int32 (n, 2)");
+    if (params_view->ndim != 2 || params_view->itemsize != sizeof(int64_t) || params_view->shape[0] != num)
+        return fail(PyExc_ValueError, "params must be int64 (B, P)");
+    if (out_view->ndim != 4 || out_view->itemsize != 1 || shape[0] != num || shape[3] != CHANNELS)
+        return fail(PyExc_ValueError, "out must be uint8 (B, H, W, 3)");
+    if (shape[1] < 1 || shape[2] < 1 || shape[1] > MAX_SIDE || shape[2] > MAX_SIDE)
+        return fail(PyExc_ValueError, "out has images without pixels, or too large ones");
+    const Py_ssize_t row = shape[2] * CHANNELS, distance = strides[0] < 0 ? -strides[0] : strides[0];
+    if (strides[3] != 1 || strides[2] != CHANNELS || strides[1] != row || (num > 1 && distance < row * shape[1]))
+        return fail(PyExc_ValueError, "out must be C-contiguous but for its first axis, and its images apart");
+    *job = (Job){.ops = ops_view->buf, .num_ops = ops_view->shape[0], .params = params_view->buf,
+                 .num_params = params_view->shape[1], .out = out_view->buf, .slot_stride = strides[0],
+                 .height = (int)shape[1], .width = (int)shape[2]};
+    return are_ops(job) ? 0 : fail(PyExc_ValueError, "ops name an unknown operation, or params that there are not");
+}
+
+static int read_jobs(Request *request, PyObject *jobs)
+{
+    const Py_ssize_t num = PySequence_Size(jobs);
+    if (num < 0)
+        return -1;
+    request->call.jobs = calloc((size_t)num + 1, sizeof(Job));
+    if (!request->call.jobs)
+        return fail(PyExc_MemoryError, "no memory for a call");
+    for (; request->call.num_jobs < num; request->call.num_jobs++) {
+        PyObject *object = PySequence_GetItem(jobs, request->call.num_jobs);
+        const int failed =
+            !object || read_job(request, object, &request->call.jobs[request->call.num_jobs]) < 0;
+        Py_XDECREF(object);
+        if (failed)
+            return -1;
+    }
+    return 0;
+}
+
+typedef struct {
+    Call *call;
+    Worker *worker;
+    pthread_t id;
+} Thread;
+
+static void *work(void *argument)
+{
+    Thread *thread = argument;
+    work_on(thread->call, thread->worker);
+    return NULL;
+}
+
+/* One that cannot be started is done without: the others take its images. */
+static void run_threads(Request *request)
+{
+    Thread threads[MAX_THREADS];
+    int num_started = 1;
+    for (int i = 1; i < request->num_workers; i++) {
+        threads[num_started] = (Thread){.call = &request->call, .worker = request->workers[i]};
+        if (pthread_create(&threads[num_started].id, NULL, work, &threads[num_started]) == 0)
+            num_started++;
+    }
+    work_on(&request->call, request->workers[0]);
+    for (int i = 1; i < num_started; i++)
+        pthread_join(threads[i].id, NULL);
+}
+
+static PyObject *py_run(PyObject *self, PyObject *args)
+{
+    (void)self;
+    PyObject *images, *jobs, *result = NULL;
+    int num_threads, to_end;
+    if (!PyArg_ParseTuple(args, "OOip", &images, &jobs, &num_threads, &to_end))
+        return NULL;
+    Request request = {.call = {.to_end = to_end, .simd = simd_level}};
+    const Py_ssize_t num_jobs = PySequence_Size(jobs);
+    if (num_jobs < 0 || read_sources(&request, images, 3 * num_jobs) < 0 || read_jobs(&request, jobs) < 0)
+        goto end;
+    if (num_threads < 1 || num_threads > MAX_THREADS) {
+        PyErr_Format(PyExc_ValueError, "threads must be 1 to %d, not %d", MAX_THREADS, num_threads);
+        goto end;
+    }
+    if (num_threads > request.call.num_images)
+        num_threads = request.call.num_images ? (int)request.call.num_images : 1;
+    for (; request.num_workers < num_threads; request.num_workers++)
+        if (!(request.workers[request.num_workers] = take_worker()))
+            break;
+    result = PyBytes_FromStringAndSize(NULL, request.call.num_images);
+    if (!result || !request.num_workers) {
+        Py_CLEAR(result);
+        PyErr_NoMemory();
+        goto end;
+    }
+    request.call.statuses = (uint8_t *)PyBytes_AsString(result);
+    Py_BEGIN_ALLOW_THREADS
+    run_threads(&request);
+    Py_END_ALLOW_THREADS
+end:
+    release(&request);
+    return result;
+}
+
+static PyObject *py_sizes(PyObject *self, PyObject *images)
+{
+    (void)self;
+    PyObject *result = NULL;
+    Request request = {0};
+    if (read_sources(&request, images, 0) == 0)
+        result = PyBytes_FromStringAndSize(NULL, request.call.num_images * 2 * (Py_ssize_t)sizeof(int32_t));
+    if (result) {
+        int32_t *sizes = (int32_t *)PyBytes_AsString(result);
+        for (Py_ssize_t i = 0; i < request.call.num_images; i++)
+            size_of(&request.call.sources[i], &sizes[2 * i], &sizes[2 * i + 1]);
+    }
+    release(&request);
+    return result;
+}
+
+static PyObject *py_decode_crop(PyObject *self, PyObject *args)
+{
+    (void)self;
+    Py_buffer data, out;
+    unsigned int left, top, width, height, eighths, columns;
+    int to_end;
+    if (!PyArg_ParseTuple(args, "y*IIIIIpw*I", &data, &left, &top, &width, &height, &eighths, &to_end, &out, &columns))
+        return NULL;
+    PyObject *result = NULL;
+    Worker *worker = take_worker();
+    /* Sizes that cannot overflow: JPEG_MAX_DIMENSION is 65,500. */
+    if (!worker) {
+        PyErr_NoMemory();
+    } else if (width < 1 || height < 1 || width > JPEG_MAX_DIMENSION || height > JPEG_MAX_DIMENSION ||
+        left > JPEG_MAX_DIMENSION || top > JPEG_MAX_DIMENSION || columns > JPEG_MAX_DIMENSION || eighths < 1 ||
+        eighths > 8) {
+        PyErr_SetString(PyExc_ValueError, "no such crop or scale");
+    } else if ((unsigned long long)out.len != (unsigned long long)height * columns * 3) {
+        PyErr_Format(PyExc_ValueError, "out has %zd bytes, not %u x %u x 3", out.len, height, columns);
+    } else {
+        const Crop crop = {left, top, width, height, eighths, to_end, columns};
+        int first;
+        Py_BEGIN_ALLOW_THREADS
+        first = decode_crop(&worker->decoder, data.buf, (size_t)data.len, crop, out.buf);
+        Py_END_ALLOW_THREADS
+        if (first < 0)
+            PyErr_SetString(PyExc_ValueError, worker->decoder.trouble.message);
+        else
+            result = PyLong_FromLong(first);
+    }
+    if (worker)
+        give_worker_back(worker);
+    PyBuffer_Release(&data);
+    PyBuffer_Release(&out);
+    return result;
+}
+
+static PyObject *py_set_simd(PyObject *self, PyObject *level)
+{
+    (void)self;
+    const long wanted = PyLong_AsLong(level);
+    if (wanted == -1 && PyErr_Occurred())
+        return NULL;
+    simd_level = wanted < SIMD_NONE ? SIMD_NONE : wanted < most_simd ? (int)wanted : most_simd;
+    return PyLong_FromLong(simd_level);
+}
+
+static PyMethodDef methods[] = {
+    {"sizes", py_sizes, METH_O, "Heights and widths of images, by their headers; see kernel.c"},
+    {"run", py_run, METH_VARARGS, "Make the images of a micro-batch; see kernel.c"},
+    {"decode_crop", py_decode_crop, METH_VARARGS, "RGB of a rectangle of a JPEG at a scale of eighths/8; see kernel.c"},
+    {"lmdb_open", py_lmdb_open, METH_VARARGS, "A reader of an open file; see lmdb.h"},
+    {"lmdb_read", py_lmdb_read, METH_VARARGS, "Columns of many records; see lmdb.h"},
+    {"set_simd", py_set_simd, METH_O, "Use no more than these vector instructions; see kernel.c"},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_raypipe_kernel", NULL, 0, methods, NULL, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit__raypipe_kernel(void)
+{
+    PyObject *made = PyModule_Create(&module);
+    if (made && (PyModule_AddIntConstant(made, "INTERFACE_VERSION", INTERFACE_VERSION) < 0 ||
+                 PyModule_AddIntConstant(made, "LIBJPEG_TURBO_VERSION_NUMBER", LIBJPEG_TURBO_VERSION_NUMBER) < 0))
+        Py_CLEAR(made);
+    simd_level = most_simd = best_simd();
+    return made;
+}

@@ -1,0 +1,281 @@
+/* cv2.resize of 8-bit RGB: nearest, linear and area to the bit, cubic within 1 level (OpenCV computes most
+ * columns with floats, and the last ones of a row in fixed point).
+ *
+ *     linear, area that enlarges    rows are interpolated horizontally into 16 bits and kept for the next row of
+ *                                   the result, then vertically; coefficients have 11 bits
+ *     cubic                         the same with 4 taps, its own definition: of the columns' sums (Q11) 6 bits of
+ *                                   the fraction are kept, (sum + 16) >> 5, and rows are (sum + 2^16) >> 17
+ *     area that shrinks             by whole numbers; others are refused, the caller has OpenCV
+ *
+ * Coefficients are made of doubles and floats exactly as OpenCV makes them, and are integers from there on. So this
+ * file needs -ffp-contract=off. Scalar code is the definition; resize_simd.h has the same for x86-64.
+ */
+#ifndef RAYPIPE_RESIZE_H
+#define RAYPIPE_RESIZE_H
+
+#include "image.h"
+
+enum { NEAREST = 0, LINEAR = 1, CUBIC = 2, AREA = 3 };
+
+#define COEFFICIENT_BITS 11
+#define ONE (1 << COEFFICIENT_BITS)
+#define MAX_TAPS 4
+#define ROW_PADDING 16 /* elements that vector code may write behind a row of intermediate results */
+
+/* Where the pixels of a row or column of the result come from. */
+typedef struct {
+    int source, result; /* sides, pixels */
+    double scale;       /* source / result, as OpenCV rounds it */
+    double inverse;
+    int is_area;
+} Axis;
+
+/* The first of 2 source pixels, or the second of 4, and coefficients. */
+typedef struct {
+    int at;
+    int16_t coefficients[MAX_TAPS];
+} Taps;
+
+static Axis axis_of(int source, int result, int is_area)
+{
+    const double inverse = (double)result / source;
+    return (Axis){source, result, 1.0 / inverse, inverse, is_area};
+}
+
+static inline int floor_of(double value)
+{
+    const int down = (int)value;
+    return down - (value < down);
+}
+
+/* The nearest integer, halves to even, by what the addition itself rounds; |value| < 2^22. */
+static inline int16_t round_of(float value)
+{
+    const float magic = 12582912.0f; /* 1.5 * 2^23 */
+    return (int16_t)((value + magic) - magic);
+}
+
+/* The position of a pixel of the result, and what it is behind pixel `at`. */
+static inline float position(const Axis *axis, int number, int *at)
+{
+    if (!axis->is_area) {
+        const float place = (float)((number + 0.5) * axis->scale - 0.5);
+        *at = floor_of(place);
+        return place - (float)*at;
+    }
+    *at = floor_of(number * axis->scale);
+    const float behind = (float)((number + 1) - (*at + 1) * axis->inverse);
+    return behind <= 0 ? 0 : behind - (float)floor_of(behind);
+}
+
+static inline Taps linear_taps(const Axis *axis, int number)
+{
+    Taps taps = {0};
+    const float behind = position(axis, number, &taps.at);
+    taps.coefficients[0] = round_of((1.0f - behind) * ONE);
+    taps.coefficients[1] = round_of(behind * ONE);
+    return taps;
+}
+
+/* Columns: unlike rows, they have the whole of the outermost pixel beyond its middle. Both pixels are in the row. */
+static inline Taps linear_column(const Axis *axis, int number)
+{
+    Taps taps = linear_taps(axis, number);
+    const int is_before = taps.at < 0, is_behind = taps.at >= axis->source - 1;
+    if (is_before || is_behind) {
+        const int is_second = is_behind && axis->source > 1; /* of the last two */
+        taps.at = is_second ? axis->source - 2 : 0;
+        taps.coefficients[0] = is_second ? 0 : ONE;
+        taps.coefficients[1] = is_second ? ONE : 0;
+    }
+    return taps;
+}
+
+static inline Taps cubic_taps(const Axis *axis, int number)
+{
+    const float a = -0.75f;
+    Taps taps = {0};
+    const float x = position(axis, number, &taps.at), y = 1.0f - x;
+    const float c0 = ((a * (x + 1.0f) - 5.0f * a) * (x + 1.0f) + 8.0f * a) * (x + 1.0f) - 4.0f * a;
+    const float c1 = ((a + 2.0f) * x - (a + 3.0f)) * x * x + 1.0f;
+    const float c2 = ((a + 2.0f) * y - (a + 3.0f)) * y * y + 1.0f;
+    const float c3 = 1.0f - c0 - c1 - c2;
+    taps.coefficients[0] = round_of(c0 * ONE);
+    taps.coefficients[1] = round_of(c1 * ONE);
+    taps.coefficients[2] = round_of(c2 * ONE);
+    taps.coefficients[3] = round_of(c3 * ONE);
+    return taps;
+}
+
+static inline int bound(int at, int side) { return at < 0 ? 0 : at >= side ? side - 1 : at; }
+
+/* A row of the source, columns from `first` on, as 15 bits: OpenCV drops the others before it goes on. */
+static void linear_columns(const uint8_t *row, int second, const Taps *columns, int first, int width, int16_t *to)
+{
+    for (int x = first; x < width; x++) {
+        const uint8_t *pixel = row + columns[x].at * CHANNELS;
+        const int a = columns[x].coefficients[0], b = columns[x].coefficients[1];
+        for (int c = 0; c < CHANNELS; c++)
+            to[x * CHANNELS + c] = (int16_t)((pixel[c] * a + pixel[second + c] * b) >> 4);
+    }
+}
+
+static void linear_rows(const int16_t *above, const int16_t *below, int a, int b, int first, int num, uint8_t *to)
+{
+    for (int i = first; i < num; i++)
+        to[i] = (uint8_t)(((above[i] * a >> 16) + (below[i] * b >> 16) + 2) >> 2);
+}
+
+/* Intermediate results of cubic lose 5 of their bits, rounded: 16 bits hold what overshoots, 19,400 at most. */
+static void cubic_columns(const uint8_t *row, int source, const Taps *columns, int first, int end, int16_t *to)
+{
+    for (int x = first; x < end; x++)
+        for (int c = 0; c < CHANNELS; c++) {
+            int sum = 0;
+            for (int k = 0; k < 4; k++)
+                sum += row[bound(columns[x].at - 1 + k, source) * CHANNELS + c] * columns[x].coefficients[k];
+            to[x * CHANNELS + c] = (int16_t)((sum + 16) >> 5);
+        }
+}
+
+static void cubic_rows(const int16_t *const *rows, const int16_t *coefficients, int first, int num, uint8_t *to)
+{
+    for (int i = first; i < num; i++) {
+        int sum = 1 << 16;
+        for (int k = 0; k < 4; k++)
+            sum += rows[k][i] * coefficients[k];
+        to[i] = clip(sum >> 17);
+    }
+}
+
+#include "resize_simd.h"
+
+/* Rows of intermediate results that are still of use: the source's row `number` is in rows[number % taps]. */
+typedef struct {
+    int num_taps;
+    int numbers[MAX_TAPS];
+    int16_t *rows[MAX_TAPS];
+} Ring;
+
+static const int16_t *cached_row(
+    Ring *ring, int number, const Image *from, const Taps *columns, int width, const Scratch *scratch)
+{
+    const int at = number % ring->num_taps;
+    if (ring->numbers[at] != number) {
+        const uint8_t *row = from->pixels + number * from->stride;
+        if (ring->num_taps == 2)
+            columns_by_linear(row, from->width, columns, width, ring->rows[at], scratch->simd);
+        else
+            columns_by_cubic(row, from->width, columns, width, ring->rows[at], scratch->simd);
+        ring->numbers[at] = number;
+    }
+    return ring->rows[at];
+}
+
+/* By 2 taps (linear) or 4 (cubic) in each direction. */
+static int interpolate(const Image *from, const Image *to, int num_taps, int is_area, Scratch *scratch)
+{
+    const Axis across = axis_of(from->width, to->width, is_area), down = axis_of(from->height, to->height, is_area);
+    const size_t num = (size_t)to->width * CHANNELS;
+    const size_t row_size = (num + ROW_PADDING + 1) / 2 * 2; /* what is behind it is aligned to 4 bytes */
+    uint8_t *work = work_memory(scratch, num_taps * row_size * sizeof(int16_t) + (size_t)to->width * sizeof(Taps));
+    if (!work)
+        return NO_MEMORY;
+    Ring ring = {.num_taps = num_taps};
+    for (int k = 0; k < num_taps; k++) {
+        ring.numbers[k] = -1;
+        ring.rows[k] = (int16_t *)work + k * row_size;
+    }
+    Taps *columns = (Taps *)((int16_t *)work + num_taps * row_size);
+    for (int x = 0; x < to->width; x++)
+        columns[x] = num_taps == 2 ? linear_column(&across, x) : cubic_taps(&across, x);
+    for (int y = 0; y < to->height; y++) {
+        const Taps taps = num_taps == 2 ? linear_taps(&down, y) : cubic_taps(&down, y);
+        const int16_t *rows[MAX_TAPS] = {NULL};
+        uint8_t *out = to->pixels + y * to->stride;
+        for (int k = 0; k < num_taps; k++) {
+            const int number = bound(taps.at + k - (num_taps == 2 ? 0 : 1), from->height);
+            rows[k] = cached_row(&ring, number, from, columns, to->width, scratch);
+        }
+        if (num_taps == 2)
+            rows_by_linear(rows, taps.coefficients, (int)num, out, scratch->simd);
+        else
+            rows_by_cubic(rows, taps.coefficients, (int)num, out, scratch->simd);
+    }
+    return DONE;
+}
+
+/* Means of blocks of rows x columns pixels. OpenCV multiplies by the rounded float 1 / area, but for 2 x 2. */
+static int mean_of_blocks(const Image *from, const Image *to, Scratch *scratch)
+{
+    const int rows = from->height / to->height, columns = from->width / to->width;
+    const int is_half = rows == 2 && columns == 2;
+    const float weight = 1.0f / (float)(rows * columns), magic = 12582912.0f;
+    uint32_t *sums = (uint32_t *)work_memory(scratch, (size_t)from->width * CHANNELS * sizeof(uint32_t));
+    if (!sums)
+        return NO_MEMORY;
+    for (int y = 0; y < to->height; y++) {
+        const uint8_t *row = from->pixels + (ptrdiff_t)y * rows * from->stride;
+        uint8_t *out = to->pixels + y * to->stride;
+        memset(sums, 0, (size_t)from->width * CHANNELS * sizeof(uint32_t));
+        for (int k = 0; k < rows; k++, row += from->stride)
+            for (int i = 0; i < from->width * CHANNELS; i++)
+                sums[i] += row[i];
+        for (int x = 0; x < to->width; x++)
+            for (int c = 0; c < CHANNELS; c++) {
+                uint32_t sum = 0;
+                for (int k = 0; k < columns; k++)
+                    sum += sums[(x * columns + k) * CHANNELS + c];
+                /* floats are whole numbers from 2^23 on: the addition rounds */
+                const float rounded = (float)(int32_t)sum * weight + magic;
+                out[x * CHANNELS + c] = (uint8_t)(is_half ? (sum + 2) >> 2 : (uint32_t)(rounded - magic));
+            }
+    }
+    return DONE;
+}
+
+static int resize_nearest(const Image *from, const Image *to, Scratch *scratch)
+{
+    const Axis across = axis_of(from->width, to->width, 0), down = axis_of(from->height, to->height, 0);
+    int32_t *offsets = (int32_t *)work_memory(scratch, (size_t)to->width * sizeof(int32_t));
+    if (!offsets)
+        return NO_MEMORY;
+    for (int x = 0; x < to->width; x++)
+        offsets[x] = bound(floor_of(x * across.scale), from->width) * CHANNELS;
+    for (int y = 0; y < to->height; y++) {
+        const uint8_t *row = from->pixels + bound(floor_of(y * down.scale), from->height) * from->stride;
+        uint8_t *out = to->pixels + y * to->stride;
+        for (int x = 0; x < to->width; x++)
+            for (int c = 0; c < CHANNELS; c++)
+                out[x * CHANNELS + c] = row[offsets[x] + c];
+    }
+    return DONE;
+}
+
+/* height, width, interpolation */
+static int resize(Image *image, const int64_t *params, Scratch *scratch)
+{
+    Image result;
+    const int64_t interpolation = params[2];
+    if (interpolation < NEAREST || interpolation > AREA)
+        return BAD_PARAMS;
+    if (params[0] == image->height && params[1] == image->width)
+        return DONE;
+    int status = new_image(&result, params[0], params[1], scratch);
+    if (status != DONE)
+        return status;
+    const int is_whole = image->height % result.height == 0 && image->width % result.width == 0;
+    const int is_half = is_whole && image->height / result.height == 2 && image->width / result.width == 2;
+    const int enlarges = result.height > image->height || result.width > image->width;
+    if (interpolation == NEAREST)
+        status = resize_nearest(image, &result, scratch);
+    else if (is_half && interpolation == LINEAR)
+        status = mean_of_blocks(image, &result, scratch);
+    else if (interpolation == AREA && !enlarges)
+        status = is_whole ? mean_of_blocks(image, &result, scratch) : BAD_PARAMS;
+    else
+        status = interpolate(image, &result, interpolation == CUBIC ? 4 : 2, interpolation == AREA, scratch);
+    *image = result;
+    return status;
+}
+#endif

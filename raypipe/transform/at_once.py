@@ -1,0 +1,242 @@
+"""The images of a micro-batch, made by programs in one call, as far as that is possible.
+
+    JPEGs that the kernel takes        decoded and transformed by it
+    other encoded images, and those    decoded here, some at a time, and transformed by it; or, where there is
+    of a cache                         no kernel, by the reference
+
+A row for which neither will do (it is damaged, or too small for a crop) is left to the straight loop, which says
+why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from raypipe.config import TransformConfig
+from raypipe.errors import SampleError
+from raypipe.plan.order import mix64
+from raypipe.plan.places import Sides
+from raypipe.transform import kernel, reference
+from raypipe.transform.decode import decode
+from raypipe.transform.draws import Key
+from raypipe.transform.fields import MadeAtOnce
+from raypipe.transform.jpeg import jpeg_orientation, scaled_boxes
+from raypipe.transform.kernel import DONE, Job
+from raypipe.transform.ops import Op
+from raypipe.transform.program import Program
+from raypipe.transform.samples import Decoded, EncodedSample
+
+_MAX_DECODED = 32 << 20  # bytes of pixels that are decoded before a call
+
+
+@dataclass(frozen=True)
+class Crop:
+    """An image that a program makes of each sample: the sample's only one, or one of a view.
+
+    Attributes:
+        field: that it belongs to.
+        program: that makes it.
+        finish: what comes behind the program, of an image, its targets and the key; None: nothing does.
+        number: of several that the field has.
+        part: uint64 (2,), with which the keys of samples are mixed; None: they are used as they are.
+    """
+
+    field: str
+    program: Program
+    finish: Callable[[np.ndarray, dict[str, Any], Key], dict[str, np.ndarray]] | None = None
+    number: int | None = None
+    part: np.ndarray | None = None
+
+    def keys(self, keys: np.ndarray) -> np.ndarray:
+        """Its keys, uint64 (B, 2), by those of the samples."""
+        return keys if self.part is None else mix64(self.part ^ keys)
+
+    def slots(self, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
+        """Where its images are put, uint8 (B, h, w, 3), in the arrays of a micro-batch by field."""
+        array = arrays[self.field]
+        return array if self.number is None else array[:, self.number]
+
+
+def shapes_of(crops: Sequence[Crop]) -> dict[str, tuple[int, ...]]:
+    """The shapes of a sample's fields, of which these are the images."""
+    shapes = dict[str, tuple[int, ...]]()
+    for crop in crops:
+        several = () if crop.number is None else (crop.number + 1,)
+        shapes[crop.field] = *several, *(crop.program.size or ()), 3
+    return shapes
+
+
+class ProgramsAtOnce:
+    """Makes the images of micro-batches.
+
+    Args:
+        crops: of each sample.
+        config: how images are decoded.
+        threads: that the kernel uses.
+    """
+
+    def __init__(self, crops: Sequence[Crop], config: TransformConfig, threads: int) -> None:
+        self._crops, self._config, self._threads = crops, config, threads
+        self._target = crops[0].program.crop_target if config.crop_decode == "scaled" else None
+
+    def make(
+        self,
+        samples: Sequence[EncodedSample | Decoded | None],
+        keys: np.ndarray,
+        arrays: Mapping[str, np.ndarray],
+        cached: Callable[[int], Decoded | None] | None = None,
+    ) -> MadeAtOnce:
+        """Make the images of B samples.
+
+        Args:
+            samples: None = none is wanted for this row.
+            keys: uint64 (B, 2).
+            arrays: by field, (B, …).
+            cached: decodes the sample of a row, to keep it.
+
+        Returns:
+            Which are made. Slots of others may hold anything.
+        """
+        first = self._crops[0].program
+        made = MadeAtOnce(
+            np.zeros(len(samples), bool),
+            np.zeros((len(samples), first.num_params), np.int64),
+            np.zeros((len(samples), 2), np.int32),
+        )
+        if cached is None:
+            encoded = [sample.image if isinstance(sample, EncodedSample) else None for sample in samples]
+            self._run(encoded, self._sizes(encoded), keys, arrays, made, self._target)
+        for decoded in self._decoded(samples, made.rows, cached):
+            sizes = np.array([(0, 0) if image is None else image.shape[:2] for image in decoded])
+            self._run(decoded, sizes, keys, arrays, made)
+        return made
+
+    def _sizes(self, encoded: Sequence[bytes | None]) -> np.ndarray:
+        """(height, width), int32 (B, 2), of those that the kernel decodes; zeros of others.
+
+        Those are also others that are turned upright, or decoded at a reduced scale as a whole.
+        """
+        sizes, least = kernel.sizes(encoded), self._config.decode_min_side
+        if least:
+            sizes[sizes.min(axis=1) >= 2 * least] = 0
+        if self._config.apply_exif:
+            for row in np.flatnonzero(sizes[:, 0]).tolist():
+                data = encoded[row] or b""
+                if b"Exif\0\0" in data and 2 <= jpeg_orientation(data) <= 8:
+                    sizes[row] = 0
+        return sizes
+
+    def _run(
+        self,
+        images: Sequence[Any],
+        sizes: np.ndarray,
+        keys: np.ndarray,
+        arrays: Mapping[str, np.ndarray],
+        made: MadeAtOnce,
+        target: Sides | None = None,
+    ) -> None:
+        """Make the images of the rows that have sizes, and note them.
+
+        Args:
+            target: decode crops at a reduced scale, not below this (height, width).
+        """
+        (rows,) = np.nonzero(sizes[:, 0])
+        if not rows.size:
+            return
+        jobs = []
+        for crop in self._crops:
+            drawn, _ = crop.program.draw(crop.keys(keys[rows]), sizes[rows])
+            params = drawn
+            if len(rows) < len(images):
+                params = np.zeros((len(images), drawn.shape[1]), np.int64)
+                params[rows] = drawn
+            slots = crop.slots(arrays)
+            if crop.finish:
+                slots = np.empty((len(images), *(crop.program.size or ()), 3), np.uint8)
+            jobs.append(Job(crop.program.ops, params, slots))
+        called = [_scaled(job, sizes, target) for job in jobs] if target else jobs
+        done = kernel.run(images, called, self._threads) == DONE
+        for row in rows[~done[rows]].tolist():
+            if isinstance(images[row], np.ndarray):
+                done[row] = _by_reference(images[row], jobs, row)
+        for crop, (_, _, slots) in zip(self._crops, jobs, strict=True):
+            if crop.finish:
+                _finish(crop, slots, keys, arrays, rows, done)
+        made.rows[done] = True
+        made.params[done], made.sizes[done] = jobs[0][1][done], sizes[done]
+
+    def _decoded(
+        self,
+        samples: Sequence[EncodedSample | Decoded | None],
+        made: np.ndarray,
+        cached: Callable[[int], Decoded | None] | None,
+    ) -> Iterator[list[np.ndarray | None]]:
+        """The pixels of rows that are not made, where they can be had, by row; not too many at a time."""
+        images: list[np.ndarray | None] = [None] * len(samples)
+        num_bytes = 0
+        for row in np.flatnonzero(~made).tolist():
+            pixels = self._pixels(samples[row], row, cached)
+            if pixels is None:
+                continue
+            images[row], num_bytes = pixels, num_bytes + pixels.nbytes
+            if num_bytes > _MAX_DECODED:
+                yield images
+                images, num_bytes = [None] * len(samples), 0
+        if num_bytes:
+            yield images
+
+    def _pixels(
+        self, sample: EncodedSample | Decoded | None, row: int, cached: Callable[[int], Decoded | None] | None
+    ) -> np.ndarray | None:
+        if isinstance(sample, EncodedSample) and cached is not None:
+            sample = cached(row) or sample
+        if isinstance(sample, Decoded):
+            return sample.pixels
+        if sample is None or not sample.image:
+            return None
+        if self._target and sample.image.startswith(b"\xff\xd8\xff"):
+            return None  # a crop's scale follows from the box: `one` decodes it
+        try:
+            return decode(sample.image, min_side=self._config.decode_min_side, exif=self._config.apply_exif)
+        except SampleError:
+            return None
+
+
+def _scaled(job: Job, sizes: np.ndarray, target: Sides) -> Job:
+    """A job that begins with a crop, by which the crop is decoded at a scale."""
+    applies, boxes, others = job.params[:, :1], job.params[:, 1:5], job.params[:, 5:]
+    boxes, eighths = scaled_boxes(boxes, sizes, target)
+    ops = job.ops + np.array([0, 1], np.int32)
+    ops[0] = Op.CROP_SCALED, 0
+    return Job(ops, np.column_stack([applies, boxes, eighths, others]), job.out)
+
+
+def _by_reference(image: np.ndarray, jobs: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]], row: int) -> bool:
+    try:
+        for ops, params, slots in jobs:
+            slots[row] = reference.apply_all(image, ops, params[row])
+    except ValueError:
+        return False
+    return True
+
+
+def _finish(
+    crop: Crop,
+    images: np.ndarray,
+    keys: np.ndarray,
+    arrays: Mapping[str, np.ndarray],
+    rows: np.ndarray,
+    done: np.ndarray,
+) -> None:
+    """Have the library do the rest of the steps, sample by sample."""
+    assert crop.finish is not None
+    slots, own_keys = crop.slots(arrays), crop.keys(keys).tolist()
+    for row in rows[done[rows]].tolist():
+        try:
+            slots[row] = crop.finish(images[row], {}, own_keys[row])["image"]
+        except Exception:  # the straight loop meets it again, and says what it is
+            done[row] = False

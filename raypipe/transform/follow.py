@@ -1,0 +1,141 @@
+"""Masks, boxes and keypoints follow an image through a program: with the numbers that were drawn for it.
+
+Points are counted from the image's upper left corner, so that the middle of its first pixel is (0.5, 0.5).
+Boxes are cut at the edges behind each step, and dropped where less than a pixel of width or height is left, as by
+Albumentations; keypoints are all kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import cv2
+import numpy as np
+
+from raypipe.plan.places import Sides
+from raypipe.transform import reference
+from raypipe.transform.native_steps import NEAREST, Step
+from raypipe.transform.ops import Op
+from raypipe.transform.program import Program
+
+_LEAST = 1 - 1e-6  # pixels of a box's width and height
+_ALL_IN_ONE = ("mask", "bboxes", "keypoints")
+
+
+def follow(
+    program: Program, params: np.ndarray, size: Sides, targets: Mapping[str, np.ndarray]
+) -> dict[str, np.ndarray]:
+    """Move what goes with one image.
+
+    Args:
+        params: int64 (P,), from `Program.draw`.
+        size: (height, width) of the image.
+        targets: "bboxes", float (K, 5); "keypoints", float (K, 3); all others are masks, uint8 (H, W).
+
+    Returns:
+        The same of the image that the program makes.
+    """
+    moved = {
+        name: value.astype(np.float64) if name in _ALL_IN_ONE[1:] else value for name, value in targets.items()
+    }
+    if "keypoints" in moved:
+        moved["keypoints"][:, :2] += 0.5
+    for step, op, numbers in program.applied(params):
+        new_size = _size_behind(op, numbers, size)
+        for name, value in moved.items():
+            if name == "keypoints":
+                value[:, :2] = _points(value[:, :2], op, numbers, size)
+            elif name == "bboxes":
+                moved[name] = _cut(_boxes(value, op, numbers, size), new_size)
+            else:
+                moved[name] = _mask(value, step, op, numbers)
+        size = new_size
+    if "keypoints" in moved:
+        moved["keypoints"][:, :2] -= 0.5
+    return moved
+
+
+def _size_behind(op: Op, p: list[int], size: Sides) -> Sides:
+    height, width = size
+    if op == Op.CROP:
+        return p[2], p[3]
+    if op == Op.RESIZE:
+        return p[0], p[1]
+    if op == Op.PAD:
+        return height + p[0] + p[1], width + p[2] + p[3]
+    return (width, height) if op == Op.TURN and p[0] & 4 else size
+
+
+def _points(points: np.ndarray, op: Op, p: list[int], size: Sides) -> np.ndarray:
+    """Points (n, 2), (x, y), behind an operation on an image of this size."""
+    height, width = size
+    if op == Op.CROP:
+        return points - np.array([p[1], p[0]])
+    if op == Op.RESIZE:
+        return points * (p[1] / width, p[0] / height)
+    if op == Op.PAD:
+        return points + np.array([p[2], p[0]])
+    if op == Op.TURN:
+        if p[0] & 4:
+            points, height, width = points[:, ::-1], width, height
+        signs = np.array([-1 if p[0] & 1 else 1, -1 if p[0] & 2 else 1])
+        return points * signs + np.where(signs < 0, (width, height), 0)
+    if op == Op.AFFINE:
+        a, b, c, d, e, f = (number / 2**32 for number in p[:6])
+        determinant = a * e - b * d or 1.0
+        x, y = points[:, 0] - 0.5 - c, points[:, 1] - 0.5 - f
+        return np.column_stack([e * x - b * y, a * y - d * x]) / determinant + 0.5
+    return points
+
+
+def _boxes(boxes: np.ndarray, op: Op, p: list[int], size: Sides) -> np.ndarray:
+    """Boxes (K, 5), around the corners of what they were."""
+    if op == Op.DROPOUT:
+        return _visible(boxes, np.array(p[4 : 4 + 4 * p[3]]).reshape(-1, 4), size)
+    corners = boxes[:, [0, 1, 2, 1, 2, 3, 0, 3]].reshape(-1, 2)
+    moved = _points(corners, op, p, size).reshape(-1, 4, 2)
+    return np.hstack([moved.min(axis=1), moved.max(axis=1), boxes[:, 4:]])
+
+
+def _cut(boxes: np.ndarray, size: Sides) -> np.ndarray:
+    """Boxes cut at the image's edges, without those of which too little is left."""
+    corners = np.clip(boxes[:, :4], 0, (size[1], size[0]) * 2)
+    stays = (corners[:, 2:] - corners[:, :2] >= _LEAST).all(axis=1)
+    return np.hstack([corners, boxes[:, 4:]])[stays]
+
+
+def _visible(boxes: np.ndarray, holes: np.ndarray, size: Sides) -> np.ndarray:
+    """Boxes around what holes leave of them."""
+    is_hidden = np.zeros(size, bool)
+    for top, left, bottom, right in holes.tolist():
+        is_hidden[top:bottom, left:right] = True
+    left_over = []
+    for box in boxes:
+        x0, y0, x1, y1 = box[:4].astype(int).tolist()
+        rows, columns = np.nonzero(~is_hidden[y0:y1, x0:x1])
+        if len(rows):
+            around = [x0 + columns.min(), y0 + rows.min(), x0 + columns.max() + 1, y0 + rows.max() + 1]
+            # What is whole keeps its fractions of pixels.
+            is_whole = around == [x0, y0, x1, y1]
+            left_over.append(box if is_whole else np.array([*around, *box[4:]]))
+    return np.array(left_over).reshape(-1, boxes.shape[1])
+
+
+def _mask(mask: np.ndarray, step: Step, op: Op, p: list[int]) -> np.ndarray:
+    """A mask, its pixels moved and never mixed."""
+    if op == Op.RESIZE:
+        return cv2.resize(mask, (p[1], p[0]), interpolation=cv2.INTER_NEAREST)
+    if op == Op.PAD:
+        top, bottom, left, right, border, *_ = p
+        return cv2.copyMakeBorder(mask, top, bottom, left, right, border, value=step.mask_fill or 0)
+    if op == Op.AFFINE:
+        fill = step.mask_fill or 0
+        as_image = np.broadcast_to(mask[:, :, None], (*mask.shape, 3))
+        return reference.affine(as_image, [*p[:6], NEAREST, p[7], fill, fill, fill])[:, :, 0]
+    if op == Op.DROPOUT and step.mask_fill is not None:
+        mask = mask.copy()
+        for top, left, bottom, right in np.array(p[4 : 4 + 4 * p[3]]).reshape(-1, 4).tolist():
+            mask[top:bottom, left:right] = step.mask_fill
+    if op in (Op.CROP, Op.TURN):
+        return reference.GEOMETRY[op](mask[:, :, None], p)[:, :, 0]
+    return mask

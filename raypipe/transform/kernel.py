@@ -1,0 +1,144 @@
+"""The compiled kernel: the images of a micro-batch in one call, by as many threads as wanted (csrc/kernel.c).
+
+    sizes    heights and widths by the headers, of what it takes
+    run      encoded images, or pixels → uint8 (B, H, W, 3), by programs of integer operations
+
+It is used only after it has agreed with simplejpeg and with OpenCV in this process. What it refuses, image by
+image, is left to the caller: `decode.decode` and `reference` have the same pixels, and the last word on bad
+samples. Without the extension it refuses everything.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+import simplejpeg
+
+from raypipe import native
+from raypipe.transform import reference
+
+WHOLE = 8
+"""Eighths: full scale."""
+SCALES = (1, 2, 4)
+"""Eighths: 1/8, 1/4 and 1/2, whose inverse DCTs libjpeg-turbo has SIMD code for."""
+EXTRA_COLUMNS = 39
+"""Of `decode_crop`: it decodes 4 more on each side, and begins at a block's edge, up to 31 before."""
+
+DONE, SKIPPED, UNREADABLE, BAD_PARAMS, WRONG_SIZE, NO_MEMORY = range(6)
+"""Statuses of an image, as csrc/image.h has them; all but DONE leave it to the caller."""
+
+Image = bytes | bytearray | memoryview | np.ndarray | None
+"""Encoded; or decoded, uint8 (H, W, 3), C-contiguous; or None: there is none."""
+
+
+class Job(NamedTuple):
+    """One image of each image.
+
+    Attributes:
+        ops: int32 (n, 2), C-contiguous: codes, and where in a row of params the `apply` of each is.
+        params: int64 (B, P), C-contiguous.
+        out: uint8 (B, H, W, 3), writable, C-contiguous but for its first axis.
+    """
+
+    ops: np.ndarray
+    params: np.ndarray
+    out: np.ndarray
+
+
+def sizes(images: Sequence[Image]) -> np.ndarray:
+    """Height and width of each image, int32 (B, 2); 0, 0 of those that `run` does not take."""
+    if not available():
+        return np.zeros((len(images), 2), np.int32)
+    return np.frombuffer(bytearray(_extension().sizes(images)), np.int32).reshape(-1, 2)
+
+
+def run(images: Sequence[Image], jobs: Sequence[Job], threads: int = 1, to_end: bool = True) -> np.ndarray:
+    """Make the images of a micro-batch.
+
+    Args:
+        images: B. With one job, a crop that comes first is all that is decoded of a JPEG.
+        jobs: several of them make several views of each image.
+        threads: among them the caller's, which goes on when all are done.
+        to_end: read JPEGs to their end, so that damage behind a crop is found.
+
+    Returns:
+        Statuses, uint8 (B,). Slots of `out` whose status is not DONE may hold anything.
+
+    Raises:
+        ValueError: ops or arrays that do not fit together.
+    """
+    if not available():
+        return np.array([SKIPPED if image is None else UNREADABLE for image in images], np.uint8)
+    return np.frombuffer(_extension().run(images, jobs, threads, to_end), np.uint8)
+
+
+def run_one(image: np.ndarray, ops: np.ndarray, params: np.ndarray, out: np.ndarray) -> None:
+    """Make one image, uint8 (h, w, 3), of another, by the reference where the kernel refuses it."""
+    image = np.ascontiguousarray(image)
+    if run([image], [Job(ops, params[None], out[None])])[0] != DONE:
+        out[...] = reference.apply_all(image, ops, params)
+
+
+def available() -> bool:
+    """Whether the kernel is used here; see `why_no_kernel`."""
+    return not why_no_kernel()
+
+
+@functools.cache
+def why_no_kernel() -> str:
+    """Why the kernel is not used; empty = it is."""
+    if reason := native.why_missing():
+        return reason
+    if not all(map(_decodes_alike, ("444", "422", "420", "Gray"))):
+        return "its libjpeg-turbo gives other pixels than simplejpeg's"
+    return "" if _resizes_alike() else "it gives other pixels than OpenCV"
+
+
+def decode_crop(*arguments: Any) -> int:
+    """The module's function of this name; see csrc/kernel.c. There is a kernel."""
+    return _extension().decode_crop(*arguments)
+
+
+def _extension() -> ModuleType:
+    module = native.module()
+    assert module is not None, "why_no_kernel says so"
+    return module
+
+
+def _decodes_alike(sampling: str) -> bool:
+    """Whether it gives simplejpeg's pixels, at all scales, on noise, which uses all coefficients."""
+    noise = np.random.default_rng(0).integers(0, 256, (69, 85, 3), np.uint8)
+    data = simplejpeg.encode_jpeg(noise, 95, "RGB", sampling)
+    for eighths in (*SCALES, WHOLE):
+        short = -(-69 * eighths // WHOLE) if eighths < WHOLE else 0  # libjpeg rounds up
+        factor = 2.0 if short else 1.0
+        whole = simplejpeg.decode_jpeg(data, "RGB", min_height=short, min_width=short, min_factor=factor)
+        rows, columns = whole.shape[:2]
+        top, left, height, width = rows // 3, columns // 2, rows // 2, columns // 3
+        pixels = np.empty((height, width + EXTRA_COLUMNS, 3), np.uint8)
+        try:
+            first = decode_crop(data, left, top, width, height, eighths, True, pixels, width + EXTRA_COLUMNS)
+        except Exception:
+            return False
+        part = pixels[:, first : first + width]
+        if not np.array_equal(part, whole[top : top + height, left : left + width]):
+            return False
+    return True
+
+
+def _resizes_alike() -> bool:
+    """Whether it resizes as cv2 does here, which has code of its own for each processor."""
+    noise = np.random.default_rng(0).integers(0, 256, (37, 53, 3), np.uint8)
+    for height, width in ((20, 21), (64, 90), (111, 30)):
+        out = np.zeros((1, height, width, 3), np.uint8)
+        row = [height, width, reference.LINEAR]
+        job = Job(np.array([[reference.RESIZE, 0]], np.int32), np.array([[1, *row]], np.int64), out)
+        if _extension().run([noise], [job], 1, True) != b"\0":
+            return False
+        if not np.array_equal(out[0], reference.resize(noise, row)):
+            return False
+    return True

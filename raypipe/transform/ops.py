@@ -1,0 +1,49 @@
+"""The operations of a program on an image, which the kernel and the reference carry out alike.
+
+docs/transforms.md defines each in integers. A program's parameters are int64 (B, P): for each operation in turn,
+whether it applies to the image (0 or 1), and the numbers that `NUM_PARAMS` counts.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+MAX_RADIUS = 32
+"""Of a separable filter, pixels."""
+MAX_FILTER = 15
+"""Side of a filter that is not separable, pixels."""
+
+
+class Op(IntEnum):
+    """Codes of the operations; csrc/kernel.c has the same."""
+
+    CROP = 1  # top, left, height, width
+    CROP_SCALED = 2  # the same at a scale of eighths/8, eighths
+    RESIZE = 3  # height, width, interpolation
+    PAD = 4  # top, bottom, left, right, border, fill × 3
+    TURN = 5  # code, see `native_steps.Turn`
+    AFFINE = 6  # the matrix of the inverse in Q32 × 6, interpolation, border, fill × 3
+    DROPOUT = 7  # fill × 3, number of boxes, (top, left, bottom, right) × that
+    JITTER = 8  # order × 4, factors in Q16 × 3, hue in Q16 sextants
+    GREY = 9
+    TABLE = 10  # SOLARIZE or POSTERIZE, numbers × 3
+    BLUR = 11  # radius, border, coefficients in Q14 × (MAX_RADIUS + 1)
+    FILTER = 12  # side, border, coefficients in Q14 × MAX_FILTER²
+
+
+SOLARIZE, POSTERIZE = 0, 1
+
+NUM_PARAMS = {
+    Op.CROP: 4,
+    Op.CROP_SCALED: 5,
+    Op.RESIZE: 3,
+    Op.PAD: 8,
+    Op.TURN: 1,
+    Op.AFFINE: 11,
+    Op.JITTER: 8,
+    Op.GREY: 0,
+    Op.TABLE: 4,
+    Op.BLUR: 2 + MAX_RADIUS + 1,
+    Op.FILTER: 2 + MAX_FILTER**2,
+}
+"""Beside `apply`; of a dropout it depends on how many boxes the program draws at most."""

@@ -1,0 +1,155 @@
+"""Programs: pipelines of known steps, drawn and carried out for a whole micro-batch at once.
+
+    Program          steps, and what they draw for B samples under their keys
+    find_program     the program at the beginning of an Albumentations Compose, and the steps that are left to it
+
+What a program makes of an image depends on its pixels, the key and the steps alone: the numbers that are drawn are
+raypipe's own (`raypipe.transform.draws`), and operations are integer arithmetic (`raypipe.transform.ops`).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from raypipe.plan.places import Sides
+from raypipe.transform.draws import uniforms
+from raypipe.transform.native_steps import CenterCrop, RandomCrop, RandomResizedCrop, Step, native_step
+from raypipe.transform.ops import Op
+
+
+class Program:
+    """Steps that are known here, in order.
+
+    Attributes:
+        steps: of the pipeline.
+        ops: int32 (n, 2): the code of each operation, and where its parameters begin.
+        num_params: P, see `draw`.
+        size: (height, width) of what it makes of any image; None: it depends on the image.
+        is_random: a draw decides something.
+        takes_points: boxes and keypoints can follow, see `raypipe.transform.follow`.
+        crop_target: (height, width) to which the first step resizes the crop that it begins with; None: it begins
+            with another.
+    """
+
+    def __init__(self, steps: Sequence[Step]) -> None:
+        self.steps = tuple(steps)
+        ops, offset = [], 0
+        for step in self.steps:
+            for op in step.ops:
+                ops.append((int(op), offset))
+                offset += 1 + step.num_params(op)
+        self.ops = np.array(ops, np.int32).reshape(-1, 2)
+        self.num_params = offset
+        self._num_uniforms = sum(1 + step.num_uniforms for step in self.steps)
+        self.is_random = any(step.is_random for step in self.steps)
+        self.takes_points = all(step.takes_points for step in self.steps)
+        self.size = self._find_size()
+        first = self.steps[0] if self.steps else None
+        self.crop_target: Sides | None = None
+        if isinstance(first, RandomResizedCrop):
+            self.crop_target = first.size[0], first.size[1]
+
+    def draw(self, keys: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Draw the parameters of B samples.
+
+        Args:
+            keys: uint64 (B, 2), see `Plan.sample_keys`.
+            sizes: (height, width) of their images, int (B, 2), at least 1.
+
+        Returns:
+            The parameters, int64 (B, P), see `raypipe.transform.ops`; and the (height, width) of what they make.
+        """
+        params = np.empty((len(keys), self.num_params), np.int64)
+        u = uniforms(keys, self._num_uniforms) if self.is_random else np.zeros((len(keys), self._num_uniforms))
+        sizes, column, place = sizes.astype(np.int64), 0, 0
+        for step in self.steps:
+            applies = u[:, place] < step.p
+            numbers, resized = step.draw(u[:, place + 1 : place + 1 + step.num_uniforms], sizes)
+            place += 1 + step.num_uniforms
+            parts = iter(numbers)
+            for op in step.ops:
+                params[:, column] = applies
+                column, end = column + 1, column + 1 + step.num_params(op)
+                while column < end:
+                    part = next(parts)
+                    columns = part[:, None] if isinstance(part, np.ndarray) and part.ndim == 1 else part
+                    width = columns.shape[1] if isinstance(columns, np.ndarray) else 1
+                    params[:, column : column + width] = columns
+                    column += width
+            sizes = resized if step.p >= 1 else np.where(applies[:, None], resized, sizes)
+        return params, sizes
+
+    def applied(self, params: np.ndarray) -> Iterator[tuple[Step, Op, list[int]]]:
+        """The operations that apply to an image, in order, with their steps and parameters."""
+        column = 0
+        for step in self.steps:
+            for op in step.ops:
+                end = column + 1 + step.num_params(op)
+                if params[column]:
+                    yield step, op, params[column + 1 : end].tolist()
+                column = end
+
+    def no_room(self, size: Sides) -> str:
+        """Why an image of this size is too small for a crop; empty = it is not."""
+        keys, sizes = np.zeros((1, 2), np.uint64), np.array([size])
+        for step in self.steps:
+            if reason := step.no_room((int(sizes[0, 0]), int(sizes[0, 1]))):
+                return reason
+            _, sizes = Program([step]).draw(keys, sizes)
+        return ""
+
+    @property
+    def crops_first(self) -> bool:
+        """Whether the first step that makes a size of its own is a crop, for which an image may be too small."""
+        sizing = (step for step in self.steps if {Op.CROP, Op.RESIZE} & {*step.ops})
+        return isinstance(next(sizing, None), RandomCrop | CenterCrop)
+
+    def _find_size(self) -> Sides | None:
+        """The size of all results: the same for images of two sizes, whatever is drawn."""
+        keys = np.array([(k, 1) for k in range(16)], np.uint64)
+        sizes = np.concatenate(
+            [self.draw(keys, np.array([size] * 16))[1] for size in ((1009, 2003), (2003, 1009))]
+        )
+        height, width = sizes[0].tolist()
+        return (height, width) if (sizes == sizes[0]).all() else None
+
+
+def program_of(steps: Sequence[Mapping[str, Mapping[str, Any]]]) -> Program:
+    """The program of steps `{NAME: {argument: value}}` that are all known; for presets."""
+    native = [native_step(name, arguments) for entry in steps for name, arguments in entry.items()]
+    assert all(native), steps
+    return Program([step for step in native if step])
+
+
+def find_program(pipeline: Any) -> tuple[Program | None, list[Any]]:
+    """The program that a pipeline begins with, and the steps of Albumentations' that are left after it.
+
+    None: the library does it all. That is so where the first step is not known, where what the program would make
+    has no fixed size, and where the pipeline is more than its steps (a chance, boxes, saved parameters, …).
+
+    Args:
+        pipeline: a program, an Albumentations Compose, or any transform.
+    """
+    if isinstance(pipeline, Program):
+        return pipeline, []
+    library = sys.modules.get("albumentations")
+    if library is None or type(pipeline) is not library.Compose:
+        return None, []
+    special = pipeline.processors or pipeline.additional_targets or pipeline.save_applied_params
+    steps = list(pipeline.transforms)
+    replays = any(getattr(step, "deterministic", False) or getattr(step, "replay_mode", False) for step in steps)
+    if special or replays or pipeline.p != 1:
+        return None, []
+    native = list[Step]()
+    for step in steps:
+        name = type(step).__name__
+        found = native_step(name, vars(step)) if type(step) is getattr(library, name, None) else None
+        if found is None:
+            break
+        native.append(found)
+    program, rest = Program(native), steps[len(native) :]
+    return (program, rest) if native and program.size else (None, [])

@@ -1,0 +1,116 @@
+"""Colours, blurs and filters of the kernel by NumPy: the pixels of csrc/colour.h and csrc/filter.h, to the bit.
+
+Each function takes an image, uint8 (H, W, 3), which it does not write to, and the params behind `apply`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import cv2
+import numpy as np
+
+JITTER, GREY, TABLE, BLUR, FILTER = range(8, 13)
+"""Codes of operations."""
+BRIGHTNESS, CONTRAST, SATURATION, HUE = range(4)
+"""What a jitter does, by number."""
+
+Params = Sequence[int]
+_ONE = 1 << 16  # in Q16
+_BORDERS = (cv2.BORDER_CONSTANT, cv2.BORDER_REPLICATE, cv2.BORDER_REFLECT, cv2.BORDER_WRAP, cv2.BORDER_REFLECT_101)
+
+
+def grey_of(image: np.ndarray) -> np.ndarray:
+    """Grey of pixels, int64 (H, W)."""
+    r, g, b = image.astype(np.int64).transpose(2, 0, 1)
+    return (r * 9798 + g * 19235 + b * 3735 + 16384) >> 15
+
+
+def jitter(image: np.ndarray, params: Params) -> np.ndarray:
+    """Brightness, contrast, saturation (factors in Q16) and hue (Q16 sextants) in an order, -1 for none."""
+    for operation in params[:4]:
+        if operation >= 0:
+            image = _JITTERS[operation](image, params[4 + operation])
+    return image
+
+
+def _blended(image: np.ndarray, base: np.ndarray | int, factor: int) -> np.ndarray:
+    """image * factor + base * (1 - factor)."""
+    total = image.astype(np.int64) * factor + base * (_ONE - factor)
+    return np.clip((total + 32768) >> 16, 0, 255).astype(np.uint8)
+
+
+def _contrast(image: np.ndarray, factor: int) -> np.ndarray:
+    num = image.shape[0] * image.shape[1]
+    mean = (2 * int(grey_of(image).sum()) + num) // (2 * num)
+    return _blended(image, mean, factor)
+
+
+def _hue(image: np.ndarray, shift: int) -> np.ndarray:
+    """Turn the hue on the circle of six sextants, exactly but for the last rounding."""
+    r, g, b = image.astype(np.int64).transpose(2, 0, 1)
+    largest = image.max(axis=2).astype(np.int64)
+    chroma = largest - image.min(axis=2)
+    hue = np.where(largest == r, g - b, np.where(largest == g, 2 * chroma + b - r, 4 * chroma + r - g))
+    circle = (6 * chroma) << 16
+    turned = ((hue + np.where(hue < 0, 6 * chroma, 0)) << 16) + shift * chroma
+    turned -= np.where(turned >= circle, circle, 0)
+    channels = []
+    for start in (5, 3, 1):
+        k = turned + start * (chroma << 16)
+        k -= np.where(k >= circle, circle, 0)
+        below = np.clip(np.minimum(k, (4 * chroma << 16) - k), 0, chroma << 16)
+        channels.append(((largest << 16) - below + 32768) >> 16)
+    return np.stack(channels, axis=2).astype(np.uint8)
+
+
+_JITTERS: dict[int, Callable[[np.ndarray, int], np.ndarray]] = {
+    BRIGHTNESS: lambda image, factor: _blended(image, 0, factor),
+    CONTRAST: _contrast,
+    SATURATION: lambda image, factor: _blended(image, grey_of(image)[:, :, None], factor),
+    HUE: _hue,
+}
+
+
+def grey(image: np.ndarray, params: Params) -> np.ndarray:
+    """Grey in all three channels."""
+    return np.repeat(grey_of(image)[:, :, None], 3, axis=2).astype(np.uint8)
+
+
+def table(image: np.ndarray, params: Params) -> np.ndarray:
+    """Kind 0: invert values from a threshold on; kind 1: keep the bits of a mask for each channel."""
+    kind, *numbers = params[:4]
+    if kind == 0:
+        return np.where(image >= numbers[0], 255 - image, image).astype(np.uint8)
+    return image & np.array(numbers, np.uint8)
+
+
+def blur(image: np.ndarray, params: Params) -> np.ndarray:
+    """Separable: radius, border, then the coefficients of the middle and to each side of it, in Q14."""
+    radius, border = params[:2]
+    taps = np.array([params[2 + abs(k)] for k in range(-radius, radius + 1)], np.int64)
+    padded = cv2.copyMakeBorder(image, radius, radius, radius, radius, _BORDERS[border]).astype(np.int64)
+    height, width = image.shape[:2]
+    across = (sum(padded[:, k : k + width] * tap for k, tap in enumerate(taps)) + 32) >> 6
+    total = sum(across[k : k + height] * tap for k, tap in enumerate(taps))
+    return ((total + (1 << 21)) >> 22).astype(np.uint8)
+
+
+def filtered(image: np.ndarray, params: Params) -> np.ndarray:
+    """side, border, then side * side coefficients in Q14, row by row."""
+    side, border = params[:2]
+    taps = np.array(params[2 : 2 + side * side], np.int64).reshape(side, side)
+    radius, (height, width) = side // 2, image.shape[:2]
+    padded = cv2.copyMakeBorder(image, radius, radius, radius, radius, _BORDERS[border]).astype(np.int64)
+    total = sum(padded[y : y + height, x : x + width] * taps[y, x] for y, x in zip(*np.nonzero(taps), strict=True))
+    return np.clip((total + (1 << 13)) >> 14, 0, 255).astype(np.uint8)
+
+
+COLOUR: dict[int, Callable[[np.ndarray, Params], np.ndarray]] = {
+    JITTER: jitter,
+    GREY: grey,
+    TABLE: table,
+    BLUR: blur,
+    FILTER: filtered,
+}
+"""By code."""

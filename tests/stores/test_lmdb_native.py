@@ -1,0 +1,108 @@
+"""The compiled reader of records (csrc/lmdb.h) gives what the Python reader gives, of damaged files too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from raypipe import native
+from raypipe.errors import StoreError
+from raypipe.stores.lmdb import LMDBStore
+from raypipe.stores.writers import LMDBWriter
+
+TYPES = {"image": "binary", "label": "int64", "weight": "float64", "note": "string", "box": "float32[4]"}
+NUM = 700
+
+
+@pytest.fixture(autouse=True)
+def needs_the_extension() -> None:
+    if why := native.why_missing():
+        pytest.skip(why)
+
+
+def write(path: Path) -> Path:
+    rng = np.random.default_rng(0)
+    with LMDBWriter(path, TYPES) as writer:
+        for index in range(NUM):
+            long = 30_000 if index % 50 == 7 else 300
+            writer.append(
+                {
+                    "image": None if index % 13 == 5 else rng.bytes(int(rng.integers(0, long))),
+                    "label": index - 20,
+                    "weight": index / 7,
+                    "note": None if index % 11 == 3 else f"note {index}",
+                    "box": rng.random(4, np.float32),
+                }
+            )
+    return path
+
+
+def outcome(path: Path, indices: np.ndarray, columns: tuple[str, ...]) -> Any:
+    """What a store gives, by each column's type and values; or its error."""
+    try:
+        read = LMDBStore(path).read(indices, columns)
+    except (StoreError, IndexError) as error:
+        return str(error)
+    return {
+        name: [str(values.dtype), values.shape, values.tobytes()]
+        if isinstance(values, np.ndarray)
+        else [value.tobytes() if isinstance(value, np.ndarray) else value for value in values]
+        for name, values in read.items()
+    }
+
+
+def both(path: Path, indices: np.ndarray, columns: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> Any:
+    by_extension = outcome(path, indices, columns)
+    with monkeypatch.context() as patched:
+        patched.setattr(native, "module", lambda: None)
+        assert outcome(path, indices, columns) == by_extension
+    return by_extension
+
+
+def test_all_columns_are_those_of_the_python_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "a.lmdb")
+    rng = np.random.default_rng(1)
+    for columns in (("image", "label"), ("label",), ("note", "image"), ("box",), tuple(TYPES)):
+        both(path, rng.integers(0, NUM, 300), columns, monkeypatch)
+    assert both(path, np.empty(0, np.int64), ("image", "label"), monkeypatch)["image"] == []
+    read = LMDBStore(path).read(np.arange(NUM))
+    assert read["label"].tolist() == list(range(-20, NUM - 20)) and read["image"][5] is None
+
+
+def test_the_compiled_reader_is_the_one_that_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = LMDBStore(write(tmp_path / "a.lmdb"))
+    expected = store.read(np.arange(NUM))["image"]
+    monkeypatch.setattr("raypipe.stores.lmdb_pages.LMDBFile.get", lambda self, key: pytest.fail("it was asked"))
+    assert store.read(np.arange(NUM))["image"] == expected
+
+
+def test_damaged_files_have_the_outcome_of_the_python_reader(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sound = write(tmp_path / "sound.lmdb").read_bytes()
+    rng = np.random.default_rng(2)
+    indices, num_other = np.arange(NUM), 0
+    expected = outcome(tmp_path / "sound.lmdb", indices, tuple(TYPES))
+    for number in range(100):
+        content = bytearray(sound)
+        start = 8192 * (number % 2)  # half of them in any page, half behind the meta pages
+        for place in rng.integers(start, len(content), rng.integers(1, 40)).tolist():
+            content[place] = int(rng.integers(0, 256))
+        if number % 10 == 9:
+            content = content[: int(rng.integers(8192, len(content)))]
+        path = tmp_path / f"{number}.lmdb"
+        path.write_bytes(bytes(content))
+        num_other += both(path, indices, tuple(TYPES), monkeypatch) != expected
+    assert num_other > 60
+
+
+def test_a_file_that_is_cut_short_while_it_is_open_costs_samples_alone(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.lmdb")
+    store = LMDBStore(path)
+    assert None not in store.read(np.arange(4))["image"]
+    with path.open("r+b") as file:
+        file.truncate(8192)
+    assert store.read(np.arange(4))["image"] == [None] * 4

@@ -1,0 +1,172 @@
+"""What is made at once is what each sample is made alone: on any node, by any number of threads, of any file."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import cv2
+import numpy as np
+import pytest
+import simplejpeg
+from PIL import Image
+
+os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
+import albumentations as A  # noqa: N812
+
+from raypipe.config import TransformConfig
+from raypipe.transform import jpeg, kernel
+from raypipe.transform.batch import MicroBatchTransform
+from raypipe.transform.contents import build_content
+from raypipe.transform.fields import MadeAtOnce
+from raypipe.transform.program import find_program
+from raypipe.transform.samples import Decoded, EncodedSample
+
+RNG = np.random.default_rng(11)
+
+
+def saved(pixels: np.ndarray, kind: str, mode: str = "RGB", **options: Any) -> bytes:
+    out = io.BytesIO()
+    Image.fromarray(pixels).convert(mode).save(out, kind, **options)
+    return out.getvalue()
+
+
+def pixels(height: int, width: int) -> np.ndarray:
+    return cv2.resize(RNG.integers(0, 256, (7, 9, 3), np.uint8), (width, height), interpolation=cv2.INTER_CUBIC)
+
+
+def turned(data: np.ndarray) -> bytes:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    return saved(data, "JPEG", exif=exif)
+
+
+FILES = [
+    *(saved(pixels(*size), "JPEG", quality=90) for size in [(120, 90), (64, 300), (48, 48), (333, 257)]),
+    saved(pixels(90, 120), "JPEG", subsampling="4:4:4", progressive=True),
+    saved(pixels(90, 121), "JPEG", "L"),
+    saved(pixels(91, 120), "JPEG", "CMYK"),
+    turned(pixels(100, 70)),
+    saved(pixels(80, 100), "PNG"),
+    saved(pixels(80, 101), "WEBP"),
+    saved(pixels(200, 200), "JPEG")[:-700],  # cut short
+    b"\xff\xd8\xff not a JPEG",
+    b"",
+    saved(pixels(700, 500), "JPEG", quality=95),
+    saved(pixels(33, 35), "JPEG", restart_marker_rows=1),
+    simplejpeg.encode_jpeg(pixels(64, 72), 85, "RGB", "422"),
+]
+SAMPLES = [EncodedSample(data, number) for number, data in enumerate(FILES)]
+INDICES = np.arange(len(FILES))
+KEYS = RNG.integers(0, 1 << 63, (len(FILES), 2)).astype(np.uint64)
+GOOD = SAMPLES[0], SAMPLES[3]
+
+
+@contextmanager
+def without_kernel() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patched:
+        for module in (kernel, jpeg):
+            patched.setattr(module, "why_no_kernel", lambda: "not built")
+        yield
+
+
+def made(transform: Any, samples: Any = SAMPLES, threads: int = 1, alone: bool = False, **settings: Any) -> Any:
+    """The arrays of a micro-batch by field, and its bad samples."""
+    settings = {"size": 32} | settings
+    content = build_content(transform, TransformConfig(**settings), threads=threads)
+    if alone:
+    X
+    maker = MicroBatchTransform(content)
+
+    def substitutes(row: int) -> Any:
+        return [(GOOD[row % 2], 100 + row % 2, (row, 1))]
+
+    rows, bad = maker.run(samples, INDICES[: len(samples)], KEYS[: len(samples)], substitutes)
+    return {name: (part.tobytes(), part.shape) for name, part in rows.finish().items()}, bad
+
+
+OTHERS: dict[str, Callable[[], Any]] = {
+    "native": lambda: A.Compose(
+        [A.D4(), A.RandomResizedCrop((32, 40)), A.CoarseDropout(p=0.8), A.Posterize(p=0.5)]
+    ),
+    "with a rest": lambda: A.Compose([A.RandomResizedCrop((32, 32)), A.GaussNoise(p=1), A.HorizontalFlip()]),
+    "affine": lambda: A.Compose([A.Affine(rotate=(-40, 40), shear=(-9, 9), border_mode=4, p=1), A.Resize(32, 32)]),
+    "library": lambda: A.Compose([A.InvertImg(p=0.5), A.RandomResizedCrop((32, 32))]),
+    "views": lambda: {"a": {"transform": "heavy", "count": 3}, "b": {"transform": "center", "size": 16}},
+}
+PRESETS = ["light", "heavy", "center", "resize", "small", "simclr", "dino"]
+
+
+@pytest.mark.parametrize("name", [*PRESETS, *OTHERS])
+def test_a_micro_batch_is_the_same_with_and_without_the_kernel_by_threads_and_alone(name: str) -> None:
+    transform = OTHERS[name]() if name in OTHERS else name
+    expected = made(transform)
+    assert {record["index"] for record in expected[1]} == {10, 11, 12}
+    assert made(transform, threads=2) == expected and made(transform, threads=4) == expected
+    assert made(transform, alone=True) == expected
+    with without_kernel():
+        assert made(transform) == expected
+        assert made(transform, alone=True) == expected
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"crop_decode": "off"},
+        {"crop_decode": "scaled"},
+        {"apply_exif": True},
+        {"decode_min_side": 40},
+        {"crop_decode": "scaled", "apply_exif": True, "size": 16},
+    ],
+    ids=str,
+)
+def test_so_it_is_with_all_settings_of_the_decode(settings: dict[str, Any]) -> None:
+    expected = made("light", **settings)
+    assert made("light", threads=3, **settings) == expected == made("light", alone=True, **settings)
+    with without_kernel():
+        assert made("light", **settings) == expected
+
+
+def test_exact_crops_are_those_of_the_whole_image_and_scaled_ones_are_not() -> None:
+    assert made("light") == made("light", crop_decode="off") != made("light", crop_decode="scaled")
+
+
+def test_samples_of_a_cache_are_transformed_as_their_files_are() -> None:
+    from raypipe.transform.decode import decode
+
+    kept: list[Any] = [Decoded(decode(sample.image), sample.label) for sample in SAMPLES[:10]]
+    for transform in ("light", OTHERS["with a rest"]()):
+        assert made(transform, kept) == made(transform, SAMPLES[:10])
+
+
+def test_images_too_small_for_a_crop_are_bad_samples_and_the_others_are_made() -> None:
+    arrays, bad = made("flip-crop", size=64)
+    small = [48, 33]  # pixels of the short side, of 64 - 2 x 4 that there must be
+    assert {10, 11, 12} < {record["index"] for record in bad} and len(bad) == 3 + len(small)
+    assert sum("exceeds image dimensions" in record["error"] for record in bad) == len(small)
+    with without_kernel():
+        assert made("flip-crop", size=64) == (arrays, bad)
+
+
+def test_the_program_is_the_beginning_of_a_pipeline_that_is_no_more_than_its_steps() -> None:
+    crop = A.RandomResizedCrop((32, 32))
+    program, rest = find_program(A.Compose([crop, A.HorizontalFlip(), A.GaussNoise(p=1), A.VerticalFlip()]))
+    assert program is not None and len(program.steps) == 2 and len(rest) == 2
+    assert program.size == (32, 32) == program.crop_target
+    others = [
+        A.Compose([crop], p=0.5),
+        A.Compose([crop], bbox_params=A.BboxParams("coco")),
+        A.ReplayCompose([crop]),
+        A.Compose([crop], save_applied_params=True),
+        A.Compose([A.GaussNoise(), crop]),
+        A.Compose([A.HorizontalFlip()]),  # of no fixed size
+        A.Compose([A.RandomResizedCrop((32, 32), area_for_downscale="image")]),
+        A.Compose([A.RandomCrop(8, 8, pad_if_needed=True)]),
+        A.Compose([type("Mine", (A.RandomResizedCrop,), {})((32, 32))]),
+        A.Sequential([crop]),
+        None,
+    ]
+    assert all(find_program(each) == (None, []) for each in others)

@@ -30,4 +30,4 @@ if "--linked" in sys.argv:
     needed = subprocess.run([*lister, _raypipe_kernel.__file__], capture_output=True, text=True, check=True).stdout
     assert "libjpeg" not in needed, f"it needs a libjpeg of the machine: {needed}"
 assert importlib.metadata.version(DISTRIBUTION) == raypipe.__version__
-print(f"{DISTRIBUTION} {raypipe.__version__} works from {package}, with the JPEG extension")
+print(f"{DISTRIBUTION} {raypipe.__version__} works from {package}, with the extension")

@@ -78,7 +78,7 @@ def made(transform: Any, samples: Any = SAMPLES, threads: int = 1, alone: bool =
     settings = {"size": 32} | settings
     content = build_content(transform, TransformConfig(**settings), threads=threads)
     if alone:
-    X
+        content.at_once = lambda samples, *_: MadeAtOnce.nothing(len(samples))  # type: ignore[method-assign]
     maker = MicroBatchTransform(content)
 
     def substitutes(row: int) -> Any:

@@ -34,6 +34,7 @@ from raypipe.transform.transform_steps import brief, config_without_files
 
 # Images that one ceiling process keeps in memory: more than fit its caches, few enough to read at once.
 _CEILING_IMAGES = 512
+_CEILING_BATCH = 64  # images that are made at once
 # Actors beyond those that a rate needs: they start, fail and share their nodes with others.
 _HEADROOM = 0.15
 
@@ -166,8 +167,8 @@ def _alone(store: Store, transform: TransformConfig, seconds: float) -> Figures:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # Ray sets it for torch in an actor of one CPU
     import cv2
 
-    from raypipe.transform.contents import Images
-    from raypipe.transform.presets import build_transform
+    from raypipe.transform.batch import MicroBatchTransform
+    from raypipe.transform.contents import build_content
     from raypipe.transform.samples import EncodedSample
 
     cv2.setNumThreads(1)  # an actor does so too
@@ -176,13 +177,19 @@ def _alone(store: Store, transform: TransformConfig, seconds: float) -> Figures:
     encoded = store.read(np.arange(min(len(store), _CEILING_IMAGES)), ("image",))["image"]
     read_cpu_s = time.process_time() - began_cpu
     images = [EncodedSample(image) for image in encoded]
-    apply = Images(build_transform(transform.train, transform.final_size), transform).one
-    for image in images[:8]:
-        apply(image, (0, 0))
+    maker = MicroBatchTransform(build_content(transform.train, transform))
+
+    def make(first: int) -> None:
+        numbers = np.arange(first, first + _CEILING_BATCH)
+        keys = np.column_stack([numbers, np.ones_like(numbers)]).astype(np.uint64)
+        samples = [images[number % len(images)] for number in numbers.tolist()]
+        maker.run(samples, numbers % len(images), keys)[0].finish()
+
+    make(0)
     started, began_cpu, done = time.perf_counter(), time.process_time(), 0
     while (elapsed := time.perf_counter() - started) < seconds:
-        apply(images[done % len(images)], (done, 0))
-        done += 1
+        make(done)
+        done += _CEILING_BATCH
     return {
         "images_per_s": done / elapsed,
         "read_cpu_s_per_image": read_cpu_s / len(images),

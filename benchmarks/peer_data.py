@@ -74,6 +74,19 @@ def tiny(samples: list[Sample], side: int) -> list[Sample]:
     return found
 
 
+def short_side(samples: list[Sample], side: int) -> list[Sample]:
+    """JPEGs whose short side is no longer than this, quality 90: what people convert to and train from."""
+    converted = list[Sample]()
+    for sample in samples:
+        pixels = simplejpeg.decode_jpeg(sample.image)
+        scale = side / min(pixels.shape[:2])
+        if scale < 1:
+            width, height = (round(n * scale) for n in pixels.shape[1::-1])
+            pixels = cv2.resize(pixels, (width, height), interpolation=cv2.INTER_AREA)
+        converted.append(Sample(simplejpeg.encode_jpeg(pixels, 90, "RGB", "420"), sample.label))
+    return converted
+
+
 def photos(samples: list[Sample], seed: int = 0) -> list[Sample]:
     """JPEGs of 4000 x 3000 pixels, 4:2:0, quality 90, of about 4 MB, as cameras make them.
 
@@ -90,15 +103,16 @@ def photos(samples: list[Sample], seed: int = 0) -> list[Sample]:
     return made
 
 
-def write_all(folder: Path, make: Callable[[], list[Sample]]) -> dict[str, str]:
+def write_all(folder: Path, formats: set[str], make: Callable[[], list[Sample]]) -> dict[str, str]:
     """Write what is not there yet; returns why a format could not be written, by its name.
 
     Args:
+        formats: that are read, by their names in the folder.
         make: makes the images, if any format of them is missing.
     """
     folder.mkdir(parents=True, exist_ok=True)
     failed = {}
-    missing = [name for name in _WRITERS if not (folder / name).exists()]
+    missing = [name for name in _WRITERS if name in formats and not (folder / name).exists()]
     samples = make() if missing else []
     for name in missing:
         path, write = folder / name, _WRITERS[name]
@@ -176,6 +190,17 @@ class _AsLitData:
         return {"image": self._samples[number].image, "label": self._samples[number].label}
 
 
+def _write_lance(path: Path, samples: list[Sample]) -> None:
+    import lancedb
+    import pyarrow as pa
+
+    schema = pa.schema({"image": pa.large_binary(), "label": pa.int64()})
+    table = lancedb.connect(str(path)).create_table("train", schema=schema)
+    for shard in range(_SHARDS):
+        part = samples[shard::_SHARDS]
+        table.add(pa.table([[s.image for s in part], [s.label for s in part]], schema=schema))
+
+
 _WRITERS: dict[str, Callable[[Path, list[Sample]], None]] = {
     "train.lmdb": _write_lmdb,
     "folder": _write_folder,
@@ -183,4 +208,5 @@ _WRITERS: dict[str, Callable[[Path, list[Sample]], None]] = {
     "tar": _write_tar,
     "mds": _write_mds,
     "litdata": _write_litdata,
+    "lance": _write_lance,
 }

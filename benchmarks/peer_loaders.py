@@ -128,22 +128,29 @@ class _Rows:
 
 
 def ray_data_tuned(work: Work) -> Start:
-    """With an actor pool, batches of the consumer's size, small blocks, and prefetching."""
+    """As its performance guide has it, and further: an actor pool that always has work, any order, prefetching.
+
+    Blocks of one batch each, so that batches are neither cut nor put together, and read tasks of a few of them, so
+    that the actors start before a whole file is read. `shuffle="files"` alone, since a local shuffle costs more.
+    """
     import ray
 
     def start() -> Epochs:
         _ray_init()
         context = ray.data.DataContext.get_current()
         context.target_max_block_size = max(_BLOCK_BYTES, work.batch * work.size**2 * 3)
+        context.execution_options.preserve_order = False
+        context.execution_options.verbose_progress = False
         dataset = ray.data.read_parquet(str(work.folder / "parquet"), shuffle="files", num_cpus=0.1)
         dataset = dataset.map_batches(
             _Rows,
             fn_constructor_args=(work,),
             batch_size=work.batch,
             num_cpus=1,
-            compute=ray.data.ActorPoolStrategy(size=work.workers),
+            zero_copy_batch=True,
+            compute=ray.data.ActorPoolStrategy(size=work.workers, max_tasks_in_flight_per_actor=4),
         )
-        yield from _ray_epochs(dataset, work, prefetch_batches=2)
+        yield from _ray_epochs(dataset, work, prefetch_batches=4)
 
     return start
 
@@ -170,6 +177,13 @@ class _StoreDataset:
         rows = self._store.read(np.array(indices))
         labels = rows["label"].tolist()
         return [(self._apply(data), label) for data, label in zip(rows["image"], labels, strict=True)]
+
+
+class _StoreSource(_StoreDataset):
+    """The same for those that ask for one sample at a time."""
+
+    def __getitem__(self, index: Any) -> tuple[np.ndarray, int]:
+        return self.__getitems__([int(index)])[0]
 
 
 def _collate(samples: list[tuple[np.ndarray, int]]) -> tuple[Any, Any]:
@@ -386,6 +400,58 @@ def spdl(work: Work) -> Start:
     return start
 
 
+def grain(work: Work) -> Start:
+    """Processes, each of which makes whole batches; one iterator over all epochs, so that they start once."""
+    import itertools
+
+    import grain
+
+    def batch(samples: Any) -> tuple[np.ndarray, np.ndarray]:
+        return np.stack([image for image, _ in samples]), np.array([label for _, label in samples])
+
+    def start() -> Epochs:
+        source: Any = _StoreSource(work)
+        dataset = grain.MapDataset.source(source).seed(1).shuffle()
+        dataset = dataset.batch(work.batch, drop_remainder=True, batch_fn=batch)
+        num_batches = len(dataset)
+        # A thread for each process: more would wait for each other's interpreter.
+        options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)
+        processes = grain.MultiprocessingOptions(num_workers=work.workers, per_worker_buffer_size=4)
+        iterator = iter(dataset.repeat(work.epochs).to_iter_dataset(options).mp_prefetch(processes))
+        for _ in range(work.epochs):
+            yield itertools.islice(iterator, num_batches)
+        iterator.close()
+
+    return start
+
+
+def lancedb(work: Work) -> Start:
+    """Its StreamingDataset, with the transform in threads of its own, as it is made for."""
+    import threading
+
+    import lancedb
+    from lancedb.streaming import StreamingDataset
+    from torch.utils.data import DataLoader
+
+    local = threading.local()
+
+    def rows(batch: Any) -> list[tuple[np.ndarray, int]]:
+        if not hasattr(local, "apply"):
+            local.apply = DecodeTransform(work)
+        images, labels = batch.column("image").to_pylist(), batch.column("label").to_pylist()
+        return [(local.apply(data), label) for data, label in zip(images, labels, strict=True)]
+
+    def start() -> Epochs:
+        table = lancedb.connect(str(work.folder / "lance")).open_table("train")
+        for epoch in range(work.epochs):
+            dataset = StreamingDataset(
+                table, epoch=epoch, transform=rows, transform_parallelism=work.workers, transform_queue_depth=8
+            )
+            yield iter(DataLoader(dataset, batch_size=work.batch, collate_fn=_collate, drop_last=True))
+
+    return start
+
+
 LOADERS: dict[str, Callable[[Work], Start]] = {
     "raypipe": raypipe_exact,
     "raypipe, crop_decode=scaled": raypipe_scaled,
@@ -397,6 +463,21 @@ LOADERS: dict[str, Callable[[Work], Start]] = {
     "Hugging Face datasets": hf_datasets,
     "DALI on CPU": dali_cpu,
     "SPDL": spdl,
+    "Grain": grain,
+    "LanceDB": lancedb,
     "Ray Data, tuned": ray_data_tuned,
     "Ray Data, as documented": ray_data,
 }
+
+FORMATS = {
+    "WebDataset": "tar",
+    "MosaicML Streaming": "mds",
+    "LitData": "litdata",
+    "Hugging Face datasets": "parquet",
+    "DALI on CPU": "folder",
+    "SPDL": "folder",
+    "LanceDB": "lance",
+    "Ray Data, tuned": "parquet",
+    "Ray Data, as documented": "parquet",
+}
+"""What each reads, by its name in `Work.folder`; the others read raypipe's own, train.lmdb."""

@@ -3,11 +3,14 @@
 # dependencies = [
 #     "raypipe",
 #     "datasets>=5,<6",
+#     "grain>=0.2.18",
+#     "lancedb>=0.40",
 #     "litdata>=0.2.76,<0.3",
 #     "matplotlib>=3.10,<4",
 #     "mosaicml-streaming>=0.13,<0.14",
 #     "nvidia-dali-cuda120>=2,<3",
 #     "psutil>=5.9",
+#     "pylance>=14",
 #     "spdl>=0.8,<0.9",
 #     "torch>=2.14",  # torchvision is built against the CUDA build of torch: the two are asked for together
 #     "torchvision>=0.29",
@@ -27,8 +30,10 @@ numpy than the tests run with. FFCV needs the headers of OpenCV and libjpeg-turb
 
 Each run is a process of its own. The repeats are interleaved, ceiling first, since the machine's speed drifts. A
 loader may hand out several batches at a time, so no figure takes the gap between two of them for the time of one.
+Epochs are long, since raypipe's blocks still grow while the first dozens of batches come.
 
-    ceiling         decode and transform alone on every core, no loader at all (as `raypipe bench`), by decode mode
+    ceiling         raypipe's decode and transform alone, whole micro-batches on every core, no loader at all (as
+                    `raypipe bench`), by decode mode
     steady          images/s from a quarter of an epoch to its end, by least squares, from the second epoch on; of
                     a loader that hands out an epoch in less time than it stood still before it, images/s of both
     sustained       images/s from the end of the first epoch to that of the last: with the epochs' boundaries
@@ -61,15 +66,18 @@ from typing import Any
 import largest
 import numpy as np
 import peer_cost
-from peer_data import Sample, Work, photos, read_samples, repeated, tiny, write_all
-from peer_loaders import LOADERS
+from peer_data import Sample, Work, photos, read_samples, repeated, short_side, tiny, write_all
+from peer_loaders import FORMATS, LOADERS
 from peer_report import draw, show, verdicts
 from rich.progress import Progress
 
+from raypipe.stores import open_store
+
 _TIMEOUT_S = 600.0
 _SIZE, _TINY_SIZE = 224, 32
+_SHORT_SIDE = 256
 _PHOTO_BATCH = 32
-_CASES = {"heavy": "heavy", "light": "light", "tiny": "flip-crop", "photos": "light"}
+_CASES = {"heavy": "heavy", "light": "light", "s256": "light", "tiny": "flip-crop", "photos": "light"}
 
 
 def consume(name: str, work: Work) -> dict[str, Any]:
@@ -138,18 +146,19 @@ def measure(name: str, work: Work) -> dict[str, float]:
 def ceiling(work: Work, mode: Any, seconds: float) -> float:
     """Images/s of decode and transform alone."""
     from raypipe.commands import bench
-    from raypipe.config import TransformConfig
-    from raypipe.stores import open_store
+    from raypipe.config import PoolConfig, TransformConfig
 
     config = TransformConfig(train=work.transform, size=work.size, crop_decode=mode)
-    return bench.ceiling(open_store(work.folder / "train.lmdb"), config, work.workers, seconds)["images_per_s"]
+    pool = PoolConfig(min_actors=work.workers, max_actors=work.workers)
+    store = open_store(work.folder / "train.lmdb")
+    return bench.ceiling(store, config, pool, work.batch, seconds)["images_per_s"]
 
 
 def variants(work: Work, names: list[str]) -> tuple[list[str], list[str]]:
     """Modes of `crop_decode` for the ceiling, and loaders: one of raypipe's where all modes are the same."""
     if work.transform == "flip-crop":  # it has no crop to decode by itself
         return ["exact"], [name for name in names if "crop_decode" not in name]
-    return ["off", "exact", "scaled"], names
+    return ["exact", *(mode for mode in ("off", "scaled") if f"raypipe, crop_decode={mode}" in names)], names
 
 
 def measure_all(cases: dict[str, Work], names: list[str], repeats: int, seconds: float) -> dict[str, Any]:
@@ -199,20 +208,25 @@ def _samples(options: argparse.Namespace, case: str) -> list[Sample]:
         # 24 of them, again and again: none stays in a cache of the CPU's.
         few = min(24, options.photos)
         return repeated(photos(read_samples(options.store, few)), options.photos)
-    return read_samples(options.store, options.images)
+    samples = read_samples(options.store, options.images)
+    if case == "s256":
+        num = min(len(samples), len(open_store(options.store)))
+        return repeated(short_side(samples[:num], _SHORT_SIDE), options.images)
+    return samples
 
 
 def write_cases(options: argparse.Namespace) -> dict[str, Work]:
     """The cases that were asked for, their images in every format that can be written here."""
     cases = {}
     for case, transform in _CASES.items():
-        kind = case if case in ("tiny", "photos") else "images"
-        num = getattr(options, kind)
+        kind = case if case in ("tiny", "photos", "s256") else "images"
+        num = options.images if kind == "s256" else getattr(options, kind)
         if case not in options.cases or not num:
             continue
         store = (case == "tiny" and options.tiny_store) or options.store
         path = Path(options.folder) / f"{Path(store).stem}-{kind}-{num}"
-        for name, why in write_all(path, functools.partial(_samples, options, case)).items():
+        formats = {"train.lmdb", *(FORMATS[name] for name in options.only if name in FORMATS)}
+        for name, why in write_all(path, formats, functools.partial(_samples, options, case)).items():
             print(f"{name} of {kind} could not be written: {why}")
         batch = _PHOTO_BATCH if case == "photos" else options.batch
         size = _TINY_SIZE if case == "tiny" else _SIZE
@@ -226,8 +240,8 @@ def main() -> None:
     parser.add_argument(
         "--folder", default=str(Path(tempfile.gettempdir()) / "raypipe-peers"), help="for the formats"
     )
-    parser.add_argument("--images", type=int, default=6000, help="of an epoch; the store's, again and again")
-    parser.add_argument("--tiny", type=int, default=50_000, help="images of 32 px of an epoch; 0 = without")
+    parser.add_argument("--images", type=int, default=12_000, help="of an epoch; the store's, again and again")
+    parser.add_argument("--tiny", type=int, default=150_000, help="images of 32 px of an epoch; 0 = without")
     parser.add_argument("--tiny-store", help="of images of 32 px; without it STORE's are made so small")
     parser.add_argument("--photos", type=int, default=384, help="photos of 12 MP of an epoch; 0 = without")
     parser.add_argument("--epochs", type=int, default=3)

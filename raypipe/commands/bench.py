@@ -1,7 +1,7 @@
 """The benchmark: the stream against the ceiling of the same machine, in one run.
 
-    ceiling        decode and transform alone, one process per actor, bytes already in memory, no Ray; in a
-                   submitted job, as many tasks of the cluster
+    ceiling        decode and transform alone, whole micro-batches as an actor makes them, one process per actor,
+                   bytes already in memory, no Ray; in a submitted job, as many tasks of the cluster
     stream         what one consumer gets from the whole pipe, in its steady state
     first batch    from ray.init to the first micro-batch
     costs          CPU time and bytes of an image, by which docs/costs.md sizes a cluster
@@ -34,7 +34,6 @@ from raypipe.transform.transform_steps import brief, config_without_files
 
 # Images that one ceiling process keeps in memory: more than fit its caches, few enough to read at once.
 _CEILING_IMAGES = 512
-_CEILING_BATCH = 64  # images that are made at once
 # Actors beyond those that a rate needs: they start, fail and share their nodes with others.
 _HEADROOM = 0.15
 
@@ -66,9 +65,9 @@ def bench(
     micro_batch = min(run.plan.micro_batch_size, len(opened))
     measured = []
     for _ in range(repeats):
-        before = ceiling(opened, config, actors, seconds / 2)
+        before = ceiling(opened, config, pool, micro_batch, seconds / 2)
         stream = stream_once(opened, config, pool, micro_batch, seconds, before["images_per_s"])
-        measured.append(compared(before, stream, ceiling(opened, config, actors, seconds / 2)))
+        measured.append(compared(before, stream, ceiling(opened, config, pool, micro_batch, seconds / 2)))
     figures: dict[str, Any] = summary(measured)
     what = f"{opened.address}: {brief(config.train)} at {config.size_text} px"
     how = f"{actors} actors, micro-batches of {micro_batch}, {repeats} repeats"
@@ -135,16 +134,20 @@ def _on_cluster() -> bool:
     return bool(os.environ.get("RAY_ADDRESS"))
 
 
-def ceiling(store: Store, transform: TransformConfig, processes: int, seconds: float) -> Figures:
-    """Measure decode and transform alone, `processes` processes side by side for `seconds`.
+def ceiling(
+    store: Store, transform: TransformConfig, pool: PoolConfig, micro_batch: int, seconds: float
+) -> Figures:
+    """Measure decode and transform alone for `seconds`, in as many processes as the pool has actors at most.
 
-    They are processes of this machine without Ray; in a cluster, tasks with a CPU each, where the pool would be.
+    They are processes of this machine without Ray; in a cluster, tasks with an actor's CPUs each, where the pool
+    would be. Each makes micro-batches of `micro_batch` images with an actor's threads.
 
     Returns:
         `images_per_s` of all of them together; and of an image `read_cpu_s_per_image` and
         `transform_cpu_s_per_image`, CPU time in s, and `encoded_bytes_per_image`: means.
     """
-    arguments = store, transform, seconds
+    arguments = store, transform, pool.kernel_threads, micro_batch, seconds
+    processes = pool.max_actors
     if _on_cluster():
         import ray
 
@@ -152,23 +155,24 @@ def ceiling(store: Store, transform: TransformConfig, processes: int, seconds: f
         from raypipe.rayext.placement import placement
 
         connect()
-        task: Any = ray.remote(_alone).options(num_cpus=1, **placement(PoolConfig().label_selector))
+        task: Any = ray.remote(_alone).options(num_cpus=pool.cpus_per_actor, **placement(pool.label_selector))
         costs = ray.get([task.remote(*arguments) for _ in range(processes)])
     else:
-        with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
-            running = [pool.submit(_alone, *arguments) for _ in range(processes)]
+        with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as executor:
+            running = [executor.submit(_alone, *arguments) for _ in range(processes)]
             costs = [future.result() for future in running]
     mean = {name: statistics.fmean(one[name] for one in costs) for name in costs[0]}
     return mean | {"images_per_s": mean["images_per_s"] * processes}
 
 
-def _alone(store: Store, transform: TransformConfig, seconds: float) -> Figures:
+def _alone(store: Store, transform: TransformConfig, threads: int, micro_batch: int, seconds: float) -> Figures:
     """Measure the figures of `ceiling` in one process, with its images in memory and warmed up."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # Ray sets it for torch in an actor of one CPU
     import cv2
 
     from raypipe.transform.batch import MicroBatchTransform
-    from raypipe.transform.contents import build_content
+    from raypipe.transform.contents import Images
+    from raypipe.transform.presets import build_transform
     from raypipe.transform.samples import EncodedSample
 
     cv2.setNumThreads(1)  # an actor does so too
@@ -177,19 +181,20 @@ def _alone(store: Store, transform: TransformConfig, seconds: float) -> Figures:
     encoded = store.read(np.arange(min(len(store), _CEILING_IMAGES)), ("image",))["image"]
     read_cpu_s = time.process_time() - began_cpu
     images = [EncodedSample(image) for image in encoded]
-    maker = MicroBatchTransform(build_content(transform.train, transform))
+    built = build_transform(transform.train, transform.final_size)
+    maker = MicroBatchTransform(Images(built, transform, threads=threads))
+    indices = np.arange(min(micro_batch, len(images)))
 
     def make(first: int) -> None:
-        numbers = np.arange(first, first + _CEILING_BATCH)
-        keys = np.column_stack([numbers, np.ones_like(numbers)]).astype(np.uint64)
-        samples = [images[number % len(images)] for number in numbers.tolist()]
-        maker.run(samples, numbers % len(images), keys)[0].finish()
+        """A micro-batch of the images from the first on, which begin anew at their end."""
+        keys = np.stack([first + indices, np.zeros_like(indices)], axis=1).astype(np.uint64)
+        maker.run([images[(first + i) % len(images)] for i in indices.tolist()], indices, keys)
 
     make(0)
     started, began_cpu, done = time.perf_counter(), time.process_time(), 0
     while (elapsed := time.perf_counter() - started) < seconds:
         make(done)
-        done += _CEILING_BATCH
+        done += len(indices)
     return {
         "images_per_s": done / elapsed,
         "read_cpu_s_per_image": read_cpu_s / len(images),

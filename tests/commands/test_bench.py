@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from raypipe.commands.bench import ceiling, compared, cpus_needed, steady, summary, verdict
-from raypipe.config import TransformConfig
+from raypipe.config import PoolConfig, TransformConfig
 from raypipe.errors import ConfigError
 from raypipe.stores import open_store
 
@@ -91,7 +91,7 @@ def test_the_cpus_for_a_rate_are_whole_actors_and_some_to_spare() -> None:
 
 def test_the_ceiling_measures_the_costs_of_an_image(stores: dict[str, Path]) -> None:
     config = TransformConfig(train="light", size=32)
-    one = ceiling(open_store(stores["train"]), config, processes=1, seconds=0.5)
+    one = ceiling(open_store(stores["train"]), config, PoolConfig(max_actors=1), micro_batch=32, seconds=0.5)
     # A process of its own: its CPU time cannot exceed the time that it took.
     read_s, transform_s = one["read_cpu_s_per_image"], one["transform_cpu_s_per_image"]
     assert 0 < transform_s <= 1.02 / one["images_per_s"] and 0 < read_s < transform_s
@@ -103,8 +103,7 @@ def test_in_a_cluster_the_ceiling_is_that_of_its_actors(
     ray_cluster: None, stores: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "of the cluster that this process is connected to")
-    found = ceiling(
-        open_store(stores["train"]), TransformConfig(train="center", size=16), processes=2, seconds=0.5
-    )
+    config, pool = TransformConfig(train="center", size=16), PoolConfig(max_actors=2)
+    found = ceiling(open_store(stores["train"]), config, pool, micro_batch=32, seconds=0.5)
     assert found["images_per_s"] > 0 and found["transform_cpu_s_per_image"] > 0
     assert found["encoded_bytes_per_image"] == pytest.approx(np.mean([len(s["image"]) for s in samples(100)]))  # type: ignore[arg-type]

@@ -7,7 +7,9 @@
  * column whose bit is set in `wanted`, of bytes or None; `done` a byte for each key. Where it is 0, anything was unusual
  * or damaged: the caller reads that key by its own way, which has the last word.
  *
- * One thread reads at a time; of a call beside it nothing is done. All is read by pread, as there: a file that is cut short while it is open costs a sample, and not the process. Bytes
+ * One thread reads at a time; of a call beside it nothing is done.
+ *
+ * All is read by pread, as there: a file that is cut short while it is open costs a sample, and not the process. Bytes
  * are untrusted, and no number of theirs is used before it has been compared with the sizes of what was read.
  */
 #ifndef RAYPIPE_LMDB_H

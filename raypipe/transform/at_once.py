@@ -158,7 +158,11 @@ class ProgramsAtOnce:
             if crop.finish:
                 slots = np.empty((len(images), *(crop.program.size or ()), 3), np.uint8)
             jobs.append(Job(crop.program.ops, params, slots))
-        called = [_scaled(job, sizes, target) for job in jobs] if target else jobs
+        called = jobs
+        if target:
+            called = [_scaled(job, sizes, target) for job in jobs]
+        elif self._config.crop_decode == "off":
+            called = list(map(_whole, jobs))
         done = kernel.run(images, called, self._threads) == DONE
         for row in rows[~done[rows]].tolist():
             if isinstance(images[row], np.ndarray):
@@ -213,6 +217,12 @@ def _scaled(job: Job, sizes: np.ndarray, target: Sides) -> Job:
     ops = job.ops + np.array([0, 1], np.int32)
     ops[0] = Op.CROP_SCALED, 0
     return Job(ops, np.column_stack([applies, boxes, eighths, others]), job.out)
+
+
+def _whole(job: Job) -> Job:
+    """A job that does not begin with a crop, so that images are decoded as a whole: with a turn that never applies."""
+    ops = np.vstack([np.array([[Op.TURN, job.params.shape[1]]], np.int32), job.ops])
+    return Job(ops, np.hstack([job.params, np.zeros((len(job.params), 2), np.int64)]), job.out)
 
 
 def _by_reference(image: np.ndarray, jobs: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]], row: int) -> bool:

@@ -125,7 +125,7 @@ class RandomResizedCrop(Step):
         """(height, width) of boxes, int64 (…, 2), and whether they fit into images; of uniforms (…)."""
         pixels = (sizes[..., 0] * sizes[..., 1]).astype(np.float64)
         areas = pixels * between(area, self.scale)
-        ratios = exp(between(ratio, (math.log(self.ratio[0]), math.log(self.ratio[1]))))
+        ratios = exp(between(ratio, (_log(self.ratio[0]), _log(self.ratio[1]))))
         sides = np.rint(np.sqrt(np.stack([areas / ratios, areas * ratios], axis=-1))).astype(np.int64)
         return sides, ((sides > 0) & (sides <= sizes)).all(axis=-1)
 
@@ -586,6 +586,11 @@ def _is_plain_resize(step: Any) -> bool:
 
 def _all(size: tuple[int, int], num: int) -> np.ndarray:
     return np.broadcast_to(np.array(size, np.int64), (num, 2))
+
+
+def _log(x: float) -> float:
+    """The natural logarithm without its last bits, in which machines differ."""
+    return round(math.log(x) * 2**40) / 2**40
 
 
 def _both_ways(limits: Any) -> Range:

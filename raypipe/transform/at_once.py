@@ -220,7 +220,7 @@ def _scaled(job: Job, sizes: np.ndarray, target: Sides) -> Job:
 
 
 def _whole(job: Job) -> Job:
-    """A job that does not begin with a crop, so that images are decoded as a whole: with a turn that never applies."""
+    """A job by which images are decoded as a whole: before its crop it has a turn that never applies."""
     ops = np.vstack([np.array([[Op.TURN, job.params.shape[1]]], np.int32), job.ops])
     return Job(ops, np.hstack([job.params, np.zeros((len(job.params), 2), np.int64)]), job.out)
 

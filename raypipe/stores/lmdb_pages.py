@@ -19,6 +19,7 @@ database, with keys in the order of their bytes and one value per key.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import struct
 import weakref
@@ -110,7 +111,8 @@ class LMDBFile:
         kernel = native.module() if self._file is not None and self._depth else None
         if kernel is not None:
             tree = self._page_bytes, self._root, self._depth, self._last_page
-            self._reader = kernel.lmdb_open(self._file, self.num_bytes, *tree)
+            with contextlib.suppress(ValueError):  # a tree that none can be: `get` says what is wrong with it
+                self._reader = kernel.lmdb_open(self._file, self.num_bytes, *tree)
             self._read_many = kernel.lmdb_read
 
     def get(self, key: bytes) -> memoryview | None:

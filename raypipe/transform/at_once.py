@@ -247,6 +247,10 @@ def _finish(
     slots, own_keys = crop.slots(arrays), crop.keys(keys).tolist()
     for row in rows[done[rows]].tolist():
         try:
-            slots[row] = crop.finish(images[row], {}, own_keys[row])["image"]
+            image = crop.finish(images[row], {}, own_keys[row])["image"]
         except Exception:  # the straight loop meets it again, and says what it is
             done[row] = False
+            continue
+        done[row] = image.shape == slots[row].shape  # else likewise
+        if done[row]:
+            slots[row] = image

@@ -19,7 +19,7 @@ from raypipe.transform.ops import Op
 from raypipe.transform.program import Program
 
 _LEAST = 1 - 1e-6  # pixels of a box's width and height
-_ALL_IN_ONE = ("mask", "bboxes", "keypoints")
+_POINTS = ("bboxes", "keypoints")
 
 
 def follow(
@@ -35,9 +35,7 @@ def follow(
     Returns:
         The same of the image that the program makes.
     """
-    moved = {
-        name: value.astype(np.float64) if name in _ALL_IN_ONE[1:] else value for name, value in targets.items()
-    }
+    moved = {name: value.astype(np.float64) if name in _POINTS else value for name, value in targets.items()}
     if "keypoints" in moved:
         moved["keypoints"][:, :2] += 0.5
     for step, op, numbers in program.applied(params):

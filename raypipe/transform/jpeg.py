@@ -160,7 +160,7 @@ def missing_extension() -> str:
         f"JPEGs are decoded slower than they could be, without the compiled decoder: {why}. Install a C compiler "
         "and libjpeg-turbo's headers (Debian, Ubuntu: apt-get install gcc libjpeg-dev; Fedora: dnf install gcc "
         "libjpeg-turbo-devel; macOS: brew install jpeg-turbo), then raypipe again (in its repository: "
-        "uv sync --reinstall-package raypipe)"
+        "uv sync --reinstall-package raypipe-data)"
     )
 
 

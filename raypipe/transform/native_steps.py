@@ -229,20 +229,17 @@ class SmallestMaxSize(Step):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pad(Step):
-    """Pixels around the image."""
+class _Bordered(Step):
+    """Has pixels from beyond the image's edges."""
 
-    padding: int | tuple[int, ...] = 0
     fill: float | tuple[float, ...] = 0
     fill_mask: float | tuple[float, ...] = 0
     border_mode: int = 0
 
-    ops = (Op.PAD,)
-
     @property
     def is_known(self) -> bool:
         fills = _rgb(self.fill) is not None and _rgb(self.fill_mask) is not None
-        return self.p >= 1 and self.border_mode in _BORDERS and fills
+        return self.border_mode in _BORDERS and fills
 
     @property
     def mask_fill(self) -> int | None:
@@ -251,6 +248,19 @@ class Pad(Step):
     @property
     def takes_points(self) -> bool:
         return self.border_mode in _WITHOUT_COPIES
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pad(_Bordered):
+    """Pixels around the image."""
+
+    padding: int | tuple[int, ...] = 0
+
+    ops = (Op.PAD,)
+
+    @property
+    def is_known(self) -> bool:
+        return self.p >= 1 and super().is_known
 
     def draw(self, u: np.ndarray, sizes: np.ndarray) -> tuple[list[np.ndarray | int], np.ndarray]:
         given = (self.padding,) if isinstance(self.padding, int) else tuple(self.padding)
@@ -282,7 +292,7 @@ class Turn(Step):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Affine(Step):
+class Affine(_Bordered):
     """Scale, turn, shear and shift about the centre, in this order; the size stays."""
 
     scale: Any = (1.0, 1.0)
@@ -294,9 +304,6 @@ class Affine(Step):
     fit_output: bool = False
     keep_ratio: bool = False
     balanced_scale: bool = False
-    border_mode: int = 0
-    fill: float | tuple[float, ...] = 0
-    fill_mask: float | tuple[float, ...] = 0
     mask_interpolation: int = NEAREST
     rotate_method: str = "largest_box"
     p: float = 0.5
@@ -308,16 +315,7 @@ class Affine(Step):
     def is_known(self) -> bool:
         plain = not self.fit_output and not self.balanced_scale and self.interpolation in (NEAREST, LINEAR)
         of_targets = self.mask_interpolation == NEAREST and self.rotate_method == "largest_box"
-        fills = _rgb(self.fill) is not None and _rgb(self.fill_mask) is not None
-        return plain and of_targets and self.border_mode in _BORDERS and fills
-
-    @property
-    def mask_fill(self) -> int | None:
-        return _filled(self.fill_mask)[0]
-
-    @property
-    def takes_points(self) -> bool:
-        return self.border_mode in _WITHOUT_COPIES
+        return plain and of_targets and super().is_known
 
     def draw(self, u: np.ndarray, sizes: np.ndarray) -> tuple[list[np.ndarray | int], np.ndarray]:
         height, width = sizes.astype(np.float64).T
@@ -560,7 +558,6 @@ _STEPS: dict[str, type[Step]] = {
         CoarseDropout,
     )
 }
-KNOWN = (*_STEPS, *_TURNS)
 
 
 def native_step(name: str, arguments: Mapping[str, Any]) -> Step | None:

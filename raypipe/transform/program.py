@@ -95,11 +95,12 @@ class Program:
 
     def no_room(self, size: Sides) -> str:
         """Why an image of this size is too small for a crop; empty = it is not."""
-        keys, sizes = np.zeros((1, 2), np.uint64), np.array([size])
+        sizes = np.array([size])
         for step in self.steps:
             if reason := step.no_room((int(sizes[0, 0]), int(sizes[0, 1]))):
                 return reason
-            _, sizes = Program([step]).draw(keys, sizes)
+            if step.p >= 1:  # all steps that make a size of their own apply always
+                _, sizes = step.draw(np.zeros((1, step.num_uniforms)), sizes)
         return ""
 
     @property

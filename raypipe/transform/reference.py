@@ -13,8 +13,10 @@ import cv2
 import numpy as np
 
 from raypipe.transform import reference_colour
+from raypipe.transform.limits import MAX_PIXELS
+from raypipe.transform.ops import Op
 
-CROP, CROP_SCALED, RESIZE, PAD, TURN, AFFINE, DROPOUT = range(1, 8)
+CROP, CROP_SCALED, RESIZE, PAD, TURN, AFFINE, DROPOUT = tuple(Op)[:7]
 """Codes of operations."""
 NEAREST, LINEAR, CUBIC, AREA = range(4)
 """Interpolations, as cv2 numbers them."""
@@ -23,7 +25,6 @@ Params = Sequence[int]
 Operation = Callable[[np.ndarray, Params], np.ndarray]
 
 _MAX_SIDE = 65_500  # pixels, MAX_SIDE of csrc/image.h
-_MAX_PIXELS = (1 << 30) // 6
 _COEFFICIENT_BITS = 11
 _CONSTANT, _REPLICATE, _REFLECT, _WRAP, _REFLECT_101 = range(5)
 
@@ -180,7 +181,7 @@ def _check(is_good: bool, name: str) -> None:
 
 
 def _check_size(height: int, width: int) -> None:
-    is_good = 1 <= height <= _MAX_SIDE and 1 <= width <= _MAX_SIDE and height * width <= _MAX_PIXELS
+    is_good = 1 <= height <= _MAX_SIDE and 1 <= width <= _MAX_SIDE and height * width <= MAX_PIXELS
     _check(is_good, f"size, {height}x{width}")
 
 

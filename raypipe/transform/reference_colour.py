@@ -10,7 +10,9 @@ from collections.abc import Callable, Sequence
 import cv2
 import numpy as np
 
-JITTER, GREY, TABLE, BLUR, FILTER = range(8, 13)
+from raypipe.transform.ops import Op
+
+JITTER, GREY, TABLE, BLUR, FILTER = tuple(Op)[7:]
 """Codes of operations."""
 BRIGHTNESS, CONTRAST, SATURATION, HUE = range(4)
 """What a jitter does, by number."""

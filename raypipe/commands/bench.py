@@ -34,6 +34,7 @@ from raypipe.transform.transform_steps import brief, config_without_files
 
 # Images that one ceiling process keeps in memory: more than fit its caches, few enough to read at once.
 _CEILING_IMAGES = 512
+_MIN_BLOCKS = 4  # a rate of a stream wants three beside the first
 # Actors beyond those that a rate needs: they start, fail and share their nodes with others.
 _HEADROOM = 0.15
 
@@ -206,7 +207,7 @@ def _alone(store: Store, transform: TransformConfig, threads: int, micro_batch: 
 def stream_once(
     store: Store, transform: TransformConfig, pool: PoolConfig, micro_batch: int, seconds: float, guess: float
 ) -> Figures:
-    """Run the stream for about `seconds`, with a validation after every epoch, through one consumer.
+    """Run the stream, with a validation after every epoch, through one consumer, for `seconds` and _MIN_BLOCKS.
 
     Args:
         guess: images/s that the stream does not exceed by far: so many epochs are planned.
@@ -239,7 +240,7 @@ def stream_once(
         blocks.append((arrived, num_images))
         images = {name: array for name, array in batches[0].arrays().items() if is_image(name)}
         num_bytes = sum(image.nbytes for image in images.values())
-        if arrived - blocks[0][0] > seconds:
+        if arrived - blocks[0][0] > seconds and len(blocks) >= _MIN_BLOCKS:
             break
         del block, batches
     stream.close()
@@ -252,7 +253,7 @@ def steady(blocks: Sequence[tuple[float, int]]) -> float:
     """The steady rate of a stream, images/s, by the arrival and the number of images of each block."""
     # The first blocks come while actors still start, and a buffer fills: leave out a sixth.
     kept = blocks[max(1, len(blocks) // 6) :]
-    if len(kept) < 3:
+    if len(blocks) < _MIN_BLOCKS:
         raise ConfigError(f"the stream brought {len(blocks)} blocks, too few for a rate: raise --seconds")
     arrivals, num_images = np.array(kept).T
     return float(np.polyfit(arrivals - arrivals[0], num_images.cumsum(), 1)[0])

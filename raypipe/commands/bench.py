@@ -222,7 +222,7 @@ def stream_once(
     from raypipe.streaming.opening import open_stream
     from raypipe.streaming.pipeline import splits
     from raypipe.streaming.row import host_blocks
-    from raypipe.transform.fields import is_image
+    from raypipe.transform.fields import CHROMA, is_image
 
     # The same transform in both splits, so that every micro-batch costs the same.
     transform = dataclasses.replace(transform, val=transform.train)
@@ -238,8 +238,8 @@ def stream_once(
         arrived, batches = time.perf_counter(), list(block)
         num_images = sum(int((batch.weight > 0).sum()) for batch in batches)
         blocks.append((arrived, num_images))
-        images = {name: array for name, array in batches[0].arrays().items() if is_image(name)}
-        num_bytes = sum(image.nbytes for image in images.values())
+        arrays = batches[0].arrays()
+        num_bytes = sum(arrays[name].nbytes for name in arrays if is_image(name) or name.startswith(f"{CHROMA}."))
         if arrived - blocks[0][0] > seconds and len(blocks) >= _MIN_BLOCKS:
             break
         del block, batches

@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from raypipe.config import AugmentConfig
 from raypipe.device.augment import DeviceAugment
-from raypipe.device.wire import ToRgb
+from raypipe.device.wire import rgb
 from raypipe.train.learning import build_model
 from raypipe.train.ordered import StepBatchNorm
 
@@ -99,11 +99,10 @@ def augmented(rows: int, size: int, **config: Any) -> Callable[[int], Any]:
 
 
 def from_planes(rows: int, size: int) -> Callable[[int], Any]:
-    """Makes the images of one micro-batch of the planes that have travelled."""
+    """Makes the images of one micro-batch of the planes that have traveled."""
     shapes = (rows, size, size, 1), (rows, size // 2, size // 2, 2)
     luma, chroma = (torch.zeros(shape, dtype=torch.uint8) for shape in shapes)
-    to_rgb = ToRgb()
-    return lambda seed: to_rgb(luma, chroma)
+    return lambda seed: rgb(luma, chroma)
 
 
 def batch_norm(model: str, device: str) -> Callable[[int], Any]:

@@ -24,7 +24,7 @@ import torch
 from raypipe.device.device_decode import DeviceDecoder
 from raypipe.device.mixing import Mixed
 from raypipe.device.ring import CLOSE_S, OnCopied, Ring, hand_over, new_event, view
-from raypipe.device.wire import ToRgb
+from raypipe.device.wire import rgb
 from raypipe.metrics.timing import mark
 from raypipe.plan.places import MicroBatchId
 from raypipe.transform.encoded import CROP, DATA, ENCODED_FIELDS, FLIP
@@ -146,11 +146,9 @@ def on_device(
     def arrays(host: MicroBatch) -> list[np.ndarray]:
         return [host.weight, *host.arrays().values()]
 
-    to_rgb = ToRgb()
-
     def batch(host: MicroBatch, tensors: Sequence[torch.Tensor]) -> Batch:
         weight, *others = tensors
-        return _batch(host, seed_of, weight, _images_whole(dict(zip(host.arrays(), others, strict=True)), to_rgb))
+        return _batch(host, seed_of, weight, _whole(dict(zip(host.arrays(), others, strict=True))))
 
     through = Ring(batches, arrays, device, depth, keep, on_copied, _without_arrays)
 
@@ -288,10 +286,10 @@ def decoded_on_device(
         wait([ended], CLOSE_S)
 
 
-def _images_whole(tensors: dict[str, torch.Tensor], to_rgb: ToRgb) -> dict[str, torch.Tensor]:
+def _whole(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The arrays of a micro-batch with its images as RGB, and not as planes."""
     chroma = in_group(tensors, CHROMA)
-    images = {name: to_rgb(tensors[name], of_image) for name, of_image in chroma.items()}
+    images = {name: rgb(tensors[name], of_image) for name, of_image in chroma.items()}
     seen = {name: array for name, array in tensors.items() if not name.startswith(f"{CHROMA}.")}
     return seen | images
 

@@ -139,7 +139,7 @@ class Images:
         self._check(images)
         result = self._on_wire(images)
         if targets:
-            result |= self._finished(made, targets, images[IMAGE].shape)
+            result = result | self._finished(made, targets, images[IMAGE].shape)
         if not self._shapes:
             self._learn(images)
             learn(self.fields, result)

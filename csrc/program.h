@@ -106,7 +106,7 @@ static int best_simd(void)
 {
 #if defined(__x86_64__) && defined(__GNUC__)
     __builtin_cpu_init();
-    return __builtin_cpu_supports("avx2") ? SIMD_AVX2 : __builtin_cpu_supports("ssse3") ? SIMD_SSSE3 : SIMD_NONE;
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi2") ? SIMD_AVX2 : __builtin_cpu_supports("ssse3") ? SIMD_SSSE3 : SIMD_NONE;
 #else
     return SIMD_NONE;
 #endif

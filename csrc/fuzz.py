@@ -103,13 +103,13 @@ def agrees(data: bytes, rng: np.random.Generator) -> bool | None:
     return True
 
 
-def random_op(rng: np.random.Generator) -> tuple[int, list[int]]:
-    """An operation with params that are mostly good."""
+def random_op(rng: np.random.Generator, op: Op | None = None) -> tuple[int, list[int]]:
+    """An operation with params that are mostly good: this one, or any."""
 
     def some(low: int, high: int, num: int) -> list[int]:
         return [int(number) for number in rng.integers(low, high, num)]
 
-    code = Op(int(rng.integers(1, len(Op) + 1)))
+    code = op or Op(int(rng.integers(1, len(Op) + 1)))
     match code:
         case Op.CROP:
             return code, [*some(0, 30, 2), *some(1, 12, 2)]

@@ -1,4 +1,4 @@
-"""The compiled decoder, csrc/jpeg_crop.h and csrc/jpeg_huffman.h.
+"""The compiled decoder, csrc/jpeg_crop.h and csrc/jpeg_huffman.h, and its fuzzer, fuzz.py and sanitize.sh.
 
 What needs it is skipped where it is not built, and says so.
 """
@@ -31,7 +31,7 @@ CSRC = Path(__file__).parents[2] / "csrc"
 sys.path.insert(0, str(CSRC))
 from fuzz import fuzz  # noqa: E402
 
-needs_extension = pytest.mark.skipif(bool(why_no_kernel()), reason=f"no JPEG extension: {why_no_kernel()}")
+needs_extension = pytest.mark.skipif(bool(why_no_kernel()), reason=f"no kernel: {why_no_kernel()}")
 RNG = np.random.default_rng(0)
 
 

@@ -1,4 +1,8 @@
-"""The compiled decoder, csrc/jpeg_crop.h and csrc/jpeg_huffman.h, and its fuzzer, fuzz.py and sanitize.sh.
+"""The compiled decoder: its usual way by AVX2, that of all other JPEGs, and its fuzzer.
+
+    csrc/jpeg_baseline.h, jpeg_samples.h    without libjpeg
+    csrc/jpeg_crop.h, jpeg_huffman.h        by libjpeg, but for its Huffman codes
+    csrc/fuzz.py, sanitize.sh               damaged files, by all levels of vector instructions
 
 What needs it is skipped where it is not built, and says so.
 """
@@ -11,6 +15,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +65,19 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.fixture(params=[0, 2], ids=["libjpeg", "avx2"])
+def simd(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The most vector instructions that the kernel may use: its own decoder is by AVX2."""
+    module = pytest.importorskip("_raypipe_kernel")
+    module.set_simd(request.param)
+    yield
+    module.set_simd(2)
+
+
 @needs_extension
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_all_kinds_of_codes_give_the_pixels_of_simplejpeg(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, simd: None
 ) -> None:
     monkeypatch.setattr(jpeg, "decode_jpeg_at", lambda *a: pytest.fail("decoded by simplejpeg"))
     for make, (height, width) in itertools.product((noise, smooth), [(8, 8), (61, 77), (130, 95)]):

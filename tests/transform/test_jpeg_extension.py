@@ -97,6 +97,16 @@ def test_of_damaged_bytes_it_accepts_only_what_simplejpeg_does_and_with_its_pixe
     assert not wrong and accepted > 100 and refused > 1000
 
 
+@needs_extension
+def test_a_file_of_another_revision_of_jfif_is_refused_as_simplejpeg_refuses_it(simd: None) -> None:
+    data = bytearray(encode(smooth(40, 50)))
+    assert data[6:11] == b"JFIF\0" and decode(bytes(data)).shape == (40, 50, 3)
+    for revision in (0, 2):
+        data[11] = revision
+        with pytest.raises(SampleError, match="unknown JFIF revision"):
+            decode(bytes(data))
+
+
 @pytest.mark.soak
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="the sanitizers' build is by GCC")
 @pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])

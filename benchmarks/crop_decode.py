@@ -3,8 +3,8 @@
     python benchmarks/crop_decode.py STORE [--transform light] [--samples 500] [--repeats 3]
 
 Every micro-batch of 50 images, read before, goes through all modes in turn, with the same keys, so that what else
-the machine does falls on all of them alike; the times are CPU seconds of the thread. The last line is JSON: images/s
-of one core, medians over the repeats.
+the machine does falls on all of them alike; the times are CPU seconds of the thread. The last line is JSON:
+images/s of one core, medians over the repeats.
 """
 
 from __future__ import annotations

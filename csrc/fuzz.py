@@ -1,7 +1,8 @@
 """Mutated JPEGs and random programs through the extension: what it accepts has the pixels of the usual way.
 
 Half of the inputs go to decode_crop, and are held against simplejpeg; half to run(), with a program, which
-`raypipe.transform.decode` and `reference` have to agree with. A slot lies between guard bytes.
+`raypipe.transform.decode` and `reference` have to agree with, into a slot between guard bytes. Levels of vector
+instructions take turns.
 
     python csrc/fuzz.py [FIRST [COUNT]]        COUNT inputs from number FIRST on; 0 and 4,000
     csrc/sanitize.sh [FIRST [COUNT]]           the same, by a build under sanitizers
@@ -16,6 +17,7 @@ import contextlib
 import io
 import itertools
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -103,13 +105,13 @@ def agrees(data: bytes, rng: np.random.Generator) -> bool | None:
     return True
 
 
-def random_op(rng: np.random.Generator) -> tuple[int, list[int]]:
-    """An operation with params that are mostly good."""
+def random_op(rng: np.random.Generator, op: Op | None = None) -> tuple[int, list[int]]:
+    """An operation with params that are mostly good: this one, or any."""
 
     def some(low: int, high: int, num: int) -> list[int]:
         return [int(number) for number in rng.integers(low, high, num)]
 
-    code = Op(int(rng.integers(1, len(Op) + 1)))
+    code = op or Op(int(rng.integers(1, len(Op) + 1)))
     match code:
         case Op.CROP:
             return code, [*some(0, 30, 2), *some(1, 12, 2)]
@@ -175,11 +177,23 @@ def runs_like_reference(data: bytes, rng: np.random.Generator) -> bool | None:
     return expected is not None and np.array_equal(memory[1], expected) and np.array_equal(memory[3], expected)
 
 
+def at_all_levels(first: int, count: int) -> Iterator[int]:
+    """The numbers; for each, the kernel uses no more vector instructions than number modulo 3 says."""
+    from _raypipe_kernel import set_simd
+
+    try:
+        for number in range(first, first + count):
+            set_simd(number % 3)
+            yield number
+    finally:
+        set_simd(2)
+
+
 def fuzz_run(first: int, count: int) -> tuple[int, int, list[int]]:
     """As `fuzz`, of run(); every third input is not damaged."""
     images = originals()
     results = []
-    for number in range(first, first + count):
+    for number in at_all_levels(first, count):
         rng = np.random.default_rng([number, 1])
         data = images[number % len(images)]
         results.append(runs_like_reference(mutated(data, rng) if rng.random() < 0.7 else data, rng))
@@ -191,7 +205,7 @@ def fuzz(first: int, count: int) -> tuple[int, int, list[int]]:
     """How many inputs were accepted and refused, and which were accepted with other pixels."""
     images = originals()
     found = []
-    for number in range(first, first + count):
+    for number in at_all_levels(first, count):
         rng = np.random.default_rng(number)
         found.append(agrees(mutated(images[number % len(images)], rng), rng))
     wrong = [first + at for at, result in enumerate(found) if result is False]

@@ -143,7 +143,10 @@ static int read_baseline(const uint8_t *data, size_t size, Frame *frame, FileTab
             is_good = body_size == 2;
             frame->interval = is_good ? (unsigned)word(body) : 0;
         } else if (marker == 0xE0) {
-            is_jfif |= body_size >= 14 && memcmp(body, "JFIF", 5) == 0;
+            if (body_size >= 14 && memcmp(body, "JFIF", 5) == 0) {
+                is_jfif = 1;
+                is_good = body[5] == 1; /* the revision: libjpeg warns of others, which makes a bad sample */
+            }
         } else if (marker == 0xEE) {
             if (body_size >= 12 && memcmp(body, "Adobe", 5) == 0)
                 adobe = body[11];

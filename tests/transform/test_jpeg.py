@@ -25,7 +25,7 @@ from raypipe.transform.decode import decode
 from raypipe.transform.jpeg import decode_box, decode_jpeg_at, open_for_crop, why_no_kernel
 from raypipe.transform.sizes import Box, Undecoded, cut
 
-needs_extension = pytest.mark.skipif(bool(why_no_kernel()), reason=f"no JPEG extension: {why_no_kernel()}")
+needs_extension = pytest.mark.skipif(bool(why_no_kernel()), reason=f"no kernel: {why_no_kernel()}")
 RNG = np.random.default_rng(0)
 
 

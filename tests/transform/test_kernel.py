@@ -22,7 +22,7 @@ import simplejpeg
 from PIL import Image
 
 from raypipe.config import TransformConfig
-from raypipe.transform import kernel, reference
+from raypipe.transform import kernel, ops, reference
 from raypipe.transform.contents import Images, build_content
 from raypipe.transform.decode import decode
 from raypipe.transform.kernel import Job
@@ -43,6 +43,7 @@ from raypipe.transform.reference import (
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "csrc"))
 from fuzz import fuzz_run
+from fuzz import random_op as any_op
 
 pytestmark = pytest.mark.skipif(not kernel.available(), reason=f"no kernel: {kernel.why_no_kernel()}")
 
@@ -209,6 +210,42 @@ def test_bad_params_are_refused_here_and_there(op: Op) -> None:
     assert one(image, [op], (10, 10)) == kernel.BAD_PARAMS
     with pytest.raises(ValueError, match="bad"):
         GEOMETRY[op[0]](image, op[1])
+
+
+HOSTILE = [MIN, -(1 << 32), -1, 0, 1, 3, 255, 256, 65_500, 65_501, (1 << 31) - 1, 1 << 31, (1 << 32) + 1, MAX]
+
+
+@pytest.mark.parametrize("op", list(ops.Op), ids=lambda op: op.name)
+def test_whatever_the_params_an_image_is_written_into_its_slot_alone(op: ops.Op, simd: int) -> None:
+    rng, num_refused = np.random.default_rng([op, simd]), 0
+    for number in range(300):
+        pixels = noise(rng, *rng.integers(1, 40, 2))
+        image: Any = encode(pixels, quality=90) if number % 2 or op == CROP_SCALED else pixels
+        good = any_op(rng, op)
+        hostile = [*good[1]]
+        if number % 10:  # the others may be refused as well, or not fit
+            for place in rng.integers(0, max(1, min(len(hostile), 12)), 3 * bool(hostile)):
+                hostile[place] = int(rng.choice(np.array(HOSTILE, object)))
+        height, width = pixels.shape[:2]
+        if op == RESIZE:
+            height, width = good[1][:2]
+        elif op == PAD:
+            height, width = height + sum(good[1][:2]), width + sum(good[1][2:4])
+        elif op in (CROP, CROP_SCALED):
+            height, width = good[1][2:4]
+        elif op == TURN and good[1][0] & 4:
+            height, width = width, height
+        # Two rows of guard bytes between slots, and a slot's worth around them.
+        memory = np.full((5, height + 2, width, 3), 77, np.uint8)
+        (code, _), neighbor = good, noise(rng, height, width)
+        params = np.array([[1, *hostile], [0, *good[1]], [0, *good[1]]], np.int64)
+        table = Job(np.array([[code, 0]], np.int32), params, memory[1:4, :height])
+        statuses = kernel.run([image, neighbor, None], [table], threads=1 + number % 2)
+        num_refused += statuses[0] != kernel.DONE
+        assert statuses[1:].tolist() == [kernel.DONE, kernel.SKIPPED]
+        assert np.array_equal(memory[2, :height], neighbor), "another image's slot"
+        assert (memory[[0, 3, 4]] == 77).all() and (memory[:, height:] == 77).all()
+    assert num_refused < 300
 
 
 def encode(image: np.ndarray, **options: Any) -> bytes:

@@ -116,6 +116,13 @@ static int is_complete(const struct jpeg_decompress_struct *info)
     return 1;
 }
 
+static boolean on_seekable_mcu(j_decompress_ptr info, JBLOCKROW *blocks)
+{
+    if (!next_seekable_mcu(info->client_data, blocks))
+        refuse((Trouble *)info->err, "unusual, in the entropy-coded data");
+    return TRUE;
+}
+
 static boolean on_mcu(j_decompress_ptr info, JBLOCKROW *blocks)
 {
     if (!next_mcu(info->client_data, blocks))
@@ -221,6 +228,7 @@ static int decode_crop(Decoder *decoder, const unsigned char *data, size_t size,
     struct jpeg_decompress_struct *info = &decoder->info;
     Trouble *trouble = &decoder->trouble;
     Entropy *entropy = &decoder->entropy;
+    const Seek seek = find_seek(data, size);
     trouble->message[0] = 0;
     if (setjmp(trouble->escape)) { /* of what is set below, only what the decoder owns is used here */
         end_decoder(decoder);
@@ -228,6 +236,8 @@ static int decode_crop(Decoder *decoder, const unsigned char *data, size_t size,
     }
     if (!decoder->is_made)
         begin_decoder(decoder);
+    if (seek.segment && !is_undamaged(data, size, &seek))
+        refuse(trouble, "its checksum is wrong");
     mark_tables(info);
     jpeg_mem_src(info, (unsigned char *)data, (unsigned long)size);
     jpeg_read_header(info, TRUE);
@@ -235,6 +245,7 @@ static int decode_crop(Decoder *decoder, const unsigned char *data, size_t size,
     if (!is_usual(info))
         refuse(trouble, "an unusual kind of JPEG");
     const int is_own = !info->progressive_mode && !info->arith_code && !jpeg_has_multiple_scans(info);
+    const int is_seekable = is_own && seek.segment;
     info->out_color_space = JCS_RGB;
     info->dct_method = JDCT_ISLOW;
     info->scale_num = crop.eighths;
@@ -267,6 +278,13 @@ static int decode_crop(Decoder *decoder, const unsigned char *data, size_t size,
             refuse(trouble, "unusual Huffman tables");
         info->client_data = entropy;
         info->entropy->decode_mcu = on_mcu;
+        if (is_seekable) {
+            if (!begin_seeking(entropy, data, &seek))
+                refuse(trouble, "rows of codes that are not where they should be");
+            info->entropy->decode_mcu = on_seekable_mcu;
+        } else {
+            begin_segment(entropy);
+        }
     }
     skip_rows(info, crop.top, trouble);
     const size_t row_bytes = (size_t)crop.columns * 3;
@@ -280,7 +298,9 @@ static int decode_crop(Decoder *decoder, const unsigned char *data, size_t size,
     const JDIMENSION bottom = crop.top + crop.height;
     const JDIMENSION block_rows = (JDIMENSION)info->max_v_samp_factor * crop.eighths;
     const JDIMENSION end_of_blocks = (bottom + block_rows - 1) / block_rows * block_rows;
-    if (is_own && (crop.to_end || end_of_blocks >= rows)) {
+    if (is_seekable) {
+        /* The checksum has told that the rest is undamaged. */
+    } else if (is_own && (crop.to_end || end_of_blocks >= rows)) {
         if (!end_scan(entropy))
             refuse(trouble, "damaged, or unusual, behind the crop");
     } else if (crop.to_end || end_of_blocks >= rows) {

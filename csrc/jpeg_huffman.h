@@ -24,6 +24,8 @@
 
 #include <jpeglib.h>
 
+#include "jpeg_seek.h"
+
 /* The beginning of libjpeg's struct of this name, the same in all versions; jpegint.h is seldom installed. */
 struct jpeg_entropy_decoder {
     void (*start_pass)(j_decompress_ptr info);
@@ -73,6 +75,9 @@ typedef struct {
     int component[D_MAX_BLOCKS_IN_MCU];
     const Table *dc[D_MAX_BLOCKS_IN_MCU], *ac[D_MAX_BLOCKS_IN_MCU];
     uint32_t last_dc[MAX_COMPS_IN_SCAN]; /* as libjpeg's, but unsigned: damage makes it overflow */
+    const unsigned char *file; /* of a seekable file, where its rows begin; then raw_end is the file's end */
+    Seek seek;
+    uint32_t row, open_row; /* the next MCU's, and one more than the row that `clean` is of */
 } Entropy;
 
 /* Zigzag to natural order. Behind 63, as in libjpeg: damaged runs end there, and so do those of END_OF_BLOCK, which
@@ -309,7 +314,6 @@ static int begin_scan(
             !build(&tables->ac[component->ac_tbl_no], ac, 0))
             return 0;
     }
-    begin_segment(e);
     return 1;
 }
 
@@ -331,6 +335,50 @@ static int next_mcu(Entropy *e, JBLOCKROW *blocks)
     e->left--;
     e->column = e->column + 1 < e->columns ? e->column + 1 : 0;
     return decode_blocks(e, is_wanted ? blocks : NULL);
+}
+
+/* From now on, rows and parts of rows that nothing is wanted of are passed over. 0: the places are not the file's. */
+static int begin_seeking(Entropy *e, const unsigned char *file, const Seek *seek)
+{
+    e->file = file;
+    e->seek = *seek;
+    return e->interval == e->columns && seek->num_rows * (unsigned long)e->columns == e->left;
+}
+
+/* Goes to the beginning of a row. 0: its codes are not where they should be, between two markers. */
+static int open_row(Entropy *e)
+{
+    const size_t size = (size_t)(e->raw_end - e->file);
+    const size_t from = place_of_row(&e->seek, e->row);
+    const size_t end = e->row + 1 < e->seek.num_rows ? place_of_row(&e->seek, e->row + 1) : size;
+    if (from > end || end > size || end - from < 2)
+        return 0;
+    const unsigned char *raw_end = e->raw_end;
+    e->raw = e->file + from;
+    e->raw_end = e->file + end - 2; /* the marker's two bytes */
+    begin_segment(e);
+    const int is_whole = e->raw == e->raw_end;
+    e->raw_end = raw_end;
+    e->open_row = e->row + 1;
+    return is_whole;
+}
+
+/* As next_mcu, of a seekable file. */
+static int next_seekable_mcu(Entropy *e, JBLOCKROW *blocks)
+{
+    if (e->left == 0)
+        return 0;
+    const JDIMENSION column = e->column;
+    const int is_needed = blocks && column <= e->last_column;
+    if (is_needed && e->open_row != e->row + 1 && (column != 0 || !open_row(e)))
+        return 0;
+    e->left--;
+    e->column++;
+    if (e->column == e->columns) {
+        e->column = 0;
+        e->row++;
+    }
+    return !is_needed || decode_blocks(e, column >= e->first_column ? blocks : NULL);
 }
 
 /* Reads what is left of the scan. 0: it does not end as it should, with the file. */

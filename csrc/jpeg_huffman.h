@@ -342,7 +342,8 @@ static int begin_seeking(Entropy *e, const unsigned char *file, const Seek *seek
 {
     e->file = file;
     e->seek = *seek;
-    return e->interval == e->columns && seek->num_rows * (unsigned long)e->columns == e->left;
+    return e->interval == e->columns && seek->num_rows * (unsigned long)e->columns == e->left &&
+           place_of_row(seek, 0) == (size_t)(e->raw - file);
 }
 
 /* Goes to the beginning of a row. 0: its codes are not where they should be, between two markers. */
@@ -351,7 +352,9 @@ static int open_row(Entropy *e)
     const size_t size = (size_t)(e->raw_end - e->file);
     const size_t from = place_of_row(&e->seek, e->row);
     const size_t end = e->row + 1 < e->seek.num_rows ? place_of_row(&e->seek, e->row + 1) : size;
-    if (from > end || end > size || end - from < 2)
+    if (from < 2 || from > end || end > size || end - from < 2)
+        return 0;
+    if (e->row && (e->file[from - 2] != 0xFF || e->file[from - 1] != JPEG_RST0 + (e->row - 1) % 8))
         return 0;
     const unsigned char *raw_end = e->raw_end;
     e->raw = e->file + from;
@@ -374,11 +377,14 @@ static int next_seekable_mcu(Entropy *e, JBLOCKROW *blocks)
         return 0;
     e->left--;
     e->column++;
-    if (e->column == e->columns) {
+    const int ends_row = e->column == e->columns;
+    if (ends_row) {
         e->column = 0;
         e->row++;
     }
-    return !is_needed || decode_blocks(e, column >= e->first_column ? blocks : NULL);
+    if (!is_needed)
+        return 1;
+    return decode_blocks(e, column >= e->first_column ? blocks : NULL) && (!ends_row || bits_left(e) < 8);
 }
 
 /* Reads what is left of the scan. 0: it does not end as it should, with the file. */

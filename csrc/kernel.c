@@ -31,7 +31,7 @@
 #include <pthread.h>
 
 /* Of the interface above; kernel.py and jpeg.py ask for it. */
-#define INTERFACE_VERSION 2
+#define INTERFACE_VERSION 3
 #define MAX_THREADS 256
 
 static int simd_level, most_simd;

@@ -219,7 +219,9 @@ def seeks_alike(data: bytes, rng: np.random.Generator) -> bool | None:
 
     top, left = int(rng.integers(height)), int(rng.integers(width))
     rows, columns = int(rng.integers(1, height - top + 1)), int(rng.integers(1, width - left + 1))
-    if not np.array_equal(crop(seekable, left, top, columns, rows), whole[top : top + rows, left : left + columns]):
+    if not np.array_equal(
+        crop(seekable, left, top, columns, rows), whole[top : top + rows, left : left + columns]
+    ):
         return False
     damaged = mutated(seekable, rng)
     with contextlib.suppress(ValueError):

@@ -31,6 +31,7 @@
 #error "needs the headers of libjpeg-turbo 2.1 or later"
 #endif
 
+#include "jpeg_baseline.h"
 #include "jpeg_huffman.h"
 
 /* Output columns. Chroma's interpolation reaches 1 chroma sample to each side, which is 2 pixels; and rows of fewer
@@ -63,6 +64,9 @@ typedef struct {
     HuffmanTables tables; /* most files of a store have the same ones */
     JHUFF_TBL one_code;
     int is_made;
+#ifdef HAS_AVX2
+    Baseline baseline;
+#endif
 } Decoder;
 
 static void refuse(Trouble *trouble, const char *message)
@@ -114,13 +118,6 @@ static int is_complete(const struct jpeg_decompress_struct *info)
             if (info->coef_bits[i][k] != 0)
                 return 0;
     return 1;
-}
-
-static boolean on_seekable_mcu(j_decompress_ptr info, JBLOCKROW *blocks)
-{
-    if (!next_seekable_mcu(info->client_data, blocks))
-        refuse((Trouble *)info->err, "unusual, in the entropy-coded data");
-    return TRUE;
 }
 
 static boolean on_mcu(j_decompress_ptr info, JBLOCKROW *blocks)
@@ -223,21 +220,31 @@ static void start_without_tables(struct jpeg_decompress_struct *info, JHUFF_TBL 
 }
 
 /* The column of `out`, height x columns x 3 bytes, in which the rectangle begins; or -1, and trouble->message. */
-static int decode_crop(Decoder *decoder, const unsigned char *data, size_t size, Crop crop, unsigned char *out)
+static int decode_crop(
+    Decoder *decoder, const unsigned char *data, size_t size, Crop crop, int simd, unsigned char *out)
 {
     struct jpeg_decompress_struct *info = &decoder->info;
     Trouble *trouble = &decoder->trouble;
     Entropy *entropy = &decoder->entropy;
-    const Seek seek = find_seek(data, size);
     trouble->message[0] = 0;
+    const Seek seek = find_seek(data, size);
+    if (seek.segment && !is_undamaged(data, size, &seek)) {
+        snprintf(trouble->message, sizeof trouble->message, "its checksum is wrong");
+        return -1;
+    }
+#ifdef HAS_AVX2
+    const Rectangle box = {(int)crop.left, (int)crop.top, (int)crop.width, (int)crop.height};
+    if (simd == SIMD_AVX2 && crop.eighths == 8 && crop.width <= crop.columns &&
+        decode_baseline(&decoder->baseline, entropy, &decoder->tables, data, size, &seek, box, crop.to_end,
+                        out, (ptrdiff_t)crop.columns * 3))
+        return 0;
+#endif
     if (setjmp(trouble->escape)) { /* of what is set below, only what the decoder owns is used here */
         end_decoder(decoder);
         return -1;
     }
     if (!decoder->is_made)
         begin_decoder(decoder);
-    if (seek.segment && !is_undamaged(data, size, &seek))
-        refuse(trouble, "its checksum is wrong");
     mark_tables(info);
     jpeg_mem_src(info, (unsigned char *)data, (unsigned long)size);
     jpeg_read_header(info, TRUE);
@@ -245,7 +252,6 @@ static int decode_crop(Decoder *decoder, const unsigned char *data, size_t size,
     if (!is_usual(info))
         refuse(trouble, "an unusual kind of JPEG");
     const int is_own = !info->progressive_mode && !info->arith_code && !jpeg_has_multiple_scans(info);
-    const int is_seekable = is_own && seek.segment;
     info->out_color_space = JCS_RGB;
     info->dct_method = JDCT_ISLOW;
     info->scale_num = crop.eighths;
@@ -274,17 +280,15 @@ static int decode_crop(Decoder *decoder, const unsigned char *data, size_t size,
     /* The columns of MCUs that jpeg_crop_scanline has chosen, by its own rule. */
     const JDIMENSION mcu_columns = (JDIMENSION)info->max_h_samp_factor * crop.eighths;
     if (is_own) {
-        if (!begin_scan(entropy, &decoder->tables, info, left / mcu_columns, (left + width - 1) / mcu_columns))
-            refuse(trouble, "unusual Huffman tables");
+        Scan scan;
+        scan_of_libjpeg(info, &scan);
+        scan.seek = seek;
+        unsigned char *clean = (*info->mem->alloc_large)(
+            (j_common_ptr)info, JPOOL_IMAGE, (size_t)(scan.end - scan.data) + PADDING);
+        if (!begin_scan(entropy, &decoder->tables, &scan, clean, left / mcu_columns, (left + width - 1) / mcu_columns))
+            refuse(trouble, "unusual Huffman tables, or rows that are not where they should be");
         info->client_data = entropy;
         info->entropy->decode_mcu = on_mcu;
-        if (is_seekable) {
-            if (!begin_seeking(entropy, data, &seek))
-                refuse(trouble, "rows of codes that are not where they should be");
-            info->entropy->decode_mcu = on_seekable_mcu;
-        } else {
-            begin_segment(entropy);
-        }
     }
     skip_rows(info, crop.top, trouble);
     const size_t row_bytes = (size_t)crop.columns * 3;
@@ -298,9 +302,7 @@ static int decode_crop(Decoder *decoder, const unsigned char *data, size_t size,
     const JDIMENSION bottom = crop.top + crop.height;
     const JDIMENSION block_rows = (JDIMENSION)info->max_v_samp_factor * crop.eighths;
     const JDIMENSION end_of_blocks = (bottom + block_rows - 1) / block_rows * block_rows;
-    if (is_seekable) {
-        /* The checksum has told that the rest is undamaged. */
-    } else if (is_own && (crop.to_end || end_of_blocks >= rows)) {
+    if (is_own && (crop.to_end || end_of_blocks >= rows)) {
         if (!end_scan(entropy))
             refuse(trouble, "damaged, or unusual, behind the crop");
     } else if (crop.to_end || end_of_blocks >= rows) {

@@ -61,6 +61,23 @@ typedef struct {
     Table dc[NUM_HUFF_TBLS], ac[NUM_HUFF_TBLS];
 } HuffmanTables;
 
+/* A block of an MCU: of which component, and by which tables. */
+typedef struct {
+    int component, dc, ac;
+    const JHUFF_TBL *dc_codes, *ac_codes;
+} ScanBlock;
+
+/* A baseline scan. */
+typedef struct {
+    const unsigned char *data, *end;
+    JDIMENSION columns; /* MCUs of a row */
+    unsigned long num_mcus;
+    unsigned int interval; /* MCUs between restarts, 0: there are none */
+    int num_blocks;        /* of an MCU */
+    Seek seek;             /* of a seekable file, whose end is the scan's */
+    ScanBlock blocks[D_MAX_BLOCKS_IN_MCU];
+} Scan;
+
 typedef struct {
     const unsigned char *raw, *raw_end; /* not copied yet; at a marker, or at the end */
     unsigned char *clean;               /* the bytes between two markers, without stuffing */
@@ -75,9 +92,8 @@ typedef struct {
     int component[D_MAX_BLOCKS_IN_MCU];
     const Table *dc[D_MAX_BLOCKS_IN_MCU], *ac[D_MAX_BLOCKS_IN_MCU];
     uint32_t last_dc[MAX_COMPS_IN_SCAN]; /* as libjpeg's, but unsigned: damage makes it overflow */
-    const unsigned char *file; /* of a seekable file, where its rows begin; then raw_end is the file's end */
     Seek seek;
-    uint32_t row, open_row; /* the next MCU's, and one more than the row that `clean` is of */
+    uint32_t row, open_row; /* of a seekable file: the next MCU's, and one more than the row that `clean` is of */
 } Entropy;
 
 /* Zigzag to natural order. Behind 63, as in libjpeg: damaged runs end there, and so do those of END_OF_BLOCK, which
@@ -287,33 +303,100 @@ static int decode_blocks(Entropy *e, JBLOCKROW *blocks)
     return bits_left(e) >= 0;
 }
 
-/* Takes the place of libjpeg's decoder, after jpeg_start_decompress, of a file of one baseline scan. The MCUs of
- * other columns than these are skipped. Tables are built where they are not those of the last image. 0: it cannot be. */
-static int begin_scan(
-    Entropy *e, HuffmanTables *tables, j_decompress_ptr info, JDIMENSION first_column, JDIMENSION last_column)
+/* The scan of which libjpeg is at the beginning, after jpeg_start_decompress, of a file of one baseline scan. */
+static void scan_of_libjpeg(j_decompress_ptr info, Scan *scan)
 {
-    memset(e, 0, sizeof *e);
-    e->raw = info->src->next_input_byte;
-    e->raw_end = e->raw + info->src->bytes_in_buffer;
-    e->clean = (*info->mem->alloc_large)((j_common_ptr)info, JPOOL_IMAGE, info->src->bytes_in_buffer + PADDING);
-    e->first_column = first_column;
-    e->last_column = last_column;
-    e->columns = info->MCUs_per_row;
-    e->left = (unsigned long)info->MCUs_per_row * info->MCU_rows_in_scan;
-    e->interval = e->until_restart = info->restart_interval;
-    e->num_blocks = info->blocks_in_MCU;
-    for (int number = 0; number < e->num_blocks; number++) {
+    *scan = (Scan){.data = info->src->next_input_byte, .columns = info->MCUs_per_row, .interval = info->restart_interval};
+    scan->end = scan->data + info->src->bytes_in_buffer;
+    scan->num_mcus = (unsigned long)info->MCUs_per_row * info->MCU_rows_in_scan;
+    scan->num_blocks = info->blocks_in_MCU;
+    for (int number = 0; number < scan->num_blocks; number++) {
         const int at = info->MCU_membership[number];
         const jpeg_component_info *component = info->cur_comp_info[at];
-        const JHUFF_TBL *dc = info->dc_huff_tbl_ptrs[component->dc_tbl_no];
-        const JHUFF_TBL *ac = info->ac_huff_tbl_ptrs[component->ac_tbl_no];
-        e->component[number] = at;
-        e->dc[number] = &tables->dc[component->dc_tbl_no];
-        e->ac[number] = &tables->ac[component->ac_tbl_no];
-        if (!dc || !ac || !build(&tables->dc[component->dc_tbl_no], dc, 1) ||
-            !build(&tables->ac[component->ac_tbl_no], ac, 0))
+        const int dc = component->dc_tbl_no, ac = component->ac_tbl_no;
+        scan->blocks[number] = (ScanBlock){at, dc, ac, info->dc_huff_tbl_ptrs[dc], info->ac_huff_tbl_ptrs[ac]};
+    }
+}
+
+/* Whether the places of rows are those of this scan. Rows are opened when something is wanted of them. */
+static int begin_seeking(const Entropy *e)
+{
+    return e->interval == e->columns && e->seek.num_rows * (unsigned long)e->columns == e->left &&
+           place_of_row(&e->seek, 0) == (size_t)(e->raw - e->seek.file);
+}
+
+/* Goes to the beginning of a row. 0: its codes are not where they should be, between two markers. */
+static int open_row(Entropy *e)
+{
+    const unsigned char *file = e->seek.file, *raw_end = e->raw_end;
+    const size_t size = (size_t)(raw_end - file), from = place_of_row(&e->seek, e->row);
+    const size_t end = e->row + 1 < e->seek.num_rows ? place_of_row(&e->seek, e->row + 1) : size;
+    if (from < 2 || from > end || end > size || end - from < 2)
+        return 0;
+    if (e->row && (file[from - 2] != 0xFF || file[from - 1] != JPEG_RST0 + (e->row - 1) % 8))
+        return 0;
+    e->raw = file + from;
+    e->raw_end = file + end - 2; /* the marker's two bytes */
+    begin_segment(e);
+    const int is_whole = e->raw == e->raw_end;
+    e->raw_end = raw_end;
+    e->open_row = e->row + 1;
+    return is_whole;
+}
+
+/* As next_mcu, of a seekable file: rows of which nothing is wanted are not read, nor is a row behind what is. */
+static int next_seekable_mcu(Entropy *e, JBLOCKROW *blocks)
+{
+    const JDIMENSION column = e->column;
+    if (blocks && column >= e->first_column && column <= e->last_column) {
+        if (e->open_row != e->row + 1) {
+            if (!open_row(e))
+                return 0;
+            for (JDIMENSION before = 0; before < column; before++)
+                if (!decode_blocks(e, NULL))
+                    return 0;
+        }
+        if (!decode_blocks(e, blocks) || (column + 1 == e->columns && bits_left(e) >= 8))
             return 0;
     }
+    e->left--;
+    e->column++;
+    if (e->column == e->columns) {
+        e->column = 0;
+        e->row++;
+    }
+    return 1;
+}
+
+/* Begins a scan, of which MCUs of other columns than these are skipped. Tables are built where they are not those of
+ * the last image. clean: as many bytes as the scan has, and PADDING. 0: it cannot be. */
+static int begin_scan(
+    Entropy *e, HuffmanTables *tables, const Scan *scan, unsigned char *clean, JDIMENSION first_column,
+    JDIMENSION last_column)
+{
+    memset(e, 0, sizeof *e);
+    e->raw = scan->data;
+    e->raw_end = scan->end;
+    e->clean = clean;
+    e->first_column = first_column;
+    e->last_column = last_column;
+    e->columns = scan->columns;
+    e->left = scan->num_mcus;
+    e->interval = e->until_restart = scan->interval;
+    e->num_blocks = scan->num_blocks;
+    for (int number = 0; number < e->num_blocks; number++) {
+        const ScanBlock *block = &scan->blocks[number];
+        e->component[number] = block->component;
+        e->dc[number] = &tables->dc[block->dc];
+        e->ac[number] = &tables->ac[block->ac];
+        if (!block->dc_codes || !block->ac_codes || !build(&tables->dc[block->dc], block->dc_codes, 1) ||
+            !build(&tables->ac[block->ac], block->ac_codes, 0))
+            return 0;
+    }
+    e->seek = scan->seek;
+    if (e->seek.segment)
+        return begin_seeking(e);
+    begin_segment(e);
     return 1;
 }
 
@@ -322,6 +405,8 @@ static int next_mcu(Entropy *e, JBLOCKROW *blocks)
 {
     if (e->left == 0)
         return 0;
+    if (e->seek.segment)
+        return next_seekable_mcu(e, blocks);
     if (e->interval && e->until_restart == 0) {
         if (!is_marker(e, JPEG_RST0 + e->restarts % 8))
             return 0;
@@ -337,59 +422,12 @@ static int next_mcu(Entropy *e, JBLOCKROW *blocks)
     return decode_blocks(e, is_wanted ? blocks : NULL);
 }
 
-/* From now on, rows and parts of rows that nothing is wanted of are passed over. 0: the places are not the file's. */
-static int begin_seeking(Entropy *e, const unsigned char *file, const Seek *seek)
-{
-    e->file = file;
-    e->seek = *seek;
-    return e->interval == e->columns && seek->num_rows * (unsigned long)e->columns == e->left &&
-           place_of_row(seek, 0) == (size_t)(e->raw - file);
-}
-
-/* Goes to the beginning of a row. 0: its codes are not where they should be, between two markers. */
-static int open_row(Entropy *e)
-{
-    const size_t size = (size_t)(e->raw_end - e->file);
-    const size_t from = place_of_row(&e->seek, e->row);
-    const size_t end = e->row + 1 < e->seek.num_rows ? place_of_row(&e->seek, e->row + 1) : size;
-    if (from < 2 || from > end || end > size || end - from < 2)
-        return 0;
-    if (e->row && (e->file[from - 2] != 0xFF || e->file[from - 1] != JPEG_RST0 + (e->row - 1) % 8))
-        return 0;
-    const unsigned char *raw_end = e->raw_end;
-    e->raw = e->file + from;
-    e->raw_end = e->file + end - 2; /* the marker's two bytes */
-    begin_segment(e);
-    const int is_whole = e->raw == e->raw_end;
-    e->raw_end = raw_end;
-    e->open_row = e->row + 1;
-    return is_whole;
-}
-
-/* As next_mcu, of a seekable file. */
-static int next_seekable_mcu(Entropy *e, JBLOCKROW *blocks)
-{
-    if (e->left == 0)
-        return 0;
-    const JDIMENSION column = e->column;
-    const int is_needed = blocks && column <= e->last_column;
-    if (is_needed && e->open_row != e->row + 1 && (column != 0 || !open_row(e)))
-        return 0;
-    e->left--;
-    e->column++;
-    const int ends_row = e->column == e->columns;
-    if (ends_row) {
-        e->column = 0;
-        e->row++;
-    }
-    if (!is_needed)
-        return 1;
-    return decode_blocks(e, column >= e->first_column ? blocks : NULL) && (!ends_row || bits_left(e) < 8);
-}
-
-/* Reads what is left of the scan. 0: it does not end as it should, with the file. */
+/* Reads what is left of the scan. 0: it does not end as it should, with the file. The checksum of a seekable file has
+ * told that already. */
 static int end_scan(Entropy *e)
 {
+    if (e->seek.segment)
+        return 1;
     while (e->left)
         if (!next_mcu(e, NULL))
             return 0;

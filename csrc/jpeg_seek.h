@@ -25,7 +25,7 @@
 #define JFIF_BYTES 18                            /* as libjpeg writes it, without a thumbnail */
 
 typedef struct {
-    const uint8_t *segment; /* NULL: a plain JPEG */
+    const uint8_t *file, *segment; /* NULL: a plain JPEG */
     uint32_t num_rows;
 } Seek;
 
@@ -49,10 +49,10 @@ static inline Seek find_seek(const uint8_t *data, size_t size)
             const size_t length = (size_t)data[at + 2] << 8 | data[at + 3];
             const size_t num = length + 2 < SEEK_HEAD_BYTES ? 0 : (length + 2 - SEEK_HEAD_BYTES) / 4;
             const size_t most = (size - at - SEEK_HEAD_BYTES) / 4;
-            return (Seek){data + at, (uint32_t)(num < most ? num : most)};
+            return (Seek){data, data + at, (uint32_t)(num < most ? num : most)};
         }
     }
-    return (Seek){NULL, 0};
+    return (Seek){NULL, NULL, 0};
 }
 
 static inline uint32_t seek_checksum(const uint8_t *data, size_t size, const Seek *seek)

@@ -21,7 +21,6 @@ import json
 import pickle
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
-from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -31,7 +30,7 @@ from raypipe.plan.places import MicroBatchId, Split
 from raypipe.rayext.iteration import rows
 from raypipe.streaming.blocks import Block
 from raypipe.transform.fields import BlockMemory, MicroBatch, Ragged
-from raypipe.transform.samples import EncodedSample
+from raypipe.transform.samples import Samples
 
 if TYPE_CHECKING:
     from ray.data import DataIterator
@@ -61,7 +60,7 @@ class SourceRow(NamedTuple):
     """
 
     block: Block
-    reads: list[list[EncodedSample]] | None = None
+    reads: list[Samples] | None = None
     read_s: float = 0.0
 
     def packed(self) -> pa.Table:
@@ -73,11 +72,10 @@ class SourceRow(NamedTuple):
             "micro": [at.micro for at in self.block],
         }
         if self.reads is not None:
-            samples = list(chain.from_iterable(self.reads))
-            row |= {"image": [sample.image for sample in samples], "label": [sample.label for sample in samples]}
-            row["read_s"] = self.read_s
-            if any(sample.columns for sample in samples):
-                row["columns"] = pickle.dumps([dict(sample.columns) for sample in samples])
+            samples = Samples.joined(self.reads)
+            row |= {"image": samples.images, "label": samples.labels.tolist(), "read_s": self.read_s}
+            if samples.columns:
+                row["columns"] = pickle.dumps(dict(samples.columns))
         return pa.Table.from_pylist([row], SOURCE_SCHEMA)
 
     @staticmethod
@@ -87,11 +85,9 @@ class SourceRow(NamedTuple):
         block = _places(row["split"], row["epoch"], row["step"], row["micro"])
         if row["image"] is None:
             return SourceRow(block)
-        images, labels = row["image"], row["label"]
-        columns = pickle.loads(row["columns"]) if row["columns"] else [{}] * len(images)
-        samples, size = list(map(EncodedSample, images, labels, columns)), len(images) // len(block)
-        reads = [samples[first : first + size] for first in range(0, len(samples), size)]
-        return SourceRow(block, reads, row["read_s"])
+        columns = pickle.loads(row["columns"]) if row["columns"] else {}
+        samples = Samples(row["image"], np.array(row["label"], np.int64), columns)
+        return SourceRow(block, samples.split(len(block)), row["read_s"])
 
 
 def _places(split: int, epoch: int, steps: list[int], micros: list[int]) -> Block:

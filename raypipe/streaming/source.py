@@ -33,7 +33,7 @@ from raypipe.stores import open_store
 from raypipe.stores.base import Store, check_columns, name_of
 from raypipe.streaming.blocks import MAX_BYTES, cut, most, tasks
 from raypipe.streaming.row import SOURCE_SCHEMA, SourceRow
-from raypipe.transform.samples import EncodedSample, Wanted, read_samples
+from raypipe.transform.samples import Samples, Wanted, read_samples
 
 if TYPE_CHECKING:
     from ray.data import Dataset
@@ -127,7 +127,7 @@ class MicroBatchSource(Datasource):
         if task:
             self._supervisor.has_read.remote(task)
 
-    def _read(self, at: MicroBatchId, task: str) -> list[EncodedSample]:
+    def _read(self, at: MicroBatchId, task: str) -> Samples:
         """Read the samples of a micro-batch; a task that is given announces what it reads."""
         store, indices = self._readers[at.split], self._plan.indices(at)
         if task:

@@ -23,7 +23,7 @@ from raypipe.transform.batch import MicroBatchTransform
 from raypipe.transform.contents import build_content
 from raypipe.transform.fields import MadeAtOnce
 from raypipe.transform.program import find_program
-from raypipe.transform.samples import Decoded, EncodedSample
+from raypipe.transform.samples import Decoded, EncodedSample, Samples
 
 RNG = np.random.default_rng(11)
 
@@ -84,7 +84,7 @@ def made(transform: Any, samples: Any = SAMPLES, threads: int = 1, alone: bool =
     def substitutes(row: int) -> Any:
         return [(GOOD[row % 2], 100 + row % 2, (row, 1))]
 
-    rows, bad = maker.run(samples, INDICES[: len(samples)], KEYS[: len(samples)], substitutes)
+    rows, bad = maker.run(Samples.of(samples), INDICES[: len(samples)], KEYS[: len(samples)], substitutes)
     return {name: (part.tobytes(), part.shape) for name, part in rows.finish().items()}, bad
 
 

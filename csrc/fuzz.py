@@ -2,8 +2,8 @@
 
 A third of the inputs go to decode_crop, and are held against simplejpeg; a third to run(), with a program, which
 `raypipe.transform.decode` and `reference` have to agree with, in a slot between guard bytes; and a third to
-to_seekable, whose result has to have the pixels of its input, and is then itself changed: with its checksum it must
-be refused, and with one that fits it must only do no harm, since a file can be made to say anything of itself.
+to_seekable, whose result has to have the pixels of its input, and is then itself changed: with its checksum it
+must be refused, and with one that fits it must only do no harm, since a file can say anything of itself.
 
     python csrc/fuzz.py [FIRST [COUNT]]        COUNT inputs from number FIRST on; 0 and 4,000
     csrc/sanitize.sh [FIRST [COUNT]]           the same, by a build under sanitizers

@@ -81,8 +81,8 @@ def convert(
         quality: of these JPEGs, 1 to 100.
         shards: files of the new store, none without samples; 0 = 1 GiB each, and enough to use all CPUs on a
             large store.
-        on_bad_sample: "raise", or "skip" samples that have no bytes or, when re-encoded or made seekable, cannot be
-            decoded.
+        on_bad_sample: "raise", or "skip" samples that have no bytes or, when re-encoded or made seekable, cannot
+            be decoded.
         sizes: add int columns `width` and `height`, in pixels, from the images' headers, -1 where that tells none.
             Columns of these names that the source has are kept as they are, unless `short_side` makes new images.
         exif: sizes are those of images turned upright, as `transform.apply_exif` turns them.

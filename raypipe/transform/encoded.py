@@ -1,8 +1,8 @@
 """Encoded images for the training device to decode, and what it is to cut from them: `transform.decode="gpu"`.
 
 Of an image for the device only the header is read, so that nearly all of its cost is left to the GPU. A sample is
-bad when its header cannot be read, a JPEG is cut short, or the checksum of a seekable one is wrong; what is damaged
-further in shows on the device. The boxes:
+bad when its header cannot be read, a JPEG is cut short, or the checksum of a seekable one is wrong; other damage
+shows on the device. The boxes:
 
     preset    box                                                        flip
     light     RandomResizedCrop: area 8 to 100 %, sides 3:4 to 4:3       half of them

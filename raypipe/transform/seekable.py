@@ -24,8 +24,8 @@ def check_checksum(data: bytes) -> None:
     at = _find_checksum(data)
     if at is not None and data[at : at + _CHECKSUM_BYTES] != _checksum(data, at):
         raise SampleError(
-            f"damaged JPEG: its checksum is wrong ({len(data)} bytes). If another program has edited the file since "
-            "it was made seekable, convert the original again"
+            f"damaged JPEG: its checksum is wrong ({len(data)} bytes). If another program has edited the file "
+            "since it was made seekable, convert the original again"
         )
 
 

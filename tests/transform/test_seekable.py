@@ -28,7 +28,7 @@ from raypipe.transform.samples import EncodedSample, Samples
 from raypipe.transform.seekable import check_checksum, is_seekable
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "csrc"))
-from fuzz import fuzz_seekable, sealed  # noqa: E402
+from fuzz import fuzz_seekable, sealed
 
 pytestmark = pytest.mark.skipif(bool(kernel.why_no_kernel()), reason=f"no kernel: {kernel.why_no_kernel()}")
 
@@ -170,7 +170,7 @@ def test_the_message_names_the_checksum(size: int | None) -> None:
         lambda: check_checksum(damaged),
         lambda: EncodedTransform("light", TransformConfig(size=16)).one(EncodedSample(damaged), (1, 2)),
     ):
-        with pytest.raises(SampleError, match="its checksum is wrong .*convert the original again"):
+        with pytest.raises(SampleError, match=r"its checksum is wrong .*convert the original again"):
             action()
 
 

@@ -141,7 +141,9 @@ static int read_baseline(const uint8_t *data, size_t size, Frame *frame, FileTab
             is_good = body_size == 2;
             frame->interval = is_good ? (unsigned)word(body) : 0;
         } else if (marker == 0xE0) {
-            is_jfif |= body_size >= 14 && memcmp(body, "JFIF", 5) == 0;
+            const int is_tagged = body_size >= 14 && memcmp(body, "JFIF", 5) == 0;
+            is_good = !is_tagged || body[5] == 1; /* libjpeg warns of other major versions */
+            is_jfif |= is_tagged;
         } else if (marker == 0xEE) {
             if (body_size >= 12 && memcmp(body, "Adobe", 5) == 0)
                 adobe = body[11];

@@ -8,8 +8,8 @@
  *         checksum                 CRC-32 of all bytes of the file but these 4
  *         places                   4 bytes each: where in the file a row's codes begin, for each row of MCUs
  *
- * Numbers have their highest byte first, as in all of a JPEG. The segment has a fixed place, and either half of its
- * tag will do, so that no single damaged byte makes the file a plain JPEG, whose damage would go unseen.
+ * Numbers have their highest byte first, as in all of a JPEG. The segment has a fixed place, and half of the
+ * bytes of its tag will do, so that damage does not make the file a plain JPEG, in which it would go unseen.
  *
  * Places are as untrusted as all bytes: a checksum can be made to fit.
  */
@@ -39,13 +39,20 @@ static inline uint32_t place_of_row(const Seek *seek, uint32_t row)
     return big_endian(seek->segment + SEEK_HEAD_BYTES + 4 * (size_t)row);
 }
 
+static inline int is_seek_tag(const uint8_t *bytes)
+{
+    int num_equal = 0;
+    for (int i = 0; i < SEEK_TAG_BYTES; i++)
+        num_equal += bytes[i] == (uint8_t)SEEK_TAG[i];
+    return 2 * num_equal >= SEEK_TAG_BYTES;
+}
+
 static inline Seek find_seek(const uint8_t *data, size_t size)
 {
     for (size_t at = 2; at <= 2 + JFIF_BYTES; at += JFIF_BYTES) {
         if (size < at + SEEK_HEAD_BYTES)
             break;
-        const uint8_t *tag = data + at + 4;
-        if (memcmp(tag, SEEK_TAG, 8) == 0 || memcmp(tag + 8, SEEK_TAG + 8, 8) == 0) {
+        if (is_seek_tag(data + at + 4)) {
             const size_t length = (size_t)data[at + 2] << 8 | data[at + 3];
             const size_t num = length + 2 < SEEK_HEAD_BYTES ? 0 : (length + 2 - SEEK_HEAD_BYTES) / 4;
             const size_t most = (size - at - SEEK_HEAD_BYTES) / 4;

@@ -188,7 +188,7 @@ class TestConvert:
 
     @needs_kernel
     @pytest.mark.parametrize("suffix", [".lmdb", ".parquet"])
-    def test_seekable_jpegs_have_the_pixels_of_the_source_and_others_stay(
+    def test_seekable_jpegs_have_the_pixels_of_the_source(
         self, suffix: str, tmp_path: Path
     ) -> None:
         png = cv2.imencode(".png", np.zeros((90, 70, 3), np.uint8))[1].tobytes()

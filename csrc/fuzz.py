@@ -1,8 +1,10 @@
 """Mutated JPEGs and random programs through the extension: what it accepts has the pixels of the usual way.
 
-Half of the inputs go to decode_crop, and are held against simplejpeg; half to run(), with a program, which
-`raypipe.transform.decode` and `reference` have to agree with, into a slot between guard bytes. Levels of vector
-instructions take turns.
+A third of the inputs go to decode_crop, and are held against simplejpeg; a third to run(), with a program, which
+`raypipe.transform.decode` and `reference` have to agree with, in a slot between guard bytes; and a third to
+to_seekable, whose result has to have the pixels of its input, and is then itself changed: with its checksum it
+must be refused, and with one that fits it must only do no harm, since a file can say anything of itself. Levels of
+vector instructions take turns.
 
     python csrc/fuzz.py [FIRST [COUNT]]        COUNT inputs from number FIRST on; 0 and 4,000
     csrc/sanitize.sh [FIRST [COUNT]]           the same, by a build under sanitizers
@@ -17,6 +19,7 @@ import contextlib
 import io
 import itertools
 import sys
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -32,6 +35,7 @@ from raypipe.transform.ops import MAX_FILTER, MAX_RADIUS, Op
 HEIGHT, WIDTH = 40, 52
 _MOST_PIXELS = 1_000_000  # a header may be made to declare 65,500 x 65,500
 _EXTRA_COLUMNS = 39  # see raypipe.transform.jpeg
+_TAG = b"raypipe seekable"
 OPTIONS: list[dict[str, Any]] = [
     {"quality": 75},
     {"quality": 95},
@@ -201,6 +205,59 @@ def fuzz_run(first: int, count: int) -> tuple[int, int, list[int]]:
     return results.count(True), results.count(None), wrong
 
 
+def sealed(data: bytes) -> bytes:
+    """A changed seekable JPEG with the checksum that fits, where there is a place for one."""
+    at = data.find(_TAG) + len(_TAG)
+    if at < len(_TAG):
+        return data
+    return data[:at] + zlib.crc32(data[:at] + data[at + 4 :]).to_bytes(4, "big") + data[at + 4 :]
+
+
+def seeks_alike(data: bytes, rng: np.random.Generator) -> bool | None:
+    """Whether a file made seekable has the same pixels, and is refused when damaged; None: it is not made so."""
+    from _raypipe_kernel import decode_crop, to_seekable
+
+    try:
+        seekable = to_seekable(data)
+        whole = simplejpeg.decode_jpeg(data, "RGB")
+    except ValueError:
+        return None
+    height, width, _ = whole.shape
+    if height * width > _MOST_PIXELS:
+        return None
+
+    def crop(file: bytes, left: int, top: int, columns: int, rows: int) -> np.ndarray:
+        pixels = np.empty((rows, columns + _EXTRA_COLUMNS, 3), np.uint8)
+        first = decode_crop(file, left, top, columns, rows, 8, True, pixels, columns + _EXTRA_COLUMNS)
+        return pixels[:, first : first + columns]
+
+    top, left = int(rng.integers(height)), int(rng.integers(width))
+    rows, columns = int(rng.integers(1, height - top + 1)), int(rng.integers(1, width - left + 1))
+    if not np.array_equal(
+        crop(seekable, left, top, columns, rows), whole[top : top + rows, left : left + columns]
+    ):
+        return False
+    damaged = mutated(seekable, rng)
+    with contextlib.suppress(ValueError):
+        crop(sealed(damaged), left, top, columns, rows)
+    with contextlib.suppress(ValueError):
+        crop(damaged, left, top, columns, rows)
+        return damaged == seekable
+    return np.array_equal(simplejpeg.decode_jpeg(seekable, "RGB"), whole)
+
+
+def fuzz_seekable(first: int, count: int) -> tuple[int, int, list[int]]:
+    """As `fuzz`, of to_seekable; every second input is not damaged."""
+    images = originals()
+    results = []
+    for number in range(first, first + count):
+        rng = np.random.default_rng([number, 2])
+        data = images[number % len(images)]
+        results.append(seeks_alike(mutated(data, rng) if rng.random() < 0.5 else data, rng))
+    wrong = [first + at for at, result in enumerate(results) if result is False]
+    return results.count(True), results.count(None), wrong
+
+
 def fuzz(first: int, count: int) -> tuple[int, int, list[int]]:
     """How many inputs were accepted and refused, and which were accepted with other pixels."""
     images = originals()
@@ -215,11 +272,11 @@ def fuzz(first: int, count: int) -> tuple[int, int, list[int]]:
 if __name__ == "__main__":
     begin, num = [*map(int, sys.argv[1:]), *(0, 4000)[len(sys.argv) - 1 :]]
     failed = False
-    for name, function in (("decode_crop", fuzz), ("run", fuzz_run)):
-        accepted, refused, differ = function(begin, num // 2)
+    for name, function in (("decode_crop", fuzz), ("run", fuzz_run), ("to_seekable", fuzz_seekable)):
+        accepted, refused, differ = function(begin, num // 3)
         failed |= bool(differ)
         print(
-            f"{name}: {num // 2} inputs from {begin} on: {accepted} accepted, {refused} refused, "
+            f"{name}: {num // 3} inputs from {begin} on: {accepted} accepted, {refused} refused, "
             f"{len(differ)} wrong {differ[:9]}"
         )
     sys.exit(failed)

@@ -143,10 +143,9 @@ static int read_baseline(const uint8_t *data, size_t size, Frame *frame, FileTab
             is_good = body_size == 2;
             frame->interval = is_good ? (unsigned)word(body) : 0;
         } else if (marker == 0xE0) {
-            if (body_size >= 14 && memcmp(body, "JFIF", 5) == 0) {
-                is_jfif = 1;
-                is_good = body[5] == 1; /* the revision: libjpeg warns of others, which makes a bad sample */
-            }
+            const int is_tagged = body_size >= 14 && memcmp(body, "JFIF", 5) == 0;
+            is_good = !is_tagged || body[5] == 1; /* libjpeg warns of other major versions */
+            is_jfif |= is_tagged;
         } else if (marker == 0xEE) {
             if (body_size >= 12 && memcmp(body, "Adobe", 5) == 0)
                 adobe = body[11];
@@ -236,14 +235,15 @@ static inline int is_ready(const Frame *frame, int y, int num_rows)
 
 /* The rectangle's pixels in `out`, whose rows are `stride` apart. 0: refused, or there is no memory. */
 AVX2 static int decode_baseline(
-    Baseline *baseline, Entropy *entropy, HuffmanTables *codes, const uint8_t *data, size_t size, Rectangle box,
-    int to_end, uint8_t *out, ptrdiff_t stride)
+    Baseline *baseline, Entropy *entropy, HuffmanTables *codes, const uint8_t *data, size_t size,
+    const Seek *seek, Rectangle box, int to_end, uint8_t *out, ptrdiff_t stride)
 {
     Frame frame;
     Scan scan;
     FileTables *tables = &baseline->tables;
     if (!read_baseline(data, size, &frame, tables) || !scan_of(&frame, tables, data + size, &scan))
         return 0;
+    scan.seek = *seek;
     if (box.left < 0 || box.top < 0 || box.width < 1 || box.height < 1 || box.width > frame.width - box.left ||
         box.height > frame.height - box.top)
         return 0;

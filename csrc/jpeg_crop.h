@@ -227,11 +227,16 @@ static int decode_crop(
     Trouble *trouble = &decoder->trouble;
     Entropy *entropy = &decoder->entropy;
     trouble->message[0] = 0;
+    const Seek seek = find_seek(data, size);
+    if (seek.segment && !is_undamaged(data, size, &seek)) {
+        snprintf(trouble->message, sizeof trouble->message, "its checksum is wrong");
+        return -1;
+    }
 #ifdef HAS_AVX2
     const Rectangle box = {(int)crop.left, (int)crop.top, (int)crop.width, (int)crop.height};
     if (simd == SIMD_AVX2 && crop.eighths == 8 && crop.width <= crop.columns &&
-        decode_baseline(&decoder->baseline, entropy, &decoder->tables, data, size, box, crop.to_end, out,
-                        (ptrdiff_t)crop.columns * 3))
+        decode_baseline(&decoder->baseline, entropy, &decoder->tables, data, size, &seek, box, crop.to_end,
+                        out, (ptrdiff_t)crop.columns * 3))
         return 0;
 #endif
     if (setjmp(trouble->escape)) { /* of what is set below, only what the decoder owns is used here */
@@ -277,10 +282,11 @@ static int decode_crop(
     if (is_own) {
         Scan scan;
         scan_of_libjpeg(info, &scan);
+        scan.seek = seek;
         unsigned char *clean = (*info->mem->alloc_large)(
             (j_common_ptr)info, JPOOL_IMAGE, (size_t)(scan.end - scan.data) + PADDING);
         if (!begin_scan(entropy, &decoder->tables, &scan, clean, left / mcu_columns, (left + width - 1) / mcu_columns))
-            refuse(trouble, "unusual Huffman tables");
+            refuse(trouble, "unusual Huffman tables, or rows that are not where they should be");
         info->client_data = entropy;
         info->entropy->decode_mcu = on_mcu;
     }

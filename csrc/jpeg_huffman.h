@@ -24,6 +24,7 @@
 
 #include <jpeglib.h>
 
+#include "jpeg_seek.h"
 #include "versions.h"
 
 /* The beginning of libjpeg's struct of this name, the same in all versions; jpegint.h is seldom installed. */
@@ -83,6 +84,7 @@ typedef struct {
     unsigned long num_mcus;
     unsigned int interval; /* MCUs between restarts, 0: there are none */
     int num_blocks;        /* of an MCU */
+    Seek seek;             /* of a seekable file, whose end is the scan's */
     ScanBlock blocks[D_MAX_BLOCKS_IN_MCU];
 } Scan;
 
@@ -100,6 +102,8 @@ typedef struct {
     int component[D_MAX_BLOCKS_IN_MCU];
     const Table *dc[D_MAX_BLOCKS_IN_MCU], *ac[D_MAX_BLOCKS_IN_MCU];
     uint32_t last_dc[MAX_COMPS_IN_SCAN]; /* as libjpeg's, but unsigned: damage makes it overflow */
+    Seek seek;
+    uint32_t row, open_row; /* of a seekable file: the next MCU's, and one more than the row that `clean` is of */
 } Entropy;
 
 /* Zigzag to natural order. Behind 63, as in libjpeg: damaged runs end there, and so do those of END_OF_BLOCK, which
@@ -398,6 +402,56 @@ static void scan_of_libjpeg(j_decompress_ptr info, Scan *scan)
     }
 }
 
+/* Whether the places of rows are those of this scan. Rows are opened when something is wanted of them. */
+static int begin_seeking(const Entropy *e)
+{
+    return e->interval == e->columns && e->seek.num_rows * (unsigned long)e->columns == e->left &&
+           place_of_row(&e->seek, 0) == (size_t)(e->raw - e->seek.file);
+}
+
+/* Goes to the beginning of a row. 0: its codes are not where they should be, between two markers. */
+static int open_row(Entropy *e)
+{
+    const unsigned char *file = e->seek.file, *raw_end = e->raw_end;
+    const size_t size = (size_t)(raw_end - file), from = place_of_row(&e->seek, e->row);
+    const size_t end = e->row + 1 < e->seek.num_rows ? place_of_row(&e->seek, e->row + 1) : size;
+    if (from < 2 || from > end || end > size || end - from < 2)
+        return 0;
+    if (e->row && (file[from - 2] != 0xFF || file[from - 1] != JPEG_RST0 + (e->row - 1) % 8))
+        return 0;
+    e->raw = file + from;
+    e->raw_end = file + end - 2; /* the marker's two bytes */
+    begin_segment(e);
+    const int is_whole = e->raw == e->raw_end;
+    e->raw_end = raw_end;
+    e->open_row = e->row + 1;
+    return is_whole;
+}
+
+/* As next_mcu, of a seekable file: rows of which nothing is wanted are not read, nor is a row behind what is. */
+static int next_seekable_mcu(Entropy *e, JBLOCKROW *blocks)
+{
+    const JDIMENSION column = e->column;
+    if (blocks && column >= e->first_column && column <= e->last_column) {
+        if (e->open_row != e->row + 1) {
+            if (!open_row(e))
+                return 0;
+            for (JDIMENSION before = 0; before < column; before++)
+                if (!decode_blocks(e, NULL))
+                    return 0;
+        }
+        if (!decode_blocks(e, blocks) || (column + 1 == e->columns && bits_left(e) >= 8))
+            return 0;
+    }
+    e->left--;
+    e->column++;
+    if (e->column == e->columns) {
+        e->column = 0;
+        e->row++;
+    }
+    return 1;
+}
+
 /* Begins a scan, of which MCUs of other columns than these are skipped. Tables are built where they are not those of
  * the last image. clean: as many bytes as the scan has, and PADDING. 0: it cannot be. */
 static int begin_scan(
@@ -426,6 +480,9 @@ static int begin_scan(
     e->by_pairs = scan->end - scan->data > MANY_BYTES;
     for (int number = 0; number < e->num_blocks && e->by_pairs; number++)
         join_pairs(&tables->ac[scan->blocks[number].ac]);
+    e->seek = scan->seek;
+    if (e->seek.segment)
+        return begin_seeking(e);
     begin_segment(e);
     return 1;
 }
@@ -435,6 +492,8 @@ INLINE int next_mcu(Entropy *e, JBLOCKROW *blocks)
 {
     if (e->left == 0)
         return 0;
+    if (e->seek.segment)
+        return next_seekable_mcu(e, blocks);
     if (e->interval && e->until_restart == 0) {
         if (!is_marker(e, JPEG_RST0 + e->restarts % 8))
             return 0;
@@ -450,9 +509,12 @@ INLINE int next_mcu(Entropy *e, JBLOCKROW *blocks)
     return decode_blocks(e, is_wanted ? blocks : NULL);
 }
 
-/* Reads what is left of the scan. 0: it does not end as it should, with the file. */
+/* Reads what is left of the scan. 0: it does not end as it should, with the file. The checksum of a seekable file has
+ * told that already. */
 INLINE int end_scan(Entropy *e)
 {
+    if (e->seek.segment)
+        return 1;
     while (e->left)
         if (!next_mcu(e, NULL))
             return 0;

@@ -12,6 +12,8 @@
  *     decode_crop(data, left, top, width, height, eighths, to_end, out, columns) -> first
  *         A rectangle of a JPEG. `out` is height x columns x 3 bytes, a few columns wider than the rectangle, which
  *         begins in column `first`. ValueError: refused.
+ *     to_seekable(data) -> bytes
+ *         A JPEG as a seekable one, see jpeg_seek.h. ValueError: refused.
  *     lmdb_open, lmdb_read
  *         Records of LMDB, see lmdb.h.
  *     set_simd(level) -> level
@@ -23,13 +25,14 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include "jpeg_transcode.h"
 #include "lmdb.h"
 #include "program.h"
 
 #include <pthread.h>
 
 /* Of the interface above; kernel.py and jpeg.py ask for it. */
-#define INTERFACE_VERSION 3
+#define INTERFACE_VERSION 4
 #define MAX_THREADS 256
 
 static int simd_level, most_simd;
@@ -294,6 +297,27 @@ static PyObject *py_decode_crop(PyObject *self, PyObject *args)
     return result;
 }
 
+static PyObject *py_to_seekable(PyObject *self, PyObject *object)
+{
+    (void)self;
+    Py_buffer data;
+    Transcoder transcoder;
+    if (PyObject_GetBuffer(object, &data, PyBUF_SIMPLE) < 0)
+        return NULL;
+    int failed;
+    Py_BEGIN_ALLOW_THREADS
+    failed = transcode(&transcoder, data.buf, (size_t)data.len);
+    Py_END_ALLOW_THREADS
+    PyObject *result = NULL;
+    if (failed)
+        PyErr_SetString(PyExc_ValueError, transcoder.trouble.message);
+    else
+        result = PyBytes_FromStringAndSize((const char *)transcoder.result, (Py_ssize_t)transcoder.size);
+    free(transcoder.result);
+    PyBuffer_Release(&data);
+    return result;
+}
+
 static PyObject *py_set_simd(PyObject *self, PyObject *level)
 {
     (void)self;
@@ -308,6 +332,7 @@ static PyMethodDef methods[] = {
     {"sizes", py_sizes, METH_O, "Heights and widths of JPEGs, by their headers; see kernel.c"},
     {"run", py_run, METH_VARARGS, "Make the images of a micro-batch; see kernel.c"},
     {"decode_crop", py_decode_crop, METH_VARARGS, "RGB of a rectangle of a JPEG at a scale of eighths/8; see kernel.c"},
+    {"to_seekable", py_to_seekable, METH_O, "A JPEG as one that can be entered at any row of MCUs; see kernel.c"},
     {"lmdb_open", py_lmdb_open, METH_VARARGS, "A reader of an open file; see lmdb.h"},
     {"lmdb_read", py_lmdb_read, METH_VARARGS, "Columns of many records; see lmdb.h"},
     {"set_simd", py_set_simd, METH_O, "Use no more than these vector instructions; see kernel.c"},
@@ -323,5 +348,6 @@ PyMODINIT_FUNC PyInit__raypipe_kernel(void)
                  PyModule_AddIntConstant(made, "LIBJPEG_TURBO_VERSION_NUMBER", LIBJPEG_TURBO_VERSION_NUMBER) < 0))
         Py_CLEAR(made);
     simd_level = most_simd = best_simd();
+    make_crc_tables();
     return made;
 }

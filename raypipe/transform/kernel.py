@@ -99,6 +99,15 @@ def why_no_kernel() -> str:
     return "" if _resizes_alike() else "it gives other pixels than OpenCV"
 
 
+def to_seekable(data: bytes) -> bytes:
+    """A JPEG as a seekable one, with the same pixels (csrc/jpeg_transcode.h). There is a kernel.
+
+    Raises:
+        ValueError: it is of an unusual kind, or damaged.
+    """
+    return _extension().to_seekable(data)
+
+
 def decode_crop(*arguments: Any) -> int:
     """The module's function of this name; see csrc/kernel.c. There is a kernel."""
     return _extension().decode_crop(*arguments)
@@ -111,9 +120,13 @@ def _extension() -> ModuleType:
 
 
 def _decodes_alike(sampling: str) -> bool:
-    """Whether it gives simplejpeg's pixels, at all scales, on noise, which uses all coefficients."""
+    """Whether it gives simplejpeg's pixels, at all scales, on noise, which uses all coefficients; seekable too."""
     noise = np.random.default_rng(0).integers(0, 256, (69, 85, 3), np.uint8)
     data = simplejpeg.encode_jpeg(noise, 95, "RGB", sampling)
+    try:
+        seekable = to_seekable(data)
+    except Exception:
+        return False
     for eighths in (*SCALES, WHOLE):
         short = -(-69 * eighths // WHOLE) if eighths < WHOLE else 0  # libjpeg rounds up
         factor = 2.0 if short else 1.0
@@ -121,13 +134,14 @@ def _decodes_alike(sampling: str) -> bool:
         rows, columns = whole.shape[:2]
         top, left, height, width = rows // 3, columns // 2, rows // 2, columns // 3
         pixels = np.empty((height, width + EXTRA_COLUMNS, 3), np.uint8)
-        try:
-            first = decode_crop(data, left, top, width, height, eighths, True, pixels, width + EXTRA_COLUMNS)
-        except Exception:
-            return False
-        part = pixels[:, first : first + width]
-        if not np.array_equal(part, whole[top : top + height, left : left + width]):
-            return False
+        for file in (data, seekable):
+            try:
+                first = decode_crop(file, left, top, width, height, eighths, True, pixels, width + EXTRA_COLUMNS)
+            except Exception:
+                return False
+            part = pixels[:, first : first + width]
+            if not np.array_equal(part, whole[top : top + height, left : left + width]):
+                return False
     return True
 
 

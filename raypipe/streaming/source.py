@@ -132,7 +132,9 @@ class MicroBatchSource(Datasource):
         store, indices = self._readers[at.split], self._plan.indices(at)
         if task:
             self._announce(task, at, store, indices)
-        return read_samples(store, indices, self._wanted)
+        samples = read_samples(store, indices, self._wanted)
+        # Copies: a block's micro-batches are held at a time, whose views might keep many row groups in memory.
+        return [sample._replace(image=sample.image and bytes(sample.image)) for sample in samples]
 
     def _announce(self, task: str, at: MicroBatchId, store: Store, indices: np.ndarray) -> None:
         """Read what a micro-batch needs of a store in groups; the Supervisor hears of each before, should it kill.

@@ -115,7 +115,7 @@ class ProgramsAtOnce:
             self._run(decoded, sizes, keys, arrays, made)
         return made
 
-    def _sizes(self, encoded: Sequence[bytes | None]) -> np.ndarray:
+    def _sizes(self, encoded: Sequence[bytes | memoryview | None]) -> np.ndarray:
         """(height, width), int32 (B, 2), of those that the kernel decodes; zeros of others.
 
         Those are also others that are turned upright, or decoded at a reduced scale as a whole.
@@ -125,7 +125,7 @@ class ProgramsAtOnce:
             sizes[sizes.min(axis=1) >= 2 * least] = 0
         if self._config.apply_exif:
             for row in np.flatnonzero(sizes[:, 0]).tolist():
-                data = encoded[row] or b""
+                data = bytes(encoded[row] or b"")
                 if b"Exif\0\0" in data and 2 <= jpeg_orientation(data) <= 8:
                     sizes[row] = 0
         return sizes
@@ -202,7 +202,7 @@ class ProgramsAtOnce:
             return sample.pixels
         if sample is None or not sample.image:
             return None
-        if self._target and sample.image.startswith(b"\xff\xd8\xff"):
+        if self._target and sample.image[:3] == b"\xff\xd8\xff":
             return None  # a crop's scale follows from the box: `one` decodes it
         try:
             return decode(sample.image, min_side=self._config.decode_min_side, exif=self._config.apply_exif)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import starmap
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -23,9 +24,12 @@ _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class EncodedSample(NamedTuple):
-    """What a store holds of one sample; `columns` has what is read beside image and label, by its names there."""
+    """What a store holds of one sample; `columns` has what is read beside image and label, by its names there.
 
-    image: bytes | None
+    An image may be a view of memory that the store keeps for it: samples are not held beyond their micro-batch.
+    """
+
+    image: bytes | memoryview | None
     label: int = 0
     columns: Mapping[str, Any] = _NOTHING
 
@@ -59,14 +63,16 @@ def read_samples(store: Store, indices: np.ndarray, wanted: Wanted = Wanted()) -
     """
     real = indices != PADDING
     stored = store.read(indices[real], ("image", *((LABEL,) if wanted.label else ()), *wanted.columns))
-    samples = [EncodedSample(None)] * len(indices)
     labels = _classes(store, stored[LABEL]) if wanted.label else [0] * len(stored["image"])
     rows = zip(*(stored[name] for name in wanted.columns), strict=True) if wanted.columns else ()
     columns: list[Any] = [dict(zip(wanted.columns, row, strict=True)) for row in rows] or [_NOTHING] * len(labels)
-    read = zip(np.flatnonzero(real).tolist(), stored["image"], labels, columns, strict=True)
-    for position, *of_sample in read:
-        samples[position] = EncodedSample(*of_sample)
-    return samples
+    samples = list(starmap(EncodedSample, zip(stored["image"], labels, columns, strict=True)))
+    if real.all():
+        return samples
+    padded = [EncodedSample(None)] * len(indices)
+    for position, sample in zip(np.flatnonzero(real).tolist(), samples, strict=True):
+        padded[position] = sample
+    return padded
 
 
 def _classes(store: Store, labels: Any) -> list[int]:

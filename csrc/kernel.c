@@ -1,7 +1,8 @@
 /* The images of a micro-batch in one call: the optional extension behind raypipe/transform/kernel.py, jpeg.py and stores/lmdb_pages.py.
  *
  *     sizes(images) -> bytes
- *         int32 (B, 2): height and width; 0, 0 of what run() does not take, by its header
+ *         int32 (B, 3): height, width, and 1 where there is EXIF; 0, 0, 0 of pixels, and what run() does not take, by
+ *         its header
  *     run(images, jobs, threads, to_end) -> bytes
  *         B statuses, see image.h. A job is (ops, params, out); each makes an image of each image.
  *             images   B objects: a JPEG (bytes-like), pixels (uint8, H x W x 3), or None
@@ -28,7 +29,7 @@
 #include <pthread.h>
 
 /* Of the interface above; kernel.py and jpeg.py ask for it. */
-#define INTERFACE_VERSION 2
+#define INTERFACE_VERSION 3
 #define MAX_THREADS 256
 
 static int simd_level, most_simd;
@@ -246,11 +247,11 @@ static PyObject *py_sizes(PyObject *self, PyObject *images)
     PyObject *result = NULL;
     Request request = {0};
     if (read_sources(&request, images, 0) == 0)
-        result = PyBytes_FromStringAndSize(NULL, request.call.num_images * 2 * (Py_ssize_t)sizeof(int32_t));
+        result = PyBytes_FromStringAndSize(NULL, request.call.num_images * 3 * (Py_ssize_t)sizeof(int32_t));
     if (result) {
         int32_t *sizes = (int32_t *)PyBytes_AsString(result);
         for (Py_ssize_t i = 0; i < request.call.num_images; i++)
-            size_of(&request.call.sources[i], &sizes[2 * i], &sizes[2 * i + 1]);
+            describe(&request.call.sources[i], &sizes[3 * i]);
     }
     release(&request);
     return result;
@@ -304,7 +305,7 @@ static PyObject *py_set_simd(PyObject *self, PyObject *level)
 }
 
 static PyMethodDef methods[] = {
-    {"sizes", py_sizes, METH_O, "Heights and widths of images, by their headers; see kernel.c"},
+    {"sizes", py_sizes, METH_O, "Heights and widths of JPEGs, by their headers; see kernel.c"},
     {"run", py_run, METH_VARARGS, "Make the images of a micro-batch; see kernel.c"},
     {"decode_crop", py_decode_crop, METH_VARARGS, "RGB of a rectangle of a JPEG at a scale of eighths/8; see kernel.c"},
     {"lmdb_open", py_lmdb_open, METH_VARARGS, "A reader of an open file; see lmdb.h"},

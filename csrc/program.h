@@ -118,16 +118,14 @@ static int are_ops(const Job *job)
     return 1;
 }
 
-static void size_of(const Source *source, int32_t *height, int32_t *width)
+static void describe(const Source *source, int32_t description[3])
 {
     Header header;
-    *height = *width = 0;
-    if (source->height > 0) {
-        *height = source->height;
-        *width = source->width;
-    } else if (source->bytes && source->height == 0 && read_header(source->bytes, source->size, &header)) {
-        *height = header.height;
-        *width = header.width;
+    memset(description, 0, 3 * sizeof *description);
+    if (source->bytes && source->height == 0 && read_header(source->bytes, source->size, &header)) {
+        description[0] = header.height;
+        description[1] = header.width;
+        description[2] = header.has_exif;
     }
 }
 

@@ -76,7 +76,7 @@ class TableColumns:
         Numbers of which some are null are a list too; a null label raises StoreError.
         """
         if name == "image":
-            return _image_taker(column)
+            return _chunked_taker(column)
         array_of = _array_of(column.type)
         if not _is_number(column.type) and array_of is None:
             return lambda rows: [_python_value(column[row]) for row in rows.tolist()]
@@ -98,10 +98,8 @@ class TableColumns:
                 f"{path}, column {self.fields[name].name!r}: a label is null; training on a made-up one would not "
                 "be noticed"
             )
-        values: Any = column.combine_chunks()
-        while not values.null_count and (pa.types.is_fixed_size_list(values.type) or pa.types.is_list(values.type)):
-            values = values.flatten()
-        if values.null_count:
+        values = _flat(column.combine_chunks())
+        if values is None:
             return _with_none(column)
         return np.asarray(values.to_numpy(zero_copy_only=False).reshape(len(rows), *shape))
 
@@ -209,9 +207,9 @@ def _array_of(kind: pa.DataType) -> tuple[pa.DataType, tuple[int, ...]] | None:
     return (kind, shape) if shape and known else None
 
 
-def _image_taker(column: pa.ChunkedArray) -> Callable[[np.ndarray], list[memoryview | None]]:
+def _chunked_taker(column: pa.ChunkedArray) -> Callable[[np.ndarray], list[memoryview | None]]:
     """What takes rows of a column of images."""
-    takers = list(map(_view_taker, column.chunks))
+    takers = list(map(image_taker, column.chunks))
     if len(takers) == 1:
         return takers[0]
     bounds = np.cumsum([0, *map(len, column.chunks)])
@@ -227,10 +225,10 @@ def _image_taker(column: pa.ChunkedArray) -> Callable[[np.ndarray], list[memoryv
     return take
 
 
-def _view_taker(images: pa.Array) -> Callable[[np.ndarray], list[memoryview | None]]:
+def image_taker(images: pa.Array) -> Callable[[np.ndarray], list[memoryview | None]]:
     """What takes images of an array of binaries, as views; None for those that are null."""
     _, offset_buffer, contents = images.buffers()
-    content = memoryview(contents or b"").cast("B")
+    content = memoryview(contents or b"").cast("B").toreadonly()
     dtype = np.dtype(np.int64 if pa.types.is_large_binary(images.type) else np.int32)
     # An array of no rows need have no buffers.
     offsets = np.frombuffer(offset_buffer or bytes(dtype.itemsize), dtype)[images.offset :]
@@ -249,12 +247,17 @@ def _view_taker(images: pa.Array) -> Callable[[np.ndarray], list[memoryview | No
 
 def _in_place(column: pa.ChunkedArray, shape: tuple[int, ...]) -> np.ndarray | None:
     """The numbers of a column, (rows, *shape), where they lie; None: in several chunks, packed, or with nulls."""
-    values = column.chunk(0) if column.num_chunks == 1 else None
-    while values is not None and not values.null_count and pa.types.is_fixed_size_list(values.type):
-        values = values.flatten()
-    if values is None or values.null_count or not _is_number(values.type):
+    values = _flat(column.chunk(0)) if column.num_chunks == 1 else None
+    if values is None or not _is_number(values.type):
         return None
     return np.asarray(values.to_numpy().reshape(len(column), *shape))
+
+
+def _flat(values: pa.Array) -> pa.Array | None:
+    """The numbers in an array of numbers, or of lists of them; None where one is null."""
+    while not values.null_count and pa.types.is_fixed_size_list(values.type):
+        values = values.flatten()
+    return None if values.null_count else values
 
 
 def _with_none(column: pa.ChunkedArray) -> list[Any]:

@@ -22,9 +22,10 @@ from raypipe.lookup import choices
 from raypipe.stores.numbers import exactly
 
 Columns = dict[str, Any]
-"""Columns of n samples: `image` is a list of n `bytes`, or read-only `memoryview` of uint8 where the store has them
-in memory (or None where it holds no value); int and float columns are numpy arrays of shape (n,), and those of arrays of one shape are (n, …), where the store knows it;
-other columns are lists of n objects, and so are numbers of which some are None, without a value."""
+"""Columns of n samples: `image` is a list of n `bytes`, or of read-only `memoryview` of uint8 where the store has
+them in memory (None where it holds no value); int and float columns are numpy arrays of shape (n,), and those of
+arrays of one shape are (n, …), where the store knows it; other columns are lists of n objects, and so are numbers
+of which some are None, without a value."""
 
 IMAGE_SUFFIXES = frozenset(
     {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".avif", ".heic", ".heif"}

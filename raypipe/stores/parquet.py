@@ -27,8 +27,8 @@ from raypipe.stores.arrow_columns import StoredColumn, TableParts
 from raypipe.stores.base import FileStore, part_of
 
 DEFAULT_CACHE_BYTES = 1 << 30  # more than a hundred groups of the 8 MiB that ParquetWriter makes
-# Of cache_bytes: what images that are views may keep in memory of row groups that have left the cache. A micro-batch
-# of a window of 10 groups of 8 MiB needs a third of that.
+# Of cache_bytes: what images that are views may keep in memory of row groups that have left the cache. A window of
+# 10 groups of 8 MiB needs a third of that.
 _VIEWED = 4
 
 _MAGIC = b"PAR1"
@@ -133,8 +133,8 @@ class _Groups(TableParts):
         """Columns of a row group, which become the last used."""
         with self._lock:
             missing = [name for name in names if (number, name) not in self._cache]
-            if missing:
-                self._cache.update({(number, name): column for name, column in self._load(number, missing).items()})
+            for name, column in self._load(number, missing).items():
+                self._cache[number, name] = column
             columns = {name: self._cache[number, name] for name in names}
             for name in names:
                 self._cache.move_to_end((number, name))
@@ -143,6 +143,8 @@ class _Groups(TableParts):
             return columns
 
     def _load(self, number: int, names: list[str]) -> dict[str, StoredColumn]:
+        if not names:
+            return {}
         group = self._groups[number]
         stored = {name: self.fields[name].name for name in names}
         # Of a Hugging Face image, the bytes alone: the paths would be decoded for nothing.

@@ -11,7 +11,7 @@ Rows that are left out are black, without a class (IGNORE), and without boxes an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -31,7 +31,7 @@ from raypipe.transform.follow import follow
 from raypipe.transform.jpeg import open_for_crop
 from raypipe.transform.presets import build_transform
 from raypipe.transform.sample_transform import SampleTransform
-from raypipe.transform.samples import Decoded, EncodedSample
+from raypipe.transform.samples import Decoded, EncodedSample, Samples
 from raypipe.transform.sizes import Size, Undecoded, cut
 from raypipe.transform.targets import TARGETS, decode_targets
 from raypipe.transform.user_code import NOT_OF_A_SAMPLE, failed
@@ -145,7 +145,8 @@ class Images:
 
     def at_once(
         self,
-        samples: Sequence[EncodedSample | Decoded | None],
+        samples: Samples,
+        wanted: np.ndarray,
         keys: np.ndarray,
         arrays: dict[str, np.ndarray],
         cached: Callable[[int], Decoded | None] | None,
@@ -153,7 +154,7 @@ class Images:
         """Make the images of a micro-batch in one call, as far as programs can; see `ProgramsAtOnce.make`."""
         if self._at_once is None:
             return MadeAtOnce.nothing(len(samples))
-        return self._at_once.make(samples, keys, arrays, cached)
+        return self._at_once.make(samples, wanted, keys, arrays, cached)
 
     def following(self, sample: EncodedSample | Decoded, drawn: Drawn) -> dict[str, Any]:
         """What goes with an image that `at_once` has made."""

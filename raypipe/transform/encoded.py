@@ -17,7 +17,6 @@ not hang on the order in which Albumentations draws): the same key gives another
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,7 @@ from raypipe.errors import ConfigError
 from raypipe.transform.decode import image_size
 from raypipe.transform.draws import Key, KeyedGenerator
 from raypipe.transform.fields import Field, MadeAtOnce
-from raypipe.transform.samples import Decoded, EncodedSample
+from raypipe.transform.samples import Decoded, EncodedSample, Samples
 from raypipe.transform.sizes import Box, Size, sides_of
 
 DATA, CROP, FLIP = "encoded.data", "encoded.crop", "encoded.flip"
@@ -80,7 +79,7 @@ class EncodedTransform:
         self._preset, self._size, self._exif = transform, sides_of(size or config.final_size), config.apply_exif
         self._keyed = KeyedGenerator()
 
-    def at_once(self, samples: Sequence[Any], *_: Any) -> MadeAtOnce:
+    def at_once(self, samples: Samples, *_: Any) -> MadeAtOnce:
         """Nothing: the device makes the images."""
         return MadeAtOnce.nothing(len(samples))
 

@@ -49,11 +49,12 @@ class Job(NamedTuple):
     out: np.ndarray
 
 
-def sizes(images: Sequence[Image]) -> np.ndarray:
-    """Height and width of each image, int32 (B, 2); 0, 0 of those that `run` does not take."""
+def sizes(images: Sequence[Image]) -> tuple[np.ndarray, np.ndarray]:
+    """Heights and widths of JPEGs, int32 (B, 2), 0, 0 of what `run` takes not; and which have EXIF, bool (B,)."""
     if not available():
-        return np.zeros((len(images), 2), np.int32)
-    return np.frombuffer(bytearray(_extension().sizes(images)), np.int32).reshape(-1, 2)
+        return np.zeros((len(images), 2), np.int32), np.zeros(len(images), bool)
+    headers = np.frombuffer(_extension().sizes(images), np.int32).reshape(-1, 3)
+    return headers[:, :2].copy(), headers[:, 2] != 0
 
 
 def run(images: Sequence[Image], jobs: Sequence[Job], threads: int = 1, to_end: bool = True) -> np.ndarray:

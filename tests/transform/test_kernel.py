@@ -222,7 +222,7 @@ def test_jpegs_have_the_pixels_of_the_usual_decoder_by_crop_and_whole() -> None:
     for options in ({}, {"progressive": True}, {"optimize": True}, {"subsampling": 0}, {"restart_marker_rows": 1}):
         data = encode(noise(rng, 61, 83), quality=90, **options)
         whole = decode(data)
-        assert kernel.sizes([data, None, whole, b""]).tolist() == [[61, 83], [0, 0], [61, 83], [0, 0]]
+        assert kernel.sizes([data, None, whole, b""])[0].tolist() == [[61, 83], [0, 0], [0, 0], [0, 0]]
         assert np.array_equal(one(data, [], (61, 83)), whole)
         box = [7, 9, 20, 31]
         assert np.array_equal(one(data, [(CROP, box)], (20, 31)), reference.crop(whole, box))
@@ -332,10 +332,10 @@ def test_headers_above_the_limits_are_refused() -> None:
     at = data.index(b"\xff\xc0") + 5
     for height, width in ((65_501, 1), (0, 5), (5, 0), (30_000, 30_000)):
         data[at : at + 4] = height.to_bytes(2, "big") + width.to_bytes(2, "big")
-        assert kernel.sizes([bytes(data)]).tolist() == [[0, 0]]
+        assert kernel.sizes([bytes(data)])[0].tolist() == [[0, 0]]
         assert one(bytes(data), [], (16, 16)) == kernel.UNREADABLE
     for end in range(len(data)):
-        assert kernel.sizes([bytes(data[:end])]).tolist() == [[0, 0]]
+        assert kernel.sizes([bytes(data[:end])])[0].tolist() == [[0, 0]]
 
 
 def test_of_damaged_bytes_it_accepts_only_what_decode_does_and_with_its_pixels() -> None:
@@ -345,5 +345,5 @@ def test_of_damaged_bytes_it_accepts_only_what_decode_does_and_with_its_pixels()
 
 def test_without_the_extension_all_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel, "available", lambda: False)
-    assert kernel.sizes([b"x", None]).tolist() == [[0, 0], [0, 0]]
+    assert kernel.sizes([b"x", None])[0].tolist() == [[0, 0], [0, 0]]
     assert kernel.run([b"x", None], []).tolist() == [kernel.UNREADABLE, kernel.SKIPPED]

@@ -59,6 +59,22 @@ typedef struct {
     Table dc[NUM_HUFF_TBLS], ac[NUM_HUFF_TBLS];
 } HuffmanTables;
 
+/* A block of an MCU: of which component, and by which tables. */
+typedef struct {
+    int component, dc, ac;
+    const JHUFF_TBL *dc_codes, *ac_codes;
+} ScanBlock;
+
+/* A baseline scan. */
+typedef struct {
+    const unsigned char *data, *end;
+    JDIMENSION columns; /* MCUs of a row */
+    unsigned long num_mcus;
+    unsigned int interval; /* MCUs between restarts, 0: there are none */
+    int num_blocks;        /* of an MCU */
+    ScanBlock blocks[D_MAX_BLOCKS_IN_MCU];
+} Scan;
+
 typedef struct {
     const unsigned char *raw, *raw_end; /* not copied yet; at a marker, or at the end */
     unsigned char *clean;               /* the bytes between two markers, without stuffing */
@@ -282,31 +298,44 @@ static int decode_blocks(Entropy *e, JBLOCKROW *blocks)
     return bits_left(e) >= 0;
 }
 
-/* Takes the place of libjpeg's decoder, after jpeg_start_decompress, of a file of one baseline scan. The MCUs of
- * other columns than these are skipped. Tables are built where they are not those of the last image. 0: it cannot be. */
-static int begin_scan(
-    Entropy *e, HuffmanTables *tables, j_decompress_ptr info, JDIMENSION first_column, JDIMENSION last_column)
+/* The scan of which libjpeg is at the beginning, after jpeg_start_decompress, of a file of one baseline scan. */
+static void scan_of_libjpeg(j_decompress_ptr info, Scan *scan)
 {
-    memset(e, 0, sizeof *e);
-    e->raw = info->src->next_input_byte;
-    e->raw_end = e->raw + info->src->bytes_in_buffer;
-    e->clean = (*info->mem->alloc_large)((j_common_ptr)info, JPOOL_IMAGE, info->src->bytes_in_buffer + PADDING);
-    e->first_column = first_column;
-    e->last_column = last_column;
-    e->columns = info->MCUs_per_row;
-    e->left = (unsigned long)info->MCUs_per_row * info->MCU_rows_in_scan;
-    e->interval = e->until_restart = info->restart_interval;
-    e->num_blocks = info->blocks_in_MCU;
-    for (int number = 0; number < e->num_blocks; number++) {
+    *scan = (Scan){.data = info->src->next_input_byte, .columns = info->MCUs_per_row, .interval = info->restart_interval};
+    scan->end = scan->data + info->src->bytes_in_buffer;
+    scan->num_mcus = (unsigned long)info->MCUs_per_row * info->MCU_rows_in_scan;
+    scan->num_blocks = info->blocks_in_MCU;
+    for (int number = 0; number < scan->num_blocks; number++) {
         const int at = info->MCU_membership[number];
         const jpeg_component_info *component = info->cur_comp_info[at];
-        const JHUFF_TBL *dc = info->dc_huff_tbl_ptrs[component->dc_tbl_no];
-        const JHUFF_TBL *ac = info->ac_huff_tbl_ptrs[component->ac_tbl_no];
-        e->component[number] = at;
-        e->dc[number] = &tables->dc[component->dc_tbl_no];
-        e->ac[number] = &tables->ac[component->ac_tbl_no];
-        if (!dc || !ac || !build(&tables->dc[component->dc_tbl_no], dc, 1) ||
-            !build(&tables->ac[component->ac_tbl_no], ac, 0))
+        const int dc = component->dc_tbl_no, ac = component->ac_tbl_no;
+        scan->blocks[number] = (ScanBlock){at, dc, ac, info->dc_huff_tbl_ptrs[dc], info->ac_huff_tbl_ptrs[ac]};
+    }
+}
+
+/* Begins a scan, of which MCUs of other columns than these are skipped. Tables are built where they are not those of
+ * the last image. clean: as many bytes as the scan has, and PADDING. 0: it cannot be. */
+static int begin_scan(
+    Entropy *e, HuffmanTables *tables, const Scan *scan, unsigned char *clean, JDIMENSION first_column,
+    JDIMENSION last_column)
+{
+    memset(e, 0, sizeof *e);
+    e->raw = scan->data;
+    e->raw_end = scan->end;
+    e->clean = clean;
+    e->first_column = first_column;
+    e->last_column = last_column;
+    e->columns = scan->columns;
+    e->left = scan->num_mcus;
+    e->interval = e->until_restart = scan->interval;
+    e->num_blocks = scan->num_blocks;
+    for (int number = 0; number < e->num_blocks; number++) {
+        const ScanBlock *block = &scan->blocks[number];
+        e->component[number] = block->component;
+        e->dc[number] = &tables->dc[block->dc];
+        e->ac[number] = &tables->ac[block->ac];
+        if (!block->dc_codes || !block->ac_codes || !build(&tables->dc[block->dc], block->dc_codes, 1) ||
+            !build(&tables->ac[block->ac], block->ac_codes, 0))
             return 0;
     }
     begin_segment(e);

@@ -95,6 +95,11 @@ static void trim_worker(Worker *worker)
     trim(&worker->scratch.pixels[0]);
     trim(&worker->scratch.pixels[1]);
     trim(&worker->scratch.work);
+#ifdef HAS_AVX2
+    trim(&worker->decoder.baseline.clean);
+    trim(&worker->decoder.baseline.planes);
+    trim(&worker->decoder.baseline.rows);
+#endif
 }
 
 static int best_simd(void)
@@ -147,7 +152,7 @@ static int decode(Worker *worker, const Source *source, const int64_t *box, int 
     uint8_t *pixels = reserve(&worker->decoded, (size_t)crop.height * (size_t)stride);
     if (!pixels)
         return NO_MEMORY;
-    const int first = decode_crop(&worker->decoder, source->bytes, source->size, crop, pixels);
+    const int first = decode_crop(&worker->decoder, source->bytes, source->size, crop, worker->scratch.simd, pixels);
     if (first < 0)
         return UNREADABLE;
     *image = (Image){pixels + first * CHANNELS, stride, (int)crop.height, (int)crop.width, 1};

@@ -64,7 +64,7 @@ def convert_store(
         on_bad_sample: "raise", or "skip" samples that have no bytes or cannot be decoded.
         sizes: add columns width and height, in pixels, -1 where an image's header does not tell.
         overwrite: replace a store at dst.
-        layout: of LMDB that raypipe did not write: auto, image, scene-text, pickle or module:function.
+        layout: of LMDB that raypipe did not write: auto, image or module:function.
     """
     from raypipe.commands import convert as convert_module
 

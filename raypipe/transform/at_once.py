@@ -117,7 +117,7 @@ class ProgramsAtOnce:
             self._run(decoded, sizes, keys, arrays, made)
         return made
 
-    def _sizes(self, images: Sequence[bytes | np.ndarray | None]) -> np.ndarray:
+    def _sizes(self, images: Sequence[bytes | memoryview | np.ndarray | None]) -> np.ndarray:
         """(height, width), int32 (B, 2), of those that the kernel decodes; zeros of others.
 
         Those are also others that are turned upright, or decoded at a reduced scale as a whole; and pixels.
@@ -198,13 +198,16 @@ class ProgramsAtOnce:
             yield images
 
     def _pixels(
-        self, image: bytes | np.ndarray | None, row: int, cached: Callable[[int], Decoded | None] | None
+        self,
+        image: bytes | memoryview | np.ndarray | None,
+        row: int,
+        cached: Callable[[int], Decoded | None] | None,
     ) -> np.ndarray | None:
         if isinstance(image, np.ndarray):
             return image
         if cached is not None and (decoded := cached(row)):
             return decoded.pixels
-        if not image or (self._target and image.startswith(b"\xff\xd8\xff")):
+        if not image or (self._target and image[:3] == b"\xff\xd8\xff"):
             return None  # by a target, a crop's scale follows from the box: `one` decodes it
         try:
             return decode(image, min_side=self._config.decode_min_side, exif=self._config.apply_exif)

@@ -22,7 +22,7 @@ from raypipe.plan.places import Sides
 from raypipe.transform.at_once import Crop, ProgramsAtOnce, shapes_of
 from raypipe.transform.batch import Content
 from raypipe.transform.columns import NO_COLUMNS, SampleColumns
-from raypipe.transform.decode import decode
+from raypipe.transform.decode import decode, stored_bytes
 from raypipe.transform.decode_array import decode_array
 from raypipe.transform.draws import Key
 from raypipe.transform.encoded import ENCODED_FIELDS, EncodedTransform
@@ -218,10 +218,11 @@ class Images:
             if self._crop_target:
                 return pixels.shape[:2], lambda box: cut(pixels, box).copy()
             return pixels if pixels.flags.writeable else pixels.copy()
+        encoded = stored_bytes(sample.image)
         if self._is_array:
-            return decode_array(sample.image)
-        jpeg = open_for_crop(sample.image, self._config, self._crop_target) if self._crop_target else None
-        return jpeg or decode(sample.image, min_side=self._config.decode_min_side, exif=self._config.apply_exif)
+            return decode_array(encoded)
+        jpeg = open_for_crop(encoded, self._config, self._crop_target) if self._crop_target else None
+        return jpeg or decode(encoded, min_side=self._config.decode_min_side, exif=self._config.apply_exif)
 
 
 def _crops_of(transform: SampleTransform | ViewsTransform, has_targets: bool) -> list[Crop]:

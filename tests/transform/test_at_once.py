@@ -130,6 +130,15 @@ def test_so_it_is_with_all_settings_of_the_decode(settings: dict[str, Any]) -> N
         assert made("light", **settings) == expected
 
 
+def test_so_it_is_of_views_of_memory() -> None:
+    views = [sample._replace(image=memoryview(sample.image or b"")) for sample in SAMPLES]
+    for settings in ({"crop_decode": "scaled", "apply_exif": True}, {"crop_decode": "exact"}):
+        expected = made("light", **settings)
+        assert made("light", views, **settings) == expected == made("light", views, alone=True, **settings)
+        with without_kernel():
+            assert made("light", views, **settings) == expected
+
+
 def test_exact_crops_are_those_of_the_whole_image_and_scaled_ones_are_not() -> None:
     assert made("light") == made("light", crop_decode="off") != made("light", crop_decode="scaled")
 

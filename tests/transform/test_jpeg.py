@@ -159,7 +159,7 @@ def test_only_jpegs_that_may_be_cropped_are_opened(mode: Any) -> None:
     assert found is not None and found[0] == (120, 160)
     png = io.BytesIO()
     Image.fromarray(PHOTO).save(png, "PNG")
-    for other in (png.getvalue(), None, b"", jpeg[:30], b"\xff\xd8\xff", memoryview(jpeg), bombs.rare_jpeg()):
+    for other in (png.getvalue(), b"", jpeg[:30], b"\xff\xd8\xff", bombs.rare_jpeg()):
         assert opened(other, mode) is None
     declared = jpeg.index(b"\xff\xc0")
     bomb = jpeg[: declared + 5] + b"\xff\xdc\xff\xdc" + jpeg[declared + 9 :]  # 65,500 x 65,500

@@ -125,5 +125,5 @@ def _mask(mask: np.ndarray, step: Step, op: Op, p: list[int]) -> np.ndarray:
         for top, left, bottom, right in np.array(p[4 : 4 + 4 * p[3]]).reshape(-1, 4).tolist():
             mask[top:bottom, left:right] = step.mask_fill
     if op in (Op.CROP, Op.TURN):
-        return reference.GEOMETRY[op](mask[:, :, None], p)[:, :, 0]
+        return reference.OPERATIONS[op](mask[:, :, None], p)[:, :, 0]
     return mask

@@ -20,6 +20,7 @@ import simplejpeg
 
 from raypipe import native
 from raypipe.transform import reference
+from raypipe.transform.ops import Op
 
 WHOLE = 8
 """Eighths: full scale."""
@@ -151,7 +152,7 @@ def _resizes_alike() -> bool:
     for height, width in ((20, 21), (64, 90), (111, 30)):
         out = np.zeros((1, height, width, 3), np.uint8)
         row = [height, width, reference.LINEAR]
-        job = Job(np.array([[reference.RESIZE, 0]], np.int32), np.array([[1, *row]], np.int64), out)
+        job = Job(np.array([[Op.RESIZE, 0]], np.int32), np.array([[1, *row]], np.int64), out)
         if _extension().run([noise], [job], 1, True) != b"\0":
             return False
         if not np.array_equal(out[0], reference.resize(noise, row)):

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import ray
@@ -13,7 +14,7 @@ from ray import cloudpickle
 
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.errors import ResourceError
-from raypipe.rayext.execution import Settings, context_of
+from raypipe.rayext.execution import Settings, StreamAutoscaler, context_of
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.pipeline import splits
 from raypipe.streaming.row import host_batches
@@ -69,6 +70,24 @@ def test_a_process_that_gets_the_context_gets_our_autoscalers_with_it(tmp_path: 
     command = [sys.executable, "-c", code, str(tmp_path / "context")]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout.split() == ["ray.data._internal.actor_autoscaler", "True"]
+
+
+class Operator(SimpleNamespace):
+    """One of Ray Data's, which are keys of their topology."""
+
+    __hash__ = object.__hash__
+
+
+def test_the_reader_stays_on_its_executions_node_until_that_is_about_to_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    node = ray.NodeID.from_random().hex()
+    context = SimpleNamespace(get_node_id=lambda: node, worker=SimpleNamespace(mode=ray.SCRIPT_MODE))
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
+    actors = SimpleNamespace(per_actor_resource_usage=lambda: SimpleNamespace(cpu=1.0))
+    reader = Operator(get_autoscaling_actor_pools=list, _ray_remote_args={})
+    pool = Operator(get_autoscaling_actor_pools=lambda: [actors], input_dependencies=[reader])
+    StreamAutoscaler({reader: None, pool: None}, Settings(PoolConfig(), 2, 0, reads=False, supervisor=None))
+    strategy = reader._ray_remote_args["scheduling_strategy"]
+    assert strategy.node_id == node and strategy.soft  # hard, Ray fails the task once the node drains
 
 
 @pytest.mark.cluster

@@ -78,7 +78,9 @@ class Operator(SimpleNamespace):
     __hash__ = object.__hash__
 
 
-def test_the_reader_stays_on_its_executions_node_until_that_is_about_to_go(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reader_stays_on_its_executions_node_until_that_is_about_to_go(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     node = ray.NodeID.from_random().hex()
     context = SimpleNamespace(get_node_id=lambda: node, worker=SimpleNamespace(mode=ray.SCRIPT_MODE))
     monkeypatch.setattr(ray, "get_runtime_context", lambda: context)

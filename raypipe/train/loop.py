@@ -33,7 +33,8 @@ from raypipe.streaming.loader import Loader
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.stateful import loaded
 from raypipe.train.background import CheckpointWriter, StopPoll
-from raypipe.train.learning import Learner, amp_dtype, build_schedule
+from raypipe.train.learning import Learner, amp_dtype
+from raypipe.train.models import build_schedule
 from raypipe.train.run_folder import FIGURES_FILE, answer_stop
 
 logger = logging.getLogger(__name__)
@@ -119,8 +120,8 @@ class Trainer:
             dtype=amp_dtype(run.train.amp, self.device) or torch.float32,
             run_dir=run_uri,
         )
-        self.loader.interval_s = math.inf
-        self.loader.exported.checkpointed()
+        self.loader.interval_s, self._account = math.inf, self.loader.account
+        self._account.exported.checkpointed()
         self.world_size = self.loader.world_size
         has_classes = spec.columns.target is None
         self.learner = Learner(run, num_classes, self.device, self.world_size, has_classes)
@@ -169,7 +170,7 @@ class Trainer:
             if self._poll:
                 ends.callback(self._poll.close)
             ends.callback(self.loader.close)
-            ends.enter_context(self.loader.saving(self._awaited))
+            ends.enter_context(self._account.saving(self._awaited))
             ends.callback(self._writer.wait)  # which brings the record to the run's address as well
 
     def _summed(self, sums: torch.Tensor) -> torch.Tensor:
@@ -222,7 +223,7 @@ class Trainer:
         if self.world_size > 1:
             ranks = [[] for _ in range(self.world_size)]
             dist.all_gather_object(ranks, seen)
-        if log := self.loader.chronicle.log:
+        if log := self._account.chronicle.log:
             rows = sorted((row for rank in ranks for row in rank), key=lambda row: row[0].micro)
             log.write_samples(rows, self.loader.global_step)
 
@@ -231,9 +232,9 @@ class Trainer:
         for term in losses:
             loss_sum += term
         loss = self._summed(loss_sum).item() / (len(losses) * self.world_size)
-        self.loader.exported.learnt(trainer_loss=loss, trainer_learning_rate=lr)
+        self._account.exported.learnt(trainer_loss=loss, trainer_learning_rate=lr)
         # After the sums, for which the host has waited.
-        done = self.loader.interval(loss=loss, lr=lr)
+        done = self._account.interval(self.loader.cursor, loss=loss, lr=lr)
         self.metrics["images"] += done.images
         self.metrics["train_s"] += done.seconds
         self.metrics["wait_s"] += done.wait_s
@@ -299,8 +300,8 @@ class Trainer:
             shown = f"loss {loss:.4f}"
         self.metrics |= {f"val_{name}": value for name, value in values.items()}
         learnt = {f"validation_{name}": value for name, value in values.items() if name != "samples"}
-        self.loader.exported.learnt(**learnt)
-        self.loader.chronicle.record(
+        self._account.exported.learnt(**learnt)
+        self._account.chronicle.record(
             "val",
             f"epoch {epoch + 1}/{self.plan.config.epochs}  validation {shown} ({int(count)} samples)",
             epoch=epoch,
@@ -315,7 +316,7 @@ class Trainer:
             times,
             **{name: int(getattr(times, name)) for name in ("images", "micro_batches", "drained")},
         )
-        self.loader.diagnose(epoch, times)
+        self._account.diagnose(epoch, times)
 
     def _report(self) -> None:
         """Checkpoint, on rank 0, and metrics; all ranks meet here.
@@ -323,7 +324,7 @@ class Trainer:
         The state is taken now and written by a thread. It counts once it is whole: until then a resume finds the
         checkpoint before.
         """
-        with self.loader.saving(self._awaited):
+        with self._account.saving(self._awaited):
             self._save()
 
     def _awaited(self) -> str:
@@ -335,14 +336,14 @@ class Trainer:
     def _save(self) -> None:
         metrics, self._saved_at = self.figures(), time.perf_counter()
         notice, begun_at = self.loader.notice, self._saved_at
-        if log := self.loader.chronicle.log:
+        if log := self._account.chronicle.log:
             at = self.loader.cursor
 
             def write(state: memoryview) -> None:
                 log.sync()
                 self._check_lease()
                 self._checkpoint = write_checkpoint(self.run_uri, at, state, metrics, before=self._checkpoint)
-                self.loader.exported.checkpointed()
+                self._account.exported.checkpointed()
                 notice.saved_in(time.perf_counter() - begun_at)
 
             self._writer.save(self.learner.state(), write)

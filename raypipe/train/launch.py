@@ -12,10 +12,9 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from raypipe.config import AugmentConfig, RunConfig, TrainConfig
+from raypipe.config import AugmentConfig, RunConfig
 from raypipe.errors import ConfigError, CursorError, OutageError, RaypipeError, RunError
 from raypipe.logs import begin_phases, configure_logs, end_phases, phase, progress
-from raypipe.lookup import import_name
 from raypipe.metrics.records import METRICS, START, read_records
 from raypipe.pages.report import write_report
 from raypipe.rayext.allocation import Allocation, check_elastic, preflight
@@ -32,7 +31,7 @@ from raypipe.streaming.spec import StreamSpec
 from raypipe.train.console import RunConsole
 from raypipe.train.description import changes, describe
 from raypipe.train.interrupts import Interrupts, Stopped
-from raypipe.train.learning import num_classes_of
+from raypipe.train.models import check_code, num_classes_of
 from raypipe.train.run_folder import (
     FIGURES_FILE,
     located,
@@ -217,18 +216,6 @@ def check_augment(config: AugmentConfig) -> None:
         from raypipe.device.augment import DeviceAugment
 
         DeviceAugment(config, torch.device("cpu"))
-
-
-def check_code(config: TrainConfig, channels: int) -> None:
-    """Raise ConfigError where a setting names a model, or a function, that there is not, or a model of images of
-    another number of channels."""
-    if config.model != "small":
-        from raypipe.train.learning import check_model
-
-        check_model(config.model, channels)
-    for name in ("loss", "optimizer", "schedule"):
-        if ":" in (address := getattr(config, name)):
-            import_name(address, f"train.{name}")
 
 
 def _fit(loop: dict[str, Any], allocation: Allocation, interrupts: Interrupts) -> dict[str, Any]:

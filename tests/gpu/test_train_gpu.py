@@ -20,7 +20,8 @@ from raypipe.device.augment import DeviceAugment
 from raypipe.device.prefetcher import Batch, on_device
 from raypipe.plan.places import MicroBatchId
 from raypipe.train.background import host_copy
-from raypipe.train.learning import Learner, build_optimizer, small_model
+from raypipe.train.learning import Learner
+from raypipe.train.models import build_optimizer, small_model
 from raypipe.transform.fields import MicroBatch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda_or_pretended")]

@@ -38,7 +38,7 @@ from raypipe.streaming.spec import StreamSpec
 from raypipe.train.description import changes, describe
 from raypipe.train.interrupts import Stopped
 from raypipe.train.launch import _leave_traces, _told, train
-from raypipe.train.learning import num_classes_of
+from raypipe.train.models import num_classes_of
 from raypipe.train.run_folder import as_plain, located, store_config
 
 RUN = RunConfig(

@@ -44,21 +44,6 @@ def test_a_store_of_ten_times_the_object_store_streams_without_spilling_whoever_
         assert case["grown_mib"] < 150
 
 
-@pytest.mark.cluster
-def test_a_process_that_runs_an_execution_itself_has_no_line_of_rays_cpp(stores: dict[str, Path]) -> None:
-    code = """
-import os, sys, raypipe
-raypipe.connect(num_cpus=2, object_store_bytes=100 << 20)
-plan, transform = raypipe.PlanConfig(micro_batch_size=50), raypipe.TransformConfig(train="small", size=8)
-print(len(list(raypipe.stream(sys.argv[1], plan=plan, transform=transform).iter_rows())))
-os.write(2, b"as before")
-"""
-    command = [sys.executable, "-c", code, str(stores["train"])]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    assert int(done.stdout.split()[-1]) > 0
-    assert "constructor arguments" not in done.stderr and done.stderr.endswith("as before")
-
-
 def test_a_process_that_gets_the_context_gets_our_autoscalers_with_it(tmp_path: Path) -> None:
     context = context_of(Settings(PoolConfig(), 2, 0, reads=False, supervisor=None), 1)
     (tmp_path / "context").write_bytes(cloudpickle.dumps(context))

@@ -6,7 +6,6 @@ import pty
 import subprocess
 import sys
 import textwrap
-import threading
 from typing import Any
 
 import pytest
@@ -179,19 +178,3 @@ def test_in_a_file_there_is_no_bar(tmp_path: Any) -> None:
         "line of step 30",
         "a user's print",
     ]
-
-
-def test_the_start_of_a_first_actor_holds_back_rays_line_and_nothing_else(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    line = b"[E 1] core_worker.cc:2465: Actor with class name: 'A' has constructor arguments in the object store\n"
-    monkeypatch.setattr(rays, "_first", threading.Lock())
-    for _ in range(2):  # Ray says it once: the second start is left alone
-        with rays.quiet_first_actor():
-            os.write(2, b"one\n" + line + b"\xff two\n")
-    monkeypatch.setattr(rays, "_first", threading.Lock())
-    with pytest.raises(ValueError), rays.quiet_first_actor():
-        raise ValueError
-    os.write(2, b"three\n")
-    held, told = "one\n\ufffd two\n", f"one\n{line.decode()}\ufffd two\n"
-    assert capfd.readouterr().err == held + told + "three\n"

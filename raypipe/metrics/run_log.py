@@ -1,11 +1,10 @@
-"""The record of a run, as rank 0 writes it: lines for `raypipe.metrics.records`, and TensorBoard's events."""
+"""The record of a run, as rank 0 writes it, for `raypipe.metrics.records`."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import logging
-import secrets
 import shutil
 import tempfile
 import threading
@@ -87,28 +86,18 @@ class RunLog:
         validates: bool = False,
         settings: dict[str, Any] | None = None,
     ) -> None:
-        from tensorboardX.event_file_writer import EventsWriter
-        from tensorboardX.proto.event_pb2 import SessionLog
-
         self._filesystem, self._remote = open_filesystem(run) if isinstance(run, str) else run
         self._name = run if isinstance(run, str) else self._remote
         self._local = isinstance(self._filesystem, pyarrow.fs.LocalFileSystem)
         self._folder = Path(self._remote if self._local else tempfile.mkdtemp(prefix="raypipe-run-"))
         self._one_by_one, self._warned = threading.Lock(), False
-        # tensorboardX's own thread would die of a full disk, and its queue block then.
-        self._events: EventsWriter | None = None
         with self._best_effort("the folder"):
-            (self._folder / "tensorboard").mkdir(parents=True, exist_ok=True)
-            # Its name has only the second, and it would replace the file of another start of that second.
-            self._events = EventsWriter(str(self._folder / "tensorboard/events"), f".{secrets.token_hex(4)}")
+            self._folder.mkdir(parents=True, exist_ok=True)
         if not self._local:
             for name in (METRICS, SAMPLES):
                 where = f"{self._remote}/{name}"
                 with explained(ConfigError, f"{where} cannot be read"), contextlib.suppress(FileNotFoundError):
                     (self._folder / name).write_bytes(open_input(self._filesystem, where).read())
-        # Of an earlier start, events from this step on are hidden.
-        self._event(step=global_step + 1, file_version="brain.Event:2")
-        self._event(step=global_step + 1, session_log=SessionLog(status=SessionLog.START))
         start = {"kind": START, "step": global_step, "workers": workers, "validates": validates}
         start |= {"settings": settings} if settings else {}
         self._append(METRICS, [start])
@@ -121,18 +110,10 @@ class RunLog:
 
     def write(self, kind: str, step: int, **values: Any) -> None:
         """Record values at a global step; `kind` is one of those above."""
-        from tensorboardX.summary import scalar
-
         self._append(METRICS, [{"kind": kind, "step": step, **values}])
-        for name, value in values.items():
-            if isinstance(value, int | float):
-                self._event(step=step, wall_time=time.time(), summary=scalar(f"{kind}/{name}", value))
 
     def sync(self, last: bool = False) -> None:
         """Make what was written so far visible at the run's address."""
-        with self._best_effort("tensorboard"):
-            if self._events:
-                (self._events.close if last else self._events.flush)()
         if self._local:
             return
         with self._best_effort(f"the record, which is left in {self._folder}," if last else "the record"):
@@ -149,13 +130,6 @@ class RunLog:
         """Append records to a file."""
         with self._one_by_one, self._best_effort(name):
             _append_whole(self._folder / name, "".join(json.dumps(record) + "\n" for record in records).encode())
-
-    def _event(self, **fields: Any) -> None:
-        from tensorboardX.proto.event_pb2 import Event
-
-        with self._best_effort("tensorboard"):
-            if self._events:
-                self._events.write_event(Event(**fields))
 
     @contextlib.contextmanager
     def _best_effort(self, what: str) -> Iterator[None]:

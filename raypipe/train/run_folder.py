@@ -6,7 +6,6 @@ RUN/metrics.jsonl      one object per log interval ("train"), per validation ("v
                        see `raypipe.metrics.records`, and `raypipe.streaming.chronicle`, which writes them
 RUN/status.json        where its loop stands, and whom it waits for, written every few seconds
 RUN/samples.jsonl      with train.log_samples: which samples each micro-batch had
-RUN/tensorboard/       the same as events
 RUN/stop               is made to end the run within seconds, with a checkpoint; the run removes it
 RUN/figures.json       sums over the training, the newest validation, and where it stands, once it has ended
 RUN/error.txt          the traceback of what has ended the run, where that was other code's

@@ -15,7 +15,7 @@ from typing import Any
 from raypipe.config import AugmentConfig, RunConfig
 from raypipe.errors import ConfigError, CursorError, OutageError, RaypipeError, RunError
 from raypipe.logs import begin_phases, configure_logs, end_phases, phase, progress
-from raypipe.metrics.records import METRICS, START, read_records
+from raypipe.metrics.records import METRICS
 from raypipe.pages.report import write_report
 from raypipe.rayext.allocation import Allocation, check_elastic, preflight
 from raypipe.rayext.cluster import connect, started_here
@@ -231,7 +231,6 @@ def _fit(loop: dict[str, Any], allocation: Allocation, interrupts: Interrupts) -
         progress(logger, "stopping with a checkpoint; once more aborts")
         request_stop(run_uri)
 
-    starts = -1 if is_remote(run_uri) else _num_starts(run_uri)  # to a bucket a start is brought later
     sizes: dict[str, Any] = {"num_workers": allocation.workers}
     if allocation.min_workers:
         allowed = (allocation.min_workers, allocation.workers)
@@ -249,9 +248,7 @@ def _fit(loop: dict[str, Any], allocation: Allocation, interrupts: Interrupts) -
         run_uri=run_uri,
         log=run.log,
         timeout_s=run.pool.stall_timeout_s,
-        take_signals=lambda: interrupts.hand_over(
-            on_interrupt, lambda: stop_answered(run_uri), lambda: _num_starts(run_uri) > starts
-        ),
+        take_signals=lambda: interrupts.hand_over(on_interrupt, lambda: stop_answered(run_uri)),
         train_loop_config=loop,
         scaling_config=ray_config.ScalingConfig(
             **sizes,
@@ -271,12 +268,6 @@ def _fit(loop: dict[str, Any], allocation: Allocation, interrupts: Interrupts) -
     except Exception as error:
         raise _told(error, run_uri) from error
     return read_json(join(run_uri, FIGURES_FILE))
-
-
-def _num_starts(run_uri: str) -> int:
-    """How often a run's trainers have been started."""
-    records = read_records(run_uri)
-    return 0 if records is None else sum(record.get("kind") == START for record in records.kept)
 
 
 def _told(error: Exception, run_uri: str) -> RaypipeError:

@@ -22,7 +22,7 @@ from ray.data._internal.actor_autoscaler import ActorPoolScalingRequest
 from raypipe.config import PoolConfig
 from raypipe.errors import ResourceError
 from raypipe.rayext.limits import draining, resource_state
-from raypipe.rayext.placement import is_gpu, is_labelled, nodes, placement
+from raypipe.rayext.placement import is_labelled, nodes, placement
 
 _WATCH_PERIOD_S = 1.0
 
@@ -121,8 +121,6 @@ class PoolKeeper:
         self._made, self._told = 0, False
         self._room_at: dict[Any, float] = {}  # actor that died with work in hand → when room is made for it
         self._room_made = set[Any]()  # those for which it was
-        # Nodes on which actors have been seen, and those of them that have the label.
-        self._known, self._labelled = set[str](), set[str]()
         self._leaving = set[Any]()  # actors on nodes that are about to go, for which others were started
 
     def keep(self, now: float, *, made: int, queued: int, ranks_waiting: float) -> None:
@@ -141,7 +139,6 @@ class PoolKeeper:
             self._watched_at = now
             self._leave(draining())
             self._make_room(now)
-            self._tell_of_gpus()
             self._tell_of_none(now)
             self._end_stall(now, made, queued)
 
@@ -185,13 +182,14 @@ class PoolKeeper:
         surplus -= self._release_lost(surplus)
         states = self._pool._running_actors.items()
         on_node = Counter(state.actor_location for _, state in states)
+        labelled = {node["NodeID"] for node in nodes() if is_labelled(node, self._rules.label_selector)}
         idle = [
-            (state.actor_location in self._labelled, on_node[state.actor_location], state.actor_location, actor)
+            (state.actor_location in labelled, on_node[state.actor_location], state.actor_location, actor)
             for actor, state in states
             if not (state.num_tasks_in_flight or state.is_restarting or actor in self._leaving)
         ]
         num_running = sum(1 for _, state in states if not state.is_restarting)
-        for *_, actor in sorted(idle, key=lambda found: found[:3])[: max(0, min(surplus, num_running - 1))]:
+        for *_, actor in sorted(idle, key=lambda place: place[:3])[: max(0, min(surplus, num_running - 1))]:
             self._pool._release_running_actor(actor)
 
     def _release_lost(self, most: int) -> int:
@@ -261,21 +259,6 @@ class PoolKeeper:
             for actor in [actor for actor in self._leaving if not running[actor].num_tasks_in_flight]:
                 self._leaving.remove(actor)
                 self._pool._release_running_actor(actor)
-
-    def _tell_of_gpus(self) -> None:
-        """Say so, once for each, where actors run on a GPU node because CPU nodes have no room."""
-        new = {state.actor_location for state in self._pool._running_actors.values()} - self._known
-        if not new or not (label := self._rules.label_selector):
-            return
-        self._known |= new
-        there = {node["NodeID"]: node for node in nodes()}
-        self._labelled |= {name for name in new & there.keys() if is_labelled(there[name], label)}
-        for name in sorted((new & there.keys()) - self._labelled):
-            if is_gpu(there[name]) and len(there) > 1:
-                self._supervisor.scaled.remote(
-                    f"transform actors run on the GPU node {name[:8]}, as nodes with the label {label} had no "
-                    "room; no such node is started for them"
-                )
 
     def _tell_of_none(self, now: float) -> None:
         info = self._op.get_actor_info()

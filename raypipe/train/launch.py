@@ -81,7 +81,7 @@ def _train(run: RunConfig, run_uri: str, lease: str) -> dict[str, Any]:
     configure_logs(run.log, run=run.name)
     spec, num_classes = _checked(run, run_uri)
     stop_was_asked = stop_requested(run_uri)  # of the run before it was stopped, and now goes on
-    newest, passed_over = _found(run, run_uri, spec)
+    newest = _newest(run, run_uri, spec)
     if newest and _has_ended(spec, newest):
         progress(logger, f"this run has ended already, with {newest.name}: nothing is left to do")
         _leave_traces(run_uri)  # its process may have been killed before it did
@@ -97,7 +97,6 @@ def _train(run: RunConfig, run_uri: str, lease: str) -> dict[str, Any]:
         phase(logger, f"starting {allocation.workers} trainer{'s' if allocation.workers > 1 else ''}")
         loop = {"run": run, "spec": spec, "num_classes": num_classes, "max_actors": allocation.max_actors}
         loop |= {"run_uri": run_uri, "lease": lease, "start": start, "begun": begin_phases()}
-        loop |= {"told": [*passed_over]}
         console = RunConsole(
             run.plan.epochs, spec.plan.steps_per_epoch, spec.plan.has_val, relays=run.log == "text"
         )
@@ -128,24 +127,22 @@ def _checked(run: RunConfig, run_uri: str) -> tuple[StreamSpec, int]:
     return spec, num_classes
 
 
-def _found(run: RunConfig, run_uri: str, spec: StreamSpec) -> tuple[Checkpoint | None, dict[str, str]]:
-    """The checkpoint that a run goes on from, if any, and why newer ones are passed over; tells of both."""
+def _newest(run: RunConfig, run_uri: str, spec: StreamSpec) -> Checkpoint | None:
+    """The checkpoint that a run goes on from, if any; the trainers tell why newer ones are passed over."""
     changed = changes(run, run_uri) if run.resume else ""
     find = functools.partial(find_newest, run_uri, spec.plan.check, start_from=run.train.start_from)
     try:
-        newest, passed_over = find()
+        newest, _ = find()
         if _has_ended(spec, newest):  # no trainer will read the state
-            newest, passed_over = find(with_state=True)
+            newest, _ = find(with_state=True)
     except CursorError as error:
         raise CursorError(f"{error}{changed and f'. Changed: {changed}'}") from error
-    for name, reason in passed_over.items():
-        progress(logger, f"not resumed from {name}: {reason}")
     if run.resume:
         where = newest.name if newest else "the beginning"
         progress(logger, f"resumed from {where}{changed and f', with {changed}'}")
     elif newest:
         progress(logger, f"starts from {newest.address}")
-    return newest, passed_over
+    return newest
 
 
 def _allocated(

@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import ray
@@ -83,7 +83,6 @@ class Trainer:
         run_uri: the run's folder.
         lease: by which the run has its folder; empty = it needs none.
         start: an actor to be killed once every rank has what it needs; None = there is none.
-        told: names of the checkpoints that the driver has passed over.
         device: where it trains; empty = the device that Ray Train gave this worker.
     """
 
@@ -96,26 +95,25 @@ class Trainer:
         run_uri: str,
         lease: str = "",
         start: Any = None,
-        told: Collection[str] = (),
         device: str = "",
     ) -> None:
         self.run, self.plan, self._start = run, spec.plan, start
         self.run_uri, self.stopping, self._lease = run_uri, False, lease
         self._check_lease()
         # All ranks start from what rank 0 finds, so that no two of them find different ones.
-        ranks, found, content = ray.train.get_context(), None, b""
-        if ranks.get_world_rank() == 0 and (found := self._find(told)):
-            found, content = found._replace(state=b""), found.state
+        ranks, checkpoint, content = ray.train.get_context(), None, b""
+        if ranks.get_world_rank() == 0 and (checkpoint := self._newest()):
+            checkpoint, content = checkpoint._replace(state=b""), checkpoint.state
         if ranks.get_world_size() > 1:
-            found = broadcast_from_rank_zero(found)
-        self._checkpoint = found.name if found else ""
+            checkpoint = broadcast_from_rank_zero(checkpoint)
+        self._checkpoint = checkpoint.name if checkpoint else ""
         self.device = torch.device(device) if device else ray.train.torch.get_device()
         # First of all the stream: its pool starts while the model is built.
         self.loader: Loader = loader(
             spec,
             max_actors=max_actors or None,
             device=self.device,
-            cursor=found.cursor if found else spec.plan.start(),
+            cursor=checkpoint.cursor if checkpoint else spec.plan.start(),
             augment=run.augment,
             dtype=amp_dtype(run.train.amp, self.device) or torch.float32,
             run_dir=run_uri,
@@ -127,9 +125,9 @@ class Trainer:
         self.learner = Learner(run, num_classes, self.device, self.world_size, has_classes)
         self._schedule = build_schedule(run.train)
         self.metrics: dict[str, Any] = {"val_accuracy": None, "train_s": 0.0, "wait_s": 0.0, "images": 0}
-        if found:
-            self.learner.load(loaded(content or read_state(open_filesystem(found.address))))
-            self.metrics |= found.metrics
+        if checkpoint:
+            self.learner.load(loaded(content or read_state(open_filesystem(checkpoint.address))))
+            self.metrics |= checkpoint.metrics
             del content
         self._agreed_at, self._steps_since, self._steps_between = time.perf_counter(), 0, 1
         self._saved_at = time.perf_counter()
@@ -261,8 +259,8 @@ class Trainer:
             if self.loader.rank == 0:
                 steps = max(1, int(_AGREE_S / ((time.perf_counter() - self._agreed_at) / self._steps_since)))
                 steps = 1 if notice.is_near() else steps
-            found = torch.tensor([asked, steps, due, notice.is_last], dtype=torch.float64, device=self.device)
-            asked, steps, due, last = self._summed(found).tolist()
+            terms = torch.tensor([asked, steps, due, notice.is_last], dtype=torch.float64, device=self.device)
+            asked, steps, due, last = self._summed(terms).tolist()
             notice.is_last = last > 0
             self._agreed_at, self._steps_since, self._steps_between = time.perf_counter(), 0, int(steps)
         self.stopping = asked > 0
@@ -351,16 +349,16 @@ class Trainer:
                 self._writer.wait()
         ray.train.report(metrics)
 
-    def _find(self, told: Collection[str]) -> Checkpoint | None:
-        """The newest checkpoint, with its state; the driver has not read any, so this tells of damage there."""
-        found, passed_over = find_newest(
+    def _newest(self) -> Checkpoint | None:
+        """The newest checkpoint, with its state; tells of those that are passed over."""
+        newest, passed_over = find_newest(
             self.run_uri, self.plan.check, with_state=True, start_from=self.run.train.start_from
         )
-        if new := {name: reason for name, reason in passed_over.items() if name not in told}:
-            for name, reason in new.items():
-                progress(logger, f"not resumed from {name}: {reason}")
-            progress(logger, f"resumed from {found.name if found else 'the beginning'}")
-        return found
+        for name, reason in passed_over.items():
+            progress(logger, f"not resumed from {name}: {reason}")
+        if passed_over:
+            progress(logger, f"resumed from {newest.name if newest else 'the beginning'}")
+        return newest
 
     def _check_lease(self) -> None:
         if self._lease and not is_held(self.run_uri, self._lease):

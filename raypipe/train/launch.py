@@ -28,8 +28,7 @@ from raypipe.streaming.maker import differing, try_samples
 from raypipe.streaming.opening import spec_of
 from raypipe.streaming.pipeline import check_memory
 from raypipe.streaming.spec import StreamSpec
-from raypipe.train.console import RunConsole
-from raypipe.train.description import changes, describe
+from raypipe.train.console import RunConsole, changes, describe
 from raypipe.train.interrupts import Interrupts, Stopped
 from raypipe.train.models import check_code, num_classes_of
 from raypipe.train.run_folder import (
@@ -97,9 +96,7 @@ def _train(run: RunConfig, run_uri: str, lease: str) -> dict[str, Any]:
         phase(logger, f"starting {allocation.workers} trainer{'s' if allocation.workers > 1 else ''}")
         loop = {"run": run, "spec": spec, "num_classes": num_classes, "max_actors": allocation.max_actors}
         loop |= {"run_uri": run_uri, "lease": lease, "start": start, "begun": begin_phases()}
-        console = RunConsole(
-            run.plan.epochs, spec.plan.steps_per_epoch, spec.plan.has_val, relays=run.log == "text"
-        )
+        console = RunConsole(spec.plan.steps_per_epoch, spec.plan.has_val, relays=run.log == "text")
         try:
             with console:
                 result = _fit(loop | {"relays": console.relays}, allocation, interrupts)

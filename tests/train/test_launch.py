@@ -35,7 +35,7 @@ from raypipe.streaming.checkpoints import write_checkpoint
 from raypipe.streaming.opening import open_stream, spec_of
 from raypipe.streaming.pipeline import check_memory
 from raypipe.streaming.spec import StreamSpec
-from raypipe.train.description import changes, describe
+from raypipe.train.console import changes, describe
 from raypipe.train.interrupts import Stopped
 from raypipe.train.launch import _leave_traces, _told, train
 from raypipe.train.models import num_classes_of
@@ -109,9 +109,9 @@ def test_the_stored_configuration_is_the_one_that_a_resume_reads(tmp_path: Path)
 
 def test_describe_says_so_where_jpegs_are_decoded_slower(monkeypatch: pytest.MonkeyPatch) -> None:
     allocation = Allocation(2, True, 1.0, 5)
-    monkeypatch.setattr("raypipe.train.description.missing_extension", lambda: "")
+    monkeypatch.setattr("raypipe.train.console.missing_extension", lambda: "")
     assert "slower" not in describe(RUN, spec(store(("a",))), allocation, "file:///runs/mine")
-    monkeypatch.setattr("raypipe.train.description.missing_extension", lambda: "JPEGs: install libjpeg-dev")
+    monkeypatch.setattr("raypipe.train.console.missing_extension", lambda: "JPEGs: install libjpeg-dev")
     assert "\nslower     JPEGs: install libjpeg-dev" in describe(
         RUN, spec(store(("a",))), allocation, "file:///runs/mine"
     )

@@ -14,7 +14,7 @@ from raypipe import __version__
 from raypipe.config import AugmentConfig
 from raypipe.logs import STAGES
 from raypipe.metrics.prometheus import TrainerMetrics
-from raypipe.metrics.run_log import Folder
+from raypipe.metrics.records import Folder
 from raypipe.metrics.timing import StageClock, StageTimes, diagnose, has_drained, mark
 from raypipe.plan.places import Cursor, Split
 from raypipe.streaming.chronicle import Chronicle

@@ -24,7 +24,7 @@ from raypipe.device.mixing import check_mixable
 from raypipe.device.prefetcher import Batch
 from raypipe.errors import CursorError, RaypipeError
 from raypipe.logs import configure_logs, log_place
-from raypipe.metrics.run_log import Folder
+from raypipe.metrics.records import Folder
 from raypipe.metrics.timing import StageTimes
 from raypipe.plan.places import CURSOR_FILE, Cursor, MicroBatchId, Split
 from raypipe.plan.schedule import Segment

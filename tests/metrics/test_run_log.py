@@ -7,8 +7,7 @@ import pyarrow.fs
 import pytest
 from full_disk import fill, make_room
 
-from raypipe.metrics.records import SAMPLES, read_records
-from raypipe.metrics.run_log import RunLog
+from raypipe.metrics.records import SAMPLES, RunLog, read_records
 from raypipe.plan.places import MicroBatchId
 from raypipe.storage.filesystem import as_uri, open_filesystem
 

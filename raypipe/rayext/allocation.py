@@ -50,8 +50,8 @@ def cluster_resources() -> Resources:
     limit = autoscaler_limits()
 
     def of(name: str) -> tuple[float, float]:
-        most, held = max(total.get(name, 0.0), limit.get(name, 0.0)), total.get(name, 0.0) - free.get(name, 0.0)
-        return most, most - held
+        most, used = max(total.get(name, 0.0), limit.get(name, 0.0)), total.get(name, 0.0) - free.get(name, 0.0)
+        return most, most - used
 
     (cpus, free_cpus), (gpus, free_gpus) = of("CPU"), of("GPU")
     return Resources(cpus, gpus, free_cpus, free_gpus)
@@ -193,9 +193,9 @@ def _needs(workers: int, per_worker: float, pool: PoolConfig) -> str:
     parts = [(workers, per_worker, "trainer"), (pool.least_actors, pool.cpus_per_actor, "transform actor")]
     parts = [part for part in parts if part[0]]
     who = " and ".join(f"{num} {name}{'s' * (num > 1)}" for num, _, name in parts)
-    each = " + ".join(f"{num} x {cpus:g}" for num, cpus, _ in parts)
+    terms = " + ".join(f"{num} x {cpus:g}" for num, cpus, _ in parts)
     verb = "needs" if sum(num for num, *_ in parts) == 1 else "need"
-    return f"{who} {verb} {sum(num * cpus for num, cpus, _ in parts):g} CPUs ({each})"
+    return f"{who} {verb} {sum(num * cpus for num, cpus, _ in parts):g} CPUs ({terms})"
 
 
 def _too_few_cpus(cpus: float, workers: int, per_worker: float, pool: PoolConfig, settings: str) -> ResourceError:

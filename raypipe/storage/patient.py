@@ -165,16 +165,16 @@ class _Handler(pyarrow.fs.FileSystemHandler):
     def __init__(self, scheme: str, host: str, make: Make) -> None:
         self._scheme, self._make = scheme, lambda: make(scheme, host)
         self._renew = None if host.startswith("anonymous@") else self._forget
-        self._made: pyarrow.fs.FileSystem | None = None
+        self._inner: pyarrow.fs.FileSystem | None = None
         self._patience, self._lock = Patience(), threading.Lock()
 
     def inner(self) -> pyarrow.fs.FileSystem:
         with self._lock:
-            self._made = self._made or self._make()
-            return self._made
+            self._inner = self._inner or self._make()
+            return self._inner
 
     def _forget(self) -> None:
-        self._made = None
+        self._inner = None
 
     def call(self, operation: str, path: str, do: Callable[[pyarrow.fs.FileSystem], T]) -> T:
         return self._patience.call(operation, f"{self._scheme}://{path}", lambda: do(self.inner()), self._renew)

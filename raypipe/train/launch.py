@@ -19,7 +19,7 @@ from raypipe.metrics.records import METRICS
 from raypipe.pages.report import write_report
 from raypipe.rayext.allocation import Allocation, check_elastic, preflight
 from raypipe.rayext.cluster import connect, started_here
-from raypipe.rayext.failures import cause_of, told
+from raypipe.rayext.failures import cause_of, explanation
 from raypipe.rayext.waiting import Wait, is_head_lost, only_start
 from raypipe.storage.files import read_json, write_text
 from raypipe.storage.filesystem import exists, is_remote, join, open_filesystem
@@ -260,19 +260,19 @@ def _fit(loop: dict[str, Any], allocation: Allocation, interrupts: Interrupts) -
     try:
         trainer.fit()
     except Exception as error:
-        raise _told(error, run_uri) from error
+        raise _as_run_error(error, run_uri) from error
     return read_json(join(run_uri, FIGURES_FILE))
 
 
-def _told(error: Exception, run_uri: str) -> RaypipeError:
+def _as_run_error(error: Exception, run_uri: str) -> RaypipeError:
     """What has ended a run: an error of ours as it is; any other as its message alone, and the rest in a file."""
     cause = cause_of(error)
     if isinstance(cause, RaypipeError):
         return cause
     if is_head_lost():
         return RunError(
-            f"the head of the Ray cluster does not answer any more ({told(error)}): start the cluster again, then "
-            f"go on by: {_command(run_uri)}"
+            f"the head of the Ray cluster does not answer any more ({explanation(error)}): start the cluster "
+            f"again, then go on by: {_command(run_uri)}"
         )
     where = join(run_uri, _ERROR_FILE)
     try:
@@ -280,4 +280,4 @@ def _told(error: Exception, run_uri: str) -> RaypipeError:
         rest = f"its traceback is in {where.removeprefix('file://')}"
     except (ConfigError, OutageError) as unwritten:
         rest = f"its traceback is lost: {unwritten}"
-    return RunError(f"{told(error)} ({rest})")
+    return RunError(f"{explanation(error)} ({rest})")

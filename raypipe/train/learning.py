@@ -41,8 +41,8 @@ class Ema:
         self.model = copy.deepcopy(model).eval().requires_grad_(False)
         self._decay = decay
         self._own, self._theirs = (
-            [state for state in (*each.parameters(), *each.buffers()) if state.is_floating_point()]
-            for each in (self.model, model)
+            [state for state in (*module.parameters(), *module.buffers()) if state.is_floating_point()]
+            for module in (self.model, model)
         )
 
     @torch.no_grad()
@@ -195,7 +195,7 @@ class Learner:
         except RuntimeError as error:
             raise ConfigError(f"the checkpoint is of another model: {error}") from error
         saved = state["optimizer"]["state"]
-        names = {name for each in saved.values() for name in each}
+        names = {name for of_parameter in saved.values() for name in of_parameter}
         own = self._config.optimizer in ("sgd", "adamw")
         if own and names and ("exp_avg" in names) != (self._config.optimizer == "adamw"):
             raise ConfigError(
@@ -203,9 +203,8 @@ class Learner:
                 f"({'adamw' if 'exp_avg' in names else 'sgd'})"
             )
         groups = self._optimizer.state_dict()["param_groups"]
-        then, now = (
-            [len(group["params"]) for group in each] for each in (state["optimizer"]["param_groups"], groups)
-        )
+        then = [len(group["params"]) for group in state["optimizer"]["param_groups"]]
+        now = [len(group["params"]) for group in groups]
         if then != now:
             raise ConfigError(
                 f"the checkpoint's optimizer has groups of {then} parameters, and this run's of {now}: make them "

@@ -183,21 +183,21 @@ class Trainer:
         total = plan.config.epochs * plan.steps_per_epoch
         warmup = round(config.warmup_epochs * plan.steps_per_epoch)
         losses: list[torch.Tensor] = []  # on the device, so that nothing waits for it
-        seen: list[tuple[MicroBatchId, list[int]]] = []
+        samples: list[tuple[MicroBatchId, list[int]]] = []
         begins_step, first, lr = True, not self.loader.times().images, 0.0
         for batch in batches:
             if begins_step:
-                lr, seen = self._schedule(plan.global_step(batch.at), total, warmup, config.lr), []
+                lr, samples = self._schedule(plan.global_step(batch.at), total, warmup, config.lr), []
                 self.learner.begin_step(lr)
             begins_step = batch.ends_step
-            seen.append((batch.at, batch.index.tolist()))
+            samples.append((batch.at, batch.index.tolist()))
             losses.append(self.learner.backward(batch, last=batch.ends_step))
             if not batch.ends_step:
                 continue
             done, step = self.loader.global_step, batch.at.step + 1
             self.learner.end_step(done)
             if config.log_samples:
-                self._log_samples(seen)
+                self._log_samples(samples)
             end = step == batches.segment.num_steps
             checkpoint = bool(config.checkpoint_steps) and done % config.checkpoint_steps == 0
             # And the first: what is slow in a run, and what is wrong with its loss, is seen at once.
@@ -216,11 +216,11 @@ class Trainer:
                     losses = []
                 self._report()
 
-    def _log_samples(self, seen: list[tuple[MicroBatchId, list[int]]]) -> None:
-        ranks = [seen]
+    def _log_samples(self, samples: list[tuple[MicroBatchId, list[int]]]) -> None:
+        ranks = [samples]
         if self.world_size > 1:
             ranks = [[] for _ in range(self.world_size)]
-            dist.all_gather_object(ranks, seen)
+            dist.all_gather_object(ranks, samples)
         if log := self._account.chronicle.log:
             rows = sorted((row for rank in ranks for row in rank), key=lambda row: row[0].micro)
             log.write_samples(rows, self.loader.global_step)

@@ -42,7 +42,7 @@ from raypipe.storage.filesystem import (
     open_filesystem,
     split,
 )
-from raypipe.storage.lease import RunExistsError, check_owner, taken
+from raypipe.storage.lease import RunExistsError, check_owner, leased
 from raypipe.streaming.checkpoints import has_checkpoints
 from raypipe.streaming.opening import with_digits
 from raypipe.transform.transform_steps import config_without_files
@@ -116,7 +116,7 @@ def located(run: RunConfig, prefix: str = "") -> Iterator[tuple[RunConfig, str, 
         run = dataclasses.replace(run, train=dataclasses.replace(run.train, start_from=as_uri(start_from)))
     run = with_digits(run)
     run = dataclasses.replace(run, transform=config_without_files(run.transform))
-    with taken(run_uri) as lease:
+    with leased(run_uri) as lease:
         check_run_folder(run_uri, bool(run.resume))  # once more: nobody else can make it one now
         yield run, run_uri, lease
 

@@ -168,7 +168,7 @@ def runs_like_reference(data: bytes, rng: np.random.Generator) -> bool | None:
             expected = reference.apply_all(pixels, table[0], table[1][0])
     size = (HEIGHT, WIDTH) if expected is None else expected.shape[:2]
     memory = np.full((5, *size, 3), 77, np.uint8)
-    status = run([data, data], [(*table, memory[1:4:2])], int(rng.integers(1, 3)), True)[0]
+    status = run([data, data], [(*table, memory[1:4:2], None)], int(rng.integers(1, 3)), True)[0]
     if not (memory[::2] == 77).all():
         return False
     is_scaled = bool(program) and program[0][0] == Op.CROP_SCALED

@@ -611,20 +611,6 @@ def _exact_of(kind: pa.DataType, value: Any) -> Any:
 # Encodings of MDS, by struct and numpy
 
 
-def _pil(mode: str) -> bytes:
-    image = Image.fromarray(_pixels).convert(mode)
-    return struct.pack("<III", *image.size, len(mode)) + mode.encode() + image.tobytes()
-
-
-def pil_of(data: bytes) -> np.ndarray:
-    width, height, num = struct.unpack_from("<III", data)
-    mode = data[12 : 12 + num].decode()
-    image = Image.frombytes(mode, (width, height), data[12 + num :])
-    if mode not in ("L", "RGB", "RGBA"):
-        raise ValueError(mode)
-    return np.asarray(image.convert("RGB"))
-
-
 def _mds_array(array: np.ndarray) -> bytes:
     codes = {
         "u1": 8,
@@ -724,7 +710,6 @@ ENCODED: dict[str, Encoded] = {
     "str": Encoded([b"ab", "ä".encode()], bytes.decode, where=("value",)),
     "str_decimal": Encoded([b"1.50", b"2"], bytes.decode, where=("value",)),
     "json": Encoded([b'{"a": 1}', b'{"a": [2, "x"]}'], json.loads, where=("value",)),
-    "pil": Encoded([_pil("RGB"), _pil("L"), _pil("RGBA")], pil_of, where=("image",)),
     "ndarray": Encoded([*map(_mds_array, _PAIRS)], mds_array_of, options=_TWO),
     "ndarray of a shape": Encoded(
         [each.astype("<i4").tobytes() for each in _PAIRS],

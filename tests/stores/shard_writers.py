@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 
 Values = Sequence[bytes]
-CODECS = {"zstd": "zstd", "gz": "gzip", "br": "brotli", "bz2": "bz2", "snappy": "snappy"}
+CODECS = {"zstd": "zstd", "gz": "gzip"}
 
 
 def record(values: Values, sizes: Sequence[int | None]) -> bytes:
@@ -29,8 +29,6 @@ def shard(records: Values) -> bytes:
 
 
 def packed(content: bytes, codec: str) -> bytes:
-    if codec == "snappy":
-        return pa.compress(content, codec, asbytes=True)
     sink = pa.BufferOutputStream()
     with pa.CompressedOutputStream(sink, CODECS[codec]) as stream:
         stream.write(content)

@@ -188,9 +188,7 @@ class TestConvert:
 
     @needs_kernel
     @pytest.mark.parametrize("suffix", [".lmdb", ".parquet"])
-    def test_seekable_jpegs_have_the_pixels_of_the_source(
-        self, suffix: str, tmp_path: Path
-    ) -> None:
+    def test_seekable_jpegs_have_the_pixels_of_the_source(self, suffix: str, tmp_path: Path) -> None:
         png = cv2.imencode(".png", np.zeros((90, 70, 3), np.uint8))[1].tobytes()
         images = [picture(1, 50, 70), png, kernel.to_seekable(picture(2, 40, 20)), cmyk(picture(3, 9, 9))]
         convert(MemoryStore(images, range(4), "abcd"), tmp_path / f"copy{suffix}", seekable=True)

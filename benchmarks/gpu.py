@@ -52,7 +52,7 @@ from raypipe.device.jpeg_decoders import find_decoder
 from raypipe.device.mixing import Mixed, mixed_cross_entropy
 from raypipe.device.prefetcher import on_device
 from raypipe.plan.places import MicroBatchId
-from raypipe.train.learning import build_model, build_optimizer
+from raypipe.train.models import build_model, build_optimizer
 from raypipe.train.ordered import StepBatchNorm
 from raypipe.transform.batch import MicroBatchTransform
 from raypipe.transform.contents import build_content

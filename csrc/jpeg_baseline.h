@@ -93,6 +93,8 @@ static int read_components(const uint8_t *body, size_t size, Frame *frame, uint8
         if (frame->quant[i] >= NUM_QUANT_TBLS || (i > 0 && body[7 + 3 * i] != 0x11))
             return 0;
     }
+    if (num == 3 && (ids[0] == ids[1] || ids[1] == ids[2] || ids[0] == ids[2]))
+        return 0;
     /* Of rows of fewer than three samples libjpeg does not interpolate. */
     return num == 1 ? frame->h == 1 && frame->v == 1
                     : (frame->h == 1 && frame->v == 1) || (frame->h == 2 && frame->v <= 2 && frame->width > 4);

@@ -25,6 +25,7 @@
 #include <jpeglib.h>
 
 #include "jpeg_seek.h"
+#include "versions.h"
 
 /* The beginning of libjpeg's struct of this name, the same in all versions; jpegint.h is seldom installed. */
 struct jpeg_entropy_decoder {
@@ -36,6 +37,8 @@ struct jpeg_entropy_decoder {
 /* Bits of a look. Tables are built for every image, in 2^SKIP_BITS and 2^LOOK_BITS steps. */
 #define LOOK_BITS 10
 #define SKIP_BITS 11
+#define PAIR_BITS 11
+#define MANY_BYTES 8192 /* of a scan, for which it pays to build a table of pairs */
 #define CODE_BITS 16  /* of the longest code */
 #define VALUE_BITS 15 /* of the longest value */
 #define MAX_JOINED 3  /* codes in a look that skips: 3 runs of 16 are still less than END_OF_BLOCK */
@@ -50,8 +53,15 @@ typedef struct {
     /* By the next LOOK_BITS: value << 16 | advance << 8 | bits, with the bits of the value; 0 = they are not all in
      * sight. The advance is that of the position in the block: run + 1, or END_OF_BLOCK. */
     int32_t look[1 << LOOK_BITS];
+    /* By the next PAIR_BITS, of an AC table: one code with its value or two; the first's bits (8) and advance (8), both
+     * ones' bits (8) and advance (8), the first value (16) and the last (16), from the lowest bits on. 0 = a longer
+     * code. Of one alone, both are that one. */
+    uint64_t pairs[1 << PAIR_BITS];
+    int has_pairs;
     /* By the next SKIP_BITS: advance << 8 | bits, of up to three codes and values; 0 = a longer code. */
     uint16_t skip[1 << SKIP_BITS];
+    /* By the next LOOK_BITS: length << 8 | symbol of a code, whose value may be longer; 0 = a longer code. */
+    uint16_t codes[1 << LOOK_BITS];
     /* By the length of a code: the first 16 bits, as a number, of what is longer; and where its symbols begin. */
     uint32_t limit[CODE_BITS + 1];
     int32_t offset[CODE_BITS + 1];
@@ -88,7 +98,7 @@ typedef struct {
     JDIMENSION columns, column, first_column, last_column; /* MCUs: a row's, the next one, and those wanted */
     unsigned long left;                                    /* MCUs of the scan */
     unsigned int interval, until_restart, restarts;        /* MCUs between restarts, 0: there are none */
-    int num_blocks;
+    int num_blocks, by_pairs;
     int component[D_MAX_BLOCKS_IN_MCU];
     const Table *dc[D_MAX_BLOCKS_IN_MCU], *ac[D_MAX_BLOCKS_IN_MCU];
     uint32_t last_dc[MAX_COMPS_IN_SCAN]; /* as libjpeg's, but unsigned: damage makes it overflow */
@@ -132,6 +142,32 @@ static void join_codes(Table *table, const uint8_t *lengths)
     }
 }
 
+/* Fills table->pairs, by looks of LOOK_BITS at the first and at what follows it. */
+static void join_pairs(Table *table)
+{
+    if (table->has_pairs)
+        return;
+    for (uint32_t at = 0; at < 1u << PAIR_BITS; at++) {
+        const uint32_t window = at << (32 - PAIR_BITS); /* its bits, and no more, at the top */
+        const uint32_t first = (uint32_t)table->look[window >> (32 - LOOK_BITS)];
+        if (!first) {
+            table->pairs[at] = 0;
+            continue;
+        }
+        const uint32_t bits = first & 255, advance = first >> 8 & 255;
+        uint32_t all_bits = bits, all_advance = advance, last = first;
+        const uint32_t next = advance < END_OF_BLOCK ? (uint32_t)table->look[(window << bits) >> (32 - LOOK_BITS)] : 0;
+        if (next && bits + (next & 255) <= PAIR_BITS) {
+            all_bits += next & 255;
+            all_advance += next >> 8 & 255;
+            last = next;
+        }
+        table->pairs[at] = bits | advance << 8 | all_bits << 16 | (uint64_t)all_advance << 24 |
+                           (uint64_t)(first >> 16) << 32 | (uint64_t)(last >> 16) << 48;
+    }
+    table->has_pairs = 1;
+}
+
 /* 0: not a table. */
 static int build(Table *table, const JHUFF_TBL *source, int is_dc)
 {
@@ -140,9 +176,10 @@ static int build(Table *table, const JHUFF_TBL *source, int is_dc)
         return 1;
     table->source = *source;
     table->is_dc = is_dc;
-    table->is_built = 0;
+    table->is_built = table->has_pairs = 0;
     memset(table->look, 0, sizeof table->look);
     memset(table->skip, 0, sizeof table->skip);
+    memset(table->codes, 0, sizeof table->codes);
     uint8_t lengths[1 << SKIP_BITS]; /* of the codes alone */
     uint32_t code = 0;
     int num = 0;
@@ -155,6 +192,11 @@ static int build(Table *table, const JHUFF_TBL *source, int is_dc)
             if (is_dc && symbol > VALUE_BITS)
                 return 0;
             const int advance = is_dc ? 1 : advance_of(symbol), bits = length + size;
+            if (length <= LOOK_BITS) {
+                const uint32_t first = code << (LOOK_BITS - length);
+                for (uint32_t at = first; at < first + (1u << (LOOK_BITS - length)); at++)
+                    table->codes[at] = (uint16_t)(length << 8 | symbol);
+            }
             if (bits <= LOOK_BITS) {
                 const uint32_t first = code << (LOOK_BITS - length);
                 for (uint32_t at = first; at < first + (1u << (LOOK_BITS - length)); at++) {
@@ -231,21 +273,86 @@ static inline uint64_t load(const unsigned char *from)
 /* A symbol and its value, however long; both were in `bits`. Returns 0 from where it is used: no such code. */
 #define LONG_SYMBOL(table, symbol, value) \
     do { \
-        const uint32_t ahead = (uint32_t)(bits >> (64 - CODE_BITS)); \
-        int length = 1; \
-        while (length <= CODE_BITS && ahead >= (table)->limit[length]) \
-            length++; \
-        if (length > CODE_BITS) \
-            return 0; \
-        symbol = (table)->source.huffval[(int)(ahead >> (CODE_BITS - length)) + (table)->offset[length]]; \
+        int length = (table)->codes[bits >> (64 - LOOK_BITS)]; \
+        if (length) { \
+            symbol = length & 255; \
+            length >>= 8; \
+        } else { \
+            const uint32_t ahead = (uint32_t)(bits >> (64 - CODE_BITS)); \
+            length = LOOK_BITS + 1; \
+            while (length <= CODE_BITS && ahead >= (table)->limit[length]) \
+                length++; \
+            if (length > CODE_BITS) \
+                return 0; \
+            symbol = (table)->source.huffval[(int)(ahead >> (CODE_BITS - length)) + (table)->offset[length]]; \
+        } \
         DROP(length); \
         const int size = symbol & 15; \
         value = size ? extend((uint32_t)(bits >> (64 - size)), size) : 0; \
         DROP(size); \
     } while (0)
 
+/* Looks at an AC table: each takes what it finds. The second one of a pair is the next block's where the first one is
+ * the block's last coefficient. */
+#define SKIP_CODES \
+    { \
+        const int skip = table->skip[bits >> (64 - SKIP_BITS)], advance = skip >> 8; \
+        /* All of several codes belong to this block if the last one does: it ends in it, or is its end. */ \
+        const int last = position + advance % END_OF_BLOCK + advance / END_OF_BLOCK; \
+        if (__builtin_expect(!skip || last > DCTSIZE2, 0)) { \
+            LONG_SYMBOL(table, symbol, value); \
+            position += advance_of(symbol); \
+            continue; \
+        } \
+        position += advance; \
+        DROP(skip & 255); \
+    }
+#define DECODE_PAIR \
+    { \
+        const uint64_t pair = table->pairs[bits >> (64 - PAIR_BITS)]; \
+        if (__builtin_expect(!pair, 0)) { \
+            LONG_SYMBOL(table, symbol, value); \
+            position += advance_of(symbol); \
+            block[ORDER[position - 1]] = (JCOEF)value; \
+            continue; \
+        } \
+        const int first = position + (int)(pair >> 8 & 255), is_inside = first < DCTSIZE2; \
+        block[ORDER[first - 1]] = (JCOEF)(pair >> 32); \
+        position = is_inside ? position + (int)(pair >> 24 & 255) : first; \
+        block[ORDER[position - 1]] = (JCOEF)(is_inside ? pair >> 48 : pair >> 32); \
+        const int used = (int)(is_inside ? pair >> 16 & 255 : pair & 255); \
+        DROP(used); \
+    }
+#define DECODE_CODE \
+    { \
+        const int32_t entry = table->look[bits >> (64 - LOOK_BITS)]; \
+        if (__builtin_expect(!entry, 0)) { \
+            LONG_SYMBOL(table, symbol, value); \
+            position += advance_of(symbol); \
+            block[ORDER[position - 1]] = (JCOEF)value; \
+            continue; \
+        } \
+        position += entry >> 8 & 255; \
+        block[ORDER[position - 1]] = (JCOEF)(entry >> 16); \
+        DROP(entry & 255); \
+    }
+
+/* A block's AC codes. Three looks take at most 22 + 31 of the 56 bits of a refill: to ask before each of them how many
+ * are left costs more, since the answer cannot be foreseen. */
+#define AC_CODES(LOOK) \
+    for (int position = 1; position < DCTSIZE2;) { \
+        REFILL; \
+        LOOK \
+        if (position >= DCTSIZE2) \
+            break; \
+        LOOK \
+        if (position >= DCTSIZE2) \
+            break; \
+        LOOK \
+    }
+
 /* The next MCU. blocks: filled, where they are wanted; NULL: none is. */
-static int decode_blocks(Entropy *e, JBLOCKROW *blocks)
+INLINE int decode_blocks(Entropy *e, JBLOCKROW *blocks)
 {
     const unsigned char *next = e->next;
     uint64_t bits = e->bits;
@@ -254,7 +361,7 @@ static int decode_blocks(Entropy *e, JBLOCKROW *blocks)
         const Table *table = e->dc[number];
         int symbol, value = 0;
         REFILL;
-        int32_t entry = table->look[bits >> (64 - LOOK_BITS)];
+        const int32_t entry = table->look[bits >> (64 - LOOK_BITS)];
         if (entry) {
             DROP(entry & 255);
             value = entry >> 16;
@@ -263,39 +370,16 @@ static int decode_blocks(Entropy *e, JBLOCKROW *blocks)
         }
         const uint32_t dc = e->last_dc[e->component[number]] += (uint32_t)value;
         table = e->ac[number];
-        if (blocks) {
-            JCOEF *block = *blocks[number];
-            block[0] = (JCOEF)dc;
-            for (int position = 1; position < DCTSIZE2;) {
-                if (count < CODE_BITS + VALUE_BITS)
-                    REFILL;
-                entry = table->look[bits >> (64 - LOOK_BITS)];
-                if (__builtin_expect(entry != 0, 1)) {
-                    position += entry >> 8 & 255;
-                    block[ORDER[position - 1]] = (JCOEF)(entry >> 16);
-                    DROP(entry & 255);
-                } else {
-                    LONG_SYMBOL(table, symbol, value);
-                    position += advance_of(symbol);
-                    block[ORDER[position - 1]] = (JCOEF)value;
-                }
-            }
-        } else {
-            for (int position = 1; position < DCTSIZE2;) {
-                if (count < CODE_BITS + VALUE_BITS)
-                    REFILL;
-                const int skip = table->skip[bits >> (64 - SKIP_BITS)], advance = skip >> 8;
-                /* All of several codes belong to this block if the last one does: it ends in it, or is its end. */
-                const int last = position + advance % END_OF_BLOCK + advance / END_OF_BLOCK;
-                if (__builtin_expect(skip && last <= DCTSIZE2, 1)) {
-                    position += advance;
-                    DROP(skip & 255);
-                } else {
-                    LONG_SYMBOL(table, symbol, value);
-                    position += advance_of(symbol);
-                }
-            }
+        if (!blocks) {
+            AC_CODES(SKIP_CODES)
+            continue;
         }
+        JCOEF *block = *blocks[number];
+        block[0] = (JCOEF)dc;
+        if (e->by_pairs)
+            AC_CODES(DECODE_PAIR)
+        else
+            AC_CODES(DECODE_CODE)
     }
     e->next = next;
     e->bits = bits;
@@ -393,6 +477,9 @@ static int begin_scan(
             !build(&tables->ac[block->ac], block->ac_codes, 0))
             return 0;
     }
+    e->by_pairs = scan->end - scan->data > MANY_BYTES;
+    for (int number = 0; number < e->num_blocks && e->by_pairs; number++)
+        join_pairs(&tables->ac[scan->blocks[number].ac]);
     e->seek = scan->seek;
     if (e->seek.segment)
         return begin_seeking(e);
@@ -401,7 +488,7 @@ static int begin_scan(
 }
 
 /* 0: damage, or something unusual. */
-static int next_mcu(Entropy *e, JBLOCKROW *blocks)
+INLINE int next_mcu(Entropy *e, JBLOCKROW *blocks)
 {
     if (e->left == 0)
         return 0;
@@ -424,7 +511,7 @@ static int next_mcu(Entropy *e, JBLOCKROW *blocks)
 
 /* Reads what is left of the scan. 0: it does not end as it should, with the file. The checksum of a seekable file has
  * told that already. */
-static int end_scan(Entropy *e)
+INLINE int end_scan(Entropy *e)
 {
     if (e->seek.segment)
         return 1;

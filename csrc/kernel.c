@@ -4,11 +4,13 @@
  *         int32 (B, 3): height, width, and 1 where there is EXIF; 0, 0, 0 of pixels, and what run() does not take, by
  *         its header
  *     run(images, jobs, threads, to_end) -> bytes
- *         B statuses, see image.h. A job is (ops, params, out); each makes an image of each image.
+ *         B statuses, see image.h. A job is (ops, params, out, chroma); each makes an image of each image.
  *             images   B objects: a JPEG (bytes-like), pixels (uint8, H x W x 3), or None
  *             ops      int32 (n, 2): a code, and where in a row of params its `apply` is
  *             params   int64 (B, P)
  *             out      uint8 (B, H, W, 3), writable, C-contiguous but for its first axis
+ *             chroma   None; or likewise (B, H/2, W/2, 2), rounded up: `out` is (B, H, W, 1), and both are filled with
+ *                      the image's planes, see wire.h
  *     decode_crop(data, left, top, width, height, eighths, to_end, out, columns) -> first
  *         A rectangle of a JPEG. `out` is height x columns x 3 bytes, a few columns wider than the rectangle, which
  *         begins in column `first`. ValueError: refused.
@@ -32,7 +34,7 @@
 #include <pthread.h>
 
 /* Of the interface above; kernel.py and jpeg.py ask for it. */
-#define INTERFACE_VERSION 4
+#define INTERFACE_VERSION 5
 #define MAX_THREADS 256
 
 static int simd_level, most_simd;
@@ -134,31 +136,48 @@ static int read_sources(Request *request, PyObject *images, Py_ssize_t other_vie
     return 0;
 }
 
-static int read_job(Request *request, PyObject *object, Job *job)
+/* Slots of images: uint8 (B, H, W, channels), writable. */
+static int read_slots(Request *request, PyObject *object, Py_ssize_t channels, const Py_buffer **slots)
 {
-    PyObject *ops, *params, *out;
-    if (!PyArg_ParseTuple(object, "OOO;a job is (ops, params, out)", &ops, &params, &out))
+    const Py_buffer *view = *slots = view_of(request, object, PyBUF_STRIDES | PyBUF_WRITABLE);
+    if (!view)
         return -1;
-    const Py_buffer *ops_view = view_of(request, ops, PyBUF_ND);
-    const Py_buffer *params_view = ops_view ? view_of(request, params, PyBUF_ND) : NULL;
-    const Py_buffer *out_view = params_view ? view_of(request, out, PyBUF_STRIDES | PyBUF_WRITABLE) : NULL;
-    if (!out_view)
-        return -1;
-    const Py_ssize_t num = request->call.num_images, *shape = out_view->shape, *strides = out_view->strides;
-    if (ops_view->ndim != 2 || ops_view->itemsize != sizeof(int32_t) || ops_view->shape[1] != 2)
-        return fail(PyExc_ValueError, "ops must be int32 (n, 2)");
-    if (params_view->ndim != 2 || params_view->itemsize != sizeof(int64_t) || params_view->shape[0] != num)
-        return fail(PyExc_ValueError, "params must be int64 (B, P)");
-    if (out_view->ndim != 4 || out_view->itemsize != 1 || shape[0] != num || shape[3] != CHANNELS)
-        return fail(PyExc_ValueError, "out must be uint8 (B, H, W, 3)");
+    const Py_ssize_t *shape = view->shape, *strides = view->strides;
+    if (view->ndim != 4 || view->itemsize != 1 || shape[0] != request->call.num_images || shape[3] != channels)
+        return fail(PyExc_ValueError, "out must be uint8 (B, H, W, 3), or (B, H, W, 1) and chroma (B, H/2, W/2, 2)");
     if (shape[1] < 1 || shape[2] < 1 || shape[1] > MAX_SIDE || shape[2] > MAX_SIDE)
         return fail(PyExc_ValueError, "out has images without pixels, or too large ones");
-    const Py_ssize_t row = shape[2] * CHANNELS, distance = strides[0] < 0 ? -strides[0] : strides[0];
-    if (strides[3] != 1 || strides[2] != CHANNELS || strides[1] != row || (num > 1 && distance < row * shape[1]))
+    const Py_ssize_t row = shape[2] * channels, distance = strides[0] < 0 ? -strides[0] : strides[0];
+    if (strides[3] != 1 || strides[2] != channels || strides[1] != row || (shape[0] > 1 && distance < row * shape[1]))
         return fail(PyExc_ValueError, "out must be C-contiguous but for its first axis, and its images apart");
+    return 0;
+}
+
+static int read_job(Request *request, PyObject *object, Job *job)
+{
+    PyObject *ops, *params, *out, *chroma;
+    if (!PyArg_ParseTuple(object, "OOOO;a job is (ops, params, out, chroma)", &ops, &params, &out, &chroma))
+        return -1;
+    const int is_rgb = chroma == Py_None;
+    const Py_buffer *out_view, *chroma_view = NULL, *ops_view = view_of(request, ops, PyBUF_ND);
+    const Py_buffer *params_view = ops_view ? view_of(request, params, PyBUF_ND) : NULL;
+    if (!params_view || read_slots(request, out, is_rgb ? CHANNELS : 1, &out_view) < 0 ||
+        (!is_rgb && read_slots(request, chroma, 2, &chroma_view) < 0))
+        return -1;
+    if (ops_view->ndim != 2 || ops_view->itemsize != sizeof(int32_t) || ops_view->shape[1] != 2)
+        return fail(PyExc_ValueError, "ops must be int32 (n, 2)");
+    if (params_view->ndim != 2 || params_view->itemsize != sizeof(int64_t) ||
+        params_view->shape[0] != request->call.num_images)
+        return fail(PyExc_ValueError, "params must be int64 (B, P)");
     *job = (Job){.ops = ops_view->buf, .num_ops = ops_view->shape[0], .params = params_view->buf,
-                 .num_params = params_view->shape[1], .out = out_view->buf, .slot_stride = strides[0],
-                 .height = (int)shape[1], .width = (int)shape[2]};
+                 .num_params = params_view->shape[1], .out = out_view->buf, .slot_stride = out_view->strides[0],
+                 .height = (int)out_view->shape[1], .width = (int)out_view->shape[2]};
+    if (chroma_view) {
+        if (chroma_view->shape[1] != (job->height + 1) / 2 || chroma_view->shape[2] != (job->width + 1) / 2)
+            return fail(PyExc_ValueError, "chroma must have half the sides of out, rounded up");
+        job->chroma = chroma_view->buf;
+        job->chroma_stride = chroma_view->strides[0];
+    }
     return are_ops(job) ? 0 : fail(PyExc_ValueError, "ops name an unknown operation, or params that there are not");
 }
 
@@ -218,7 +237,7 @@ static PyObject *py_run(PyObject *self, PyObject *args)
         return NULL;
     Request request = {.call = {.to_end = to_end, .simd = simd_level}};
     const Py_ssize_t num_jobs = PySequence_Size(jobs);
-    if (num_jobs < 0 || read_sources(&request, images, 3 * num_jobs) < 0 || read_jobs(&request, jobs) < 0)
+    if (num_jobs < 0 || read_sources(&request, images, 4 * num_jobs) < 0 || read_jobs(&request, jobs) < 0)
         goto end;
     if (num_threads < 1 || num_threads > MAX_THREADS) {
         PyErr_Format(PyExc_ValueError, "threads must be 1 to %d, not %d", MAX_THREADS, num_threads);

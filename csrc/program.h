@@ -12,6 +12,7 @@
 #include "filter.h"
 #include "geometry.h"
 #include "resize.h"
+#include "wire.h"
 
 /* A worker keeps buffers up to this size from a call to the next, bytes: an image of 512 x 512 has 0.8 million. */
 #define KEPT_BYTES ((size_t)4 << 20)
@@ -58,8 +59,8 @@ typedef struct {
     Py_ssize_t num_ops;
     const int64_t *params;
     Py_ssize_t num_params; /* of an image */
-    uint8_t *out;
-    Py_ssize_t slot_stride;
+    uint8_t *out, *chroma; /* chroma is NULL where `out` has RGB, and else it has luma */
+    Py_ssize_t slot_stride, chroma_stride;
     int height, width;
 } Job;
 
@@ -106,7 +107,7 @@ static int best_simd(void)
 {
 #if defined(__x86_64__) && defined(__GNUC__)
     __builtin_cpu_init();
-    return __builtin_cpu_supports("avx2") ? SIMD_AVX2 : __builtin_cpu_supports("ssse3") ? SIMD_SSSE3 : SIMD_NONE;
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi2") ? SIMD_AVX2 : __builtin_cpu_supports("ssse3") ? SIMD_SSSE3 : SIMD_NONE;
 #else
     return SIMD_NONE;
 #endif
@@ -161,7 +162,8 @@ static int decode(Worker *worker, const Source *source, const int64_t *box, int 
 
 /* Runs the operations from number `first` on, and puts the result into its slot.
  *
- * The slot is offered to the last operation that makes an image anew: those behind it work in place. */
+ * The slot is offered to the last operation that makes an image anew: those behind it work in place. If it is for
+ * planes, they are made of the result. */
 static int run_program(const Job *job, Py_ssize_t number, Py_ssize_t first, Image image, Scratch *scratch)
 {
     const int64_t *row = job->params + number * job->num_params;
@@ -173,7 +175,7 @@ static int run_program(const Job *job, Py_ssize_t number, Py_ssize_t first, Imag
     scratch->slot = (Image){0};
     for (Py_ssize_t i = first; i < job->num_ops; i++) {
         const int code = job->ops[i][0], at = job->ops[i][1];
-        if (i >= last - 1)
+        if (i >= last - 1 && !job->chroma)
             scratch->slot = slot;
         if (!row[at])
             continue;
@@ -185,6 +187,8 @@ static int run_program(const Job *job, Py_ssize_t number, Py_ssize_t first, Imag
     }
     if (image.height != slot.height || image.width != slot.width)
         return WRONG_SIZE;
+    if (job->chroma)
+        return to_planes(&image, slot.pixels, job->chroma + number * job->chroma_stride, scratch);
     if (image.pixels != slot.pixels)
         copy_pixels(&image, &slot);
     return DONE;

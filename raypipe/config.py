@@ -239,6 +239,7 @@ class TransformConfig(Section, prefix="transform."):
             (docs/arrays.md).
         decode_min_side: decode JPEGs at the least of 1/8, 2/8, … that keeps this short side, pixels; 0 = whole.
         crop_decode: "exact": decode only a JPEG's crop, same pixels as "off"; "scaled": reduced (docs/decode.md).
+        wire: "rgb", or "yuv420": images travel to the device in half the bytes (docs/transforms.md).
         apply_exif: turn images by their EXIF orientation; if off, use pixels as stored, as torchvision does.
         mask_column: column of a mask per sample, a PNG of one channel, transformed with the image; empty = none.
         boxes_column: column of boxes per sample, `[x0, y0, x1, y1, label]` in pixels, the same; empty = none.
@@ -260,6 +261,7 @@ class TransformConfig(Section, prefix="transform."):
     decode_as: Literal["rgb", "array"] = "rgb"
     decode_min_side: int = 0
     crop_decode: CropDecode = "exact"
+    wire: Literal["rgb", "yuv420"] = "rgb"
     apply_exif: bool = False
     mask_column: str = ""
     boxes_column: str = ""
@@ -283,6 +285,8 @@ class TransformConfig(Section, prefix="transform."):
             self._only({"decode": "cpu", "decode_min_side": 0, "apply_exif": False}, "transform.decode_as='array'")
             ok = self.crop_decode != "scaled"
             self._require(ok, "crop_decode", "scaled", "'exact' or 'off' with transform.decode_as='array'")
+        if self.wire == "yuv420":  # which is of uint8 RGB
+            self._only({"decode": "cpu", "decode_as": "rgb"}, "transform.wire='yuv420'")
         if self.target_columns:  # in pixels of the stored image
             only = {"decode": "cpu", "decode_min_side": 0, "apply_exif": False}
             self._only(only, self.target_settings)

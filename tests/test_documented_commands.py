@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import pickle
 import struct
 import subprocess
 import sys
@@ -252,11 +251,6 @@ def write_lsun(name: str) -> None:
     write_lmdb(Path(name, "data.mdb"), entries)
 
 
-def write_pickles() -> None:
-    entries = {b"%d" % i: pickle.dumps((picture(i), i % 5)) for i in range(30)}
-    write_lmdb(Path("train.lmdb"), entries | {b"__len__": pickle.dumps(30)})
-
-
 def write_layout() -> None:
     Path("my_layout.py").write_text(blocks("python", ROOT / "docs" / "formats.md")[0])
     write_lmdb(Path("other.lmdb"), {b"%d" % i: bytes([i % 5, 0]) + picture(i) for i in range(30)})
@@ -293,7 +287,6 @@ def write_hugging_face(image: str = "image", label: str = "label") -> None:
 
 GIVEN: dict[str, Callable[[], None]] = {
     "bedroom_train_lmdb": lambda: write_lsun("bedroom_train_lmdb"),
-    "train.lmdb": write_pickles,
     "other.lmdb": write_layout,
     "data/train-*.parquet": write_hugging_face,
     "my_dataset/train": write_saved,

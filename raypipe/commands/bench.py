@@ -98,6 +98,7 @@ _UNITS = {
     "read_cpu_s_per_image": "reading, CPU s/image",
     "transform_cpu_s_per_image": "transform, CPU s/image",
     "encoded_bytes_per_image": "encoded, bytes/image",
+    "jpeg_420_share": "stored as JPEG 4:2:0, share",
 }
 
 
@@ -145,7 +146,7 @@ def ceiling(
 
     Returns:
         `images_per_s` of all of them together; and of an image `read_cpu_s_per_image` and
-        `transform_cpu_s_per_image`, CPU time in s, and `encoded_bytes_per_image`: means.
+        `transform_cpu_s_per_image`, CPU time in s, `encoded_bytes_per_image` and `jpeg_420_share`: means.
     """
     arguments = store, transform, pool.kernel_threads, micro_batch, seconds
     processes = pool.max_actors
@@ -201,7 +202,18 @@ def _alone(store: Store, transform: TransformConfig, threads: int, micro_batch: 
         "read_cpu_s_per_image": read_cpu_s / len(encoded),
         "transform_cpu_s_per_image": (time.process_time() - began_cpu) / done,
         "encoded_bytes_per_image": sum(map(len, encoded)) / len(encoded),
+        "jpeg_420_share": sum(map(_is_420, encoded)) / len(encoded),
     }
+
+
+def _is_420(image: bytes) -> bool:
+    """Whether an image is a JPEG with color at half resolution, which loses least by transform.wire=yuv420."""
+    import simplejpeg
+
+    try:
+        return simplejpeg.decode_jpeg_header(image)[3] == "420"
+    except ValueError:  # no JPEG, or a damaged one
+        return False
 
 
 def stream_once(
@@ -222,7 +234,7 @@ def stream_once(
     from raypipe.streaming.opening import open_stream
     from raypipe.streaming.pipeline import splits
     from raypipe.streaming.row import host_blocks
-    from raypipe.transform.fields import is_image
+    from raypipe.transform.fields import CHROMA, is_image
 
     # The same transform in both splits, so that every micro-batch costs the same.
     transform = dataclasses.replace(transform, val=transform.train)
@@ -238,8 +250,8 @@ def stream_once(
         arrived, batches = time.perf_counter(), list(block)
         num_images = sum(int((batch.weight > 0).sum()) for batch in batches)
         blocks.append((arrived, num_images))
-        images = {name: array for name, array in batches[0].arrays().items() if is_image(name)}
-        num_bytes = sum(image.nbytes for image in images.values())
+        arrays = batches[0].arrays()
+        num_bytes = sum(arrays[name].nbytes for name in arrays if is_image(name) or name.startswith(f"{CHROMA}."))
         if arrived - blocks[0][0] > seconds and len(blocks) >= _MIN_BLOCKS:
             break
         del block, batches

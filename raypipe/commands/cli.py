@@ -66,7 +66,7 @@ def convert_store(
         sizes: add columns width and height, in pixels, -1 where an image's header does not tell.
         seekable: store JPEGs so that crops decode faster, with the same pixels; see docs/decode.md.
         overwrite: replace a store at dst.
-        layout: of LMDB that raypipe did not write: auto, image, scene-text, pickle or module:function.
+        layout: of LMDB that raypipe did not write: auto, image or module:function.
     """
     from raypipe.commands import convert as convert_module
 

@@ -317,11 +317,11 @@ def _chunks(
         yield first, [plain(sample, columns) for sample in every]
 
 
-def _checked(image: bytes | None, short_side: int, quality: int) -> bytes:
+def _checked(image: bytes | memoryview | None, short_side: int, quality: int) -> bytes:
     if not image:
         raise SampleError("it has no bytes")
     if not short_side:
-        return image
+        return bytes(image)
     return encode_jpeg(resize_short_side(decode(image, min_side=short_side), short_side), quality)
 
 

@@ -24,10 +24,21 @@ import torch
 from raypipe.device.device_decode import DeviceDecoder
 from raypipe.device.mixing import Mixed
 from raypipe.device.ring import CLOSE_S, OnCopied, Ring, hand_over, new_event, view
+from raypipe.device.wire import rgb
 from raypipe.metrics.timing import mark
 from raypipe.plan.places import MicroBatchId
 from raypipe.transform.encoded import CROP, DATA, ENCODED_FIELDS, FLIP
-from raypipe.transform.fields import COLUMN, IMAGE, LABEL, VIEW, MicroBatch, Ragged, in_group, is_image
+from raypipe.transform.fields import (
+    CHROMA,
+    COLUMN,
+    IMAGE,
+    LABEL,
+    VIEW,
+    MicroBatch,
+    Ragged,
+    in_group,
+    is_image,
+)
 from raypipe.transform.sizes import Size
 
 
@@ -137,7 +148,7 @@ def on_device(
 
     def batch(host: MicroBatch, tensors: Sequence[torch.Tensor]) -> Batch:
         weight, *others = tensors
-        return _batch(host, seed_of, weight, dict(zip(host.arrays(), others, strict=True)))
+        return _batch(host, seed_of, weight, _whole(dict(zip(host.arrays(), others, strict=True))))
 
     through = Ring(batches, arrays, device, depth, keep, on_copied, _without_arrays)
 
@@ -275,20 +286,29 @@ def decoded_on_device(
         wait([ended], CLOSE_S)
 
 
+def _whole(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The arrays of a micro-batch with its images as RGB, and not as planes."""
+    chroma = in_group(tensors, CHROMA)
+    images = {name: rgb(tensors[name], of_image) for name, of_image in chroma.items()}
+    seen = {name: array for name, array in tensors.items() if not name.startswith(f"{CHROMA}.")}
+    return seen | images
+
+
 def _batch(
     host: MicroBatch,
     seed_of: Callable[[MicroBatchId], int],
     weight: torch.Tensor,
     tensors: Mapping[str, torch.Tensor],
 ) -> Batch:
-    """The batch of a micro-batch whose arrays are on the device."""
+    """The batch of a micro-batch whose arrays are on the device, but those that nobody is to see."""
     fields: dict[str, Any] = {}
     for name, values in host.fields.items():
         if isinstance(values, Ragged):
             unpacked = values.unpacked()
             fields[name] = [view(array) for array in unpacked] if values.kind == "ragged" else unpacked
-        else:
-            # NHWC in memory is channels_last as it stands.
-            fields[name] = tensors[name].movedim(-1, -3) if is_image(name) else tensors[name]
+        elif is_image(name):
+            fields[name] = tensors[name].movedim(-1, -3)  # NHWC in memory is channels_last as it stands
+        elif name in tensors:
+            fields[name] = tensors[name]
     same = {name: getattr(host, name) for name in ("at", "index", "num_bad", "read_s", "work_s")}
     return Batch(seed=seed_of(host.at), fields=fields, weight=weight, label=host[LABEL], **same)

@@ -30,7 +30,7 @@ from raypipe.rayext.failures import get
 from raypipe.storage.files import read_json, write_json
 from raypipe.streaming.row import host_batches
 from raypipe.transform.encoded import CROP, DATA, FLIP
-from raypipe.transform.fields import COLUMN, IMAGE, LABEL, VIEW, MicroBatch, Ragged, in_group
+from raypipe.transform.fields import CHROMA, COLUMN, IMAGE, LABEL, VIEW, MicroBatch, Ragged, in_group
 
 if TYPE_CHECKING:
     from ray.data import DataIterator
@@ -71,6 +71,9 @@ def batch_digest(batch: MicroBatch) -> bytes:
         digest.update(f"{name}\0{kind}\0{values.dtype}\0{values.shape}".encode())
         arrays += [array for array in (values, offsets) if array is not None]
     for array in arrays:
+        digest.update(np.ascontiguousarray(array).data)
+    for name, array in sorted(batch.arrays(CHROMA).items()):
+        digest.update(f"chroma\0{name}\0{array.shape}".encode())
         digest.update(np.ascontiguousarray(array).data)
     for name, array in batch.arrays(VIEW).items():
         dtype = "" if array.dtype == np.uint8 else f" {array.dtype}"

@@ -32,7 +32,7 @@ from raypipe.transform.batch import (
 )
 from raypipe.transform.columns import ColumnMaker
 from raypipe.transform.contents import build_content
-from raypipe.transform.fields import IMAGE, BlockMemory, MicroBatch, is_image
+from raypipe.transform.fields import IMAGE, BlockMemory, MicroBatch, chroma_of, is_image
 from raypipe.transform.presets import is_preset
 from raypipe.transform.process_state import process_kept
 from raypipe.transform.sample_cache import open_caches
@@ -337,8 +337,9 @@ def _check_image(fields: Mapping[str, Any], split: Split, channels: int, title: 
     """Raise ConfigError where a classifier has no use for what was made of a sample."""
     if any(map(is_image, fields.keys() - {IMAGE})):
         raise ConfigError(f"{title}: transform.{split} {NO_VIEWS}")
-    if IMAGE in fields and fields[IMAGE].shape[2] != channels:
+    num_channels = 3 if chroma_of(IMAGE) in fields else fields[IMAGE].shape[2] if IMAGE in fields else channels
+    if num_channels != channels:
         raise ConfigError(
-            f"{title}: it has {fields[IMAGE].shape[2]} channels, and augment.mean and augment.std are of "
+            f"{title}: it has {num_channels} channels, and augment.mean and augment.std are of "
             f"{channels}: give a number for each channel"
         )

@@ -98,8 +98,12 @@ def open_stream(
     make = make_columns or transform.make_columns or None
     sample_columns = _columns_of(stores, declared, make, laid_out, pool, bool(label_column))
     sizes = list(transform.size_by_epoch.items())
+    if len(sizes) > 1:
+        laid_out = laid_out.bound_to({"sizes": sizes})
+    if transform.wire != "rgb":
+        laid_out = laid_out.bound_to({"wire": transform.wire})
     return StreamSpec(
-        plan=laid_out.bound_to({"sizes": sizes}) if len(sizes) > 1 else laid_out,
+        plan=laid_out,
         stores=stores,
         transforms=transforms,
         transform=transform,

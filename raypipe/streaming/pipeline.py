@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -119,13 +120,13 @@ def _bytes_of(spec: StreamSpec, pixels: int) -> int:
         fields = stream_fields(spec.transform)
         targets = (field for name, field in fields.items() if name != IMAGE and field.shape is None)
         pixel_bytes += sum(np.dtype(field.dtype).itemsize for field in targets)
-    return spec.plan.config.micro_batch_size * pixels * pixel_bytes
+    return math.ceil(spec.plan.config.micro_batch_size * pixels * pixel_bytes)
 
 
-def _pixel_bytes(spec: StreamSpec) -> int:
+def _pixel_bytes(spec: StreamSpec) -> float:
     """Of all channels of a pixel, which no preset changes; 0 = none of a store's first arrays can be read."""
     if spec.transform.decode_as == "rgb":
-        return 3
+        return 1.5 if spec.transform.wire == "yuv420" else 3
     kept = spec.plan.kept["train"]
     first = kept.indices(np.arange(min(NUM_PROBED, kept.size)))
     for image in spec.stores["train"].read(first, ("image",))["image"]:

@@ -28,6 +28,7 @@ import pyarrow as pa
 
 from raypipe.plan.places import MicroBatchId, Split
 from raypipe.rayext.iteration import rows
+from raypipe.stores.arrow_columns import image_taker
 from raypipe.streaming.blocks import Block
 from raypipe.transform.fields import BlockMemory, MicroBatch, Ragged
 from raypipe.transform.samples import Samples
@@ -80,13 +81,15 @@ class SourceRow(NamedTuple):
 
     @staticmethod
     def unpacked(table: pa.Table) -> SourceRow:
-        """The row that `packed` made."""
-        (row,) = table.to_pylist()
+        """The row that `packed` made; its images are views of the table's memory."""
+        (row,) = table.drop_columns("image").to_pylist()
         block = _places(row["split"], row["epoch"], row["step"], row["micro"])
-        if row["image"] is None:
+        images = table["image"].combine_chunks()
+        if images.null_count:
             return SourceRow(block)
         columns = pickle.loads(row["columns"]) if row["columns"] else {}
-        samples = Samples(row["image"], np.array(row["label"], np.int64), columns)
+        views = image_taker(images.flatten())(np.arange(len(row["label"])))
+        samples = Samples(list(views), np.array(row["label"], np.int64), columns)
         return SourceRow(block, samples.split(len(block)), row["read_s"])
 
 

@@ -15,6 +15,7 @@ import functools
 import itertools
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -132,7 +133,9 @@ class MicroBatchSource(Datasource):
         store, indices = self._readers[at.split], self._plan.indices(at)
         if task:
             self._announce(task, at, store, indices)
-        return read_samples(store, indices, self._wanted)
+        samples = read_samples(store, indices, self._wanted)
+        # Copies: a block's micro-batches are held at a time, whose views might keep many row groups in memory.
+        return replace(samples, images=[image and bytes(image) for image in samples.images])
 
     def _announce(self, task: str, at: MicroBatchId, store: Store, indices: np.ndarray) -> None:
         """Read what a micro-batch needs of a store in groups; the Supervisor hears of each before, should it kill.

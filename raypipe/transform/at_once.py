@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from raypipe.plan.places import Sides
 from raypipe.transform import kernel, reference
 from raypipe.transform.decode import decode
 from raypipe.transform.draws import Key
-from raypipe.transform.fields import MadeAtOnce
+from raypipe.transform.fields import MadeAtOnce, chroma_of
 from raypipe.transform.jpeg import jpeg_orientation, scaled_boxes
 from raypipe.transform.kernel import DONE, Job
 from raypipe.transform.ops import Op
@@ -31,6 +31,20 @@ from raypipe.transform.program import Program
 from raypipe.transform.samples import Decoded, Samples
 
 _MAX_DECODED = 32 << 20  # bytes of pixels that are decoded before a call
+
+
+class Slots(NamedTuple):
+    """Where images are put: uint8 (B, h, w, 3); or luma (B, h, w, 1), and chroma (B, h/2, w/2, 2)."""
+
+    pixels: np.ndarray
+    chroma: np.ndarray | None = None
+
+    def put(self, row: int, image: np.ndarray) -> None:
+        """Fill a slot with an image, uint8 (h, w, 3)."""
+        if self.chroma is None:
+            self.pixels[row] = image
+        else:
+            self.pixels[row], self.chroma[row] = kernel.planes(image)
 
 
 @dataclass(frozen=True)
@@ -55,10 +69,12 @@ class Crop:
         """Its keys, uint64 (B, 2), by those of the samples."""
         return keys if self.part is None else mix64(self.part ^ keys)
 
-    def slots(self, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Where its images are put, uint8 (B, h, w, 3), in the arrays of a micro-batch by field."""
-        array = arrays[self.field]
-        return array if self.number is None else array[:, self.number]
+    def slots(self, arrays: Mapping[str, np.ndarray]) -> Slots:
+        """Where its images are put, in the arrays of a micro-batch by field."""
+        parts = (arrays.get(name) for name in (self.field, chroma_of(self.field)))
+        pixels, chroma = (part if part is None or self.number is None else part[:, self.number] for part in parts)
+        assert pixels is not None
+        return Slots(pixels, chroma)
 
 
 def shapes_of(crops: Sequence[Crop]) -> dict[str, tuple[int, ...]]:
@@ -117,7 +133,7 @@ class ProgramsAtOnce:
             self._run(decoded, sizes, keys, arrays, made)
         return made
 
-    def _sizes(self, images: Sequence[bytes | np.ndarray | None]) -> np.ndarray:
+    def _sizes(self, images: Sequence[bytes | memoryview | np.ndarray | None]) -> np.ndarray:
         """(height, width), int32 (B, 2), of those that the kernel decodes; zeros of others.
 
         Those are also others that are turned upright, or decoded at a reduced scale as a whole; and pixels.
@@ -160,8 +176,8 @@ class ProgramsAtOnce:
                 params[rows] = drawn
             slots = crop.slots(arrays)
             if crop.finish:
-                slots = np.empty((len(images), *(crop.program.size or ()), 3), np.uint8)
-            jobs.append(Job(crop.program.ops, params, slots))
+                slots = Slots(np.empty((len(images), *(crop.program.size or ()), 3), np.uint8))
+            jobs.append(Job(crop.program.ops, params, *slots))
         called = jobs
         if target:
             called = [_scaled(job, sizes, target) for job in jobs]
@@ -171,11 +187,11 @@ class ProgramsAtOnce:
         for row in rows[~done[rows]].tolist():
             if isinstance(images[row], np.ndarray):
                 done[row] = _by_reference(images[row], jobs, row)
-        for crop, (_, _, slots) in zip(self._crops, jobs, strict=True):
+        for crop, job in zip(self._crops, jobs, strict=True):
             if crop.finish:
-                _finish(crop, slots, keys, arrays, rows, done)
+                _finish(crop, job.out, keys, arrays, rows, done)
         made.rows[done] = True
-        made.params[done], made.sizes[done] = jobs[0][1][done], sizes[done]
+        made.params[done], made.sizes[done] = jobs[0].params[done], sizes[done]
 
     def _decoded(
         self,
@@ -198,13 +214,16 @@ class ProgramsAtOnce:
             yield images
 
     def _pixels(
-        self, image: bytes | np.ndarray | None, row: int, cached: Callable[[int], Decoded | None] | None
+        self,
+        image: bytes | memoryview | np.ndarray | None,
+        row: int,
+        cached: Callable[[int], Decoded | None] | None,
     ) -> np.ndarray | None:
         if isinstance(image, np.ndarray):
             return image
         if cached is not None and (decoded := cached(row)):
             return decoded.pixels
-        if not image or (self._target and image.startswith(b"\xff\xd8\xff")):
+        if not image or (self._target and image[:3] == b"\xff\xd8\xff"):
             return None  # by a target, a crop's scale follows from the box: `one` decodes it
         try:
             return decode(image, min_side=self._config.decode_min_side, exif=self._config.apply_exif)
@@ -218,19 +237,19 @@ def _scaled(job: Job, sizes: np.ndarray, target: Sides) -> Job:
     boxes, eighths = scaled_boxes(boxes, sizes, target)
     ops = job.ops + np.array([0, 1], np.int32)
     ops[0] = Op.CROP_SCALED, 0
-    return Job(ops, np.column_stack([applies, boxes, eighths, others]), job.out)
+    return job._replace(ops=ops, params=np.column_stack([applies, boxes, eighths, others]))
 
 
 def _whole(job: Job) -> Job:
     """A job by which images are decoded as a whole: before its crop it has a turn that never applies."""
     ops = np.vstack([np.array([[Op.TURN, job.params.shape[1]]], np.int32), job.ops])
-    return Job(ops, np.hstack([job.params, np.zeros((len(job.params), 2), np.int64)]), job.out)
+    return job._replace(ops=ops, params=np.hstack([job.params, np.zeros((len(job.params), 2), np.int64)]))
 
 
-def _by_reference(image: np.ndarray, jobs: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]], row: int) -> bool:
+def _by_reference(image: np.ndarray, jobs: Sequence[Job], row: int) -> bool:
     try:
-        for ops, params, slots in jobs:
-            slots[row] = reference.apply_all(image, ops, params[row])
+        for job in jobs:
+            Slots(job.out, job.chroma).put(row, reference.apply_all(image, job.ops, job.params[row]))
     except ValueError:
         return False
     return True
@@ -253,6 +272,6 @@ def _finish(
         except Exception:  # the straight loop meets it again, and says what it is
             done[row] = False
             continue
-        done[row] = image.shape == slots[row].shape  # else likewise
+        done[row] = image.shape[:2] == slots.pixels.shape[1:3]  # else likewise
         if done[row]:
-            slots[row] = image
+            slots.put(row, image)

@@ -109,7 +109,7 @@ class MicroBatchTransform:
         exact: bool = False,
         store_address: str = "",
         sample_name: Callable[[int], str] = lambda _: "",
-        decoded: Callable[[int, int, bytes | None], Decoded | None] | None = None,
+        decoded: Callable[[int, int, bytes | memoryview | None], Decoded | None] | None = None,
         columns: ColumnMaker | None = None,
         probe: Callable[[], Iterable[EncodedSample]] = tuple,
     ) -> None:

@@ -4,7 +4,7 @@
     EncodedTransform   its bytes, and what is to be cut from them, see `raypipe.transform.encoded`
 
 With `transform.decode_as: array`, images and views have the dtype and the channels C that the transform gives
-them, all alike: (B, H, W, C).
+them, all alike: (B, H, W, C). With `transform.wire: yuv420` the images that are made become planes.
 
 Rows that are left out are black, without a class (IGNORE), and without boxes and keypoints (label NO_BOX).
 """
@@ -19,14 +19,15 @@ import numpy as np
 from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError
 from raypipe.plan.places import Sides
+from raypipe.transform import kernel
 from raypipe.transform.at_once import Crop, ProgramsAtOnce, shapes_of
 from raypipe.transform.batch import Content
 from raypipe.transform.columns import NO_COLUMNS, SampleColumns
-from raypipe.transform.decode import decode
+from raypipe.transform.decode import decode, stored_bytes
 from raypipe.transform.decode_array import decode_array
 from raypipe.transform.draws import Key
 from raypipe.transform.encoded import ENCODED_FIELDS, EncodedTransform
-from raypipe.transform.fields import IMAGE, Drawn, Field, MadeAtOnce, learn
+from raypipe.transform.fields import IMAGE, Drawn, Field, MadeAtOnce, chroma_of, learn
 from raypipe.transform.follow import follow
 from raypipe.transform.jpeg import open_for_crop
 from raypipe.transform.presets import build_transform
@@ -101,7 +102,7 @@ class Images:
             self._transform = SampleTransform(transform, arrays, tuple(self._targets))
         self.draws_globally = self._transform.draws_globally
         self._crop_target = self._transform.crop_target if config.crop_decode != "off" else None
-        self._config, self._sides = config, sides
+        self._config, self._sides, self._has_planes = config, sides, config.wire == "yuv420"
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._dtypes: dict[str, np.dtype[Any]] = {}
         crops = [] if arrays else _crops_of(self._transform, bool(self._targets))
@@ -113,7 +114,7 @@ class Images:
         """Decode and transform one sample; its image may be put into `out`, uint8 (H, W, 3), or as arrays are.
 
         Returns:
-            `image`, uint8 (H, W, 3), and the targets, or views; see `raypipe.transform.fields`.
+            `image`, uint8 (H, W, 3), and the targets, or views; or their planes; see `raypipe.transform.fields`.
 
         Raises:
             SampleError: any part of it cannot be decoded or does not fit its image.
@@ -129,17 +130,18 @@ class Images:
             targets = decode_targets(sample.columns, self._targets, size)
         given = _by_keyword(targets)
         try:
-            made = self._transform.with_targets(image, given, key, out)
+            made = self._transform.with_targets(image, given, key, None if self._has_planes else out)
         except NOT_OF_A_SAMPLE:
             raise
         except Exception as error:
             raise failed("the transform", error) from error
-        result = {IMAGE: made[IMAGE]} if IMAGE in made else made
-        self._check(result)
+        images = {IMAGE: made[IMAGE]} if IMAGE in made else made
+        self._check(images)
+        result = self._on_wire(images)
         if targets:
-            result |= self._finished(made, targets, result[IMAGE].shape)
+            result |= self._finished(made, targets, images[IMAGE].shape)
         if not self._shapes:
-            self._learn({name: part for name, part in result.items() if name not in targets})
+            self._learn(images)
             learn(self.fields, result)
         return result
 
@@ -183,7 +185,16 @@ class Images:
         self._shapes = {name: part.shape for name, part in images.items()}
         self._dtypes = {name: part.dtype for name, part in images.items()}
         self._check(images)
-        learn(self.fields, images)
+        learn(self.fields, self._on_wire(images))
+
+    def _on_wire(self, images: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """The fields of images, or of views, as they travel."""
+        if not self._has_planes:
+            return images
+        fields = dict[str, np.ndarray]()
+        for name, image in images.items():
+            fields[name], fields[chroma_of(name)] = kernel.planes(image)
+        return fields
 
     def _check(self, made: dict[str, np.ndarray]) -> None:
         """Raise ConfigError unless an image, or views, have the size that is asked for, and that of the others."""
@@ -218,10 +229,11 @@ class Images:
             if self._crop_target:
                 return pixels.shape[:2], lambda box: cut(pixels, box).copy()
             return pixels if pixels.flags.writeable else pixels.copy()
+        encoded = stored_bytes(sample.image)
         if self._is_array:
-            return decode_array(sample.image)
-        jpeg = open_for_crop(sample.image, self._config, self._crop_target) if self._crop_target else None
-        return jpeg or decode(sample.image, min_side=self._config.decode_min_side, exif=self._config.apply_exif)
+            return decode_array(encoded)
+        jpeg = open_for_crop(encoded, self._config, self._crop_target) if self._crop_target else None
+        return jpeg or decode(encoded, min_side=self._config.decode_min_side, exif=self._config.apply_exif)
 
 
 def _crops_of(transform: SampleTransform | ViewsTransform, has_targets: bool) -> list[Crop]:

@@ -4,6 +4,9 @@
     image                uint8 (H, W, 3), or as the           (B, H, W, 3)
                          transform makes arrays
     view.NAME            the same, or (n, H, W, 3)            (B, H, W, 3), (B, n, H, W, 3)
+    chroma.image,        with transform.wire yuv420, where    (B, H/2, W/2, 2), …
+    chroma.view.NAME     image and views are luma, of one
+                         channel: see `transform.wire`
     mask                 uint8 (H, W)                         (B, H, W)
     boxes, keypoints     float32 (k, 5), (k, 3)               (B, K, 5), (B, K, 3), padded
     label                int64, or the target's array         (B,), (B, …)
@@ -31,13 +34,19 @@ from raypipe.transform.memory import reused_arrays
 Kind = Literal["array", "ragged", "text", "bytes", "json"]
 
 IMAGE, LABEL = "image", "label"
-VIEW, COLUMN = "view", "column"
+VIEW, COLUMN, CHROMA = "view", "column", "chroma"
 """Groups of fields, whose names are GROUP.NAME."""
+_NO_COLOUR = 128
 
 
 def is_image(name: str) -> bool:
     """Whether a field of this name is an image: the sample's, or a view of it."""
     return name == IMAGE or name.startswith(f"{VIEW}.")
+
+
+def chroma_of(name: str) -> str:
+    """The field that has the chroma of an image's field."""
+    return f"{CHROMA}.{name}"
 
 
 @dataclass(frozen=True)
@@ -297,10 +306,10 @@ class Rows:
 
 def learn(fields: dict[str, Field], sample: Mapping[str, Any]) -> None:
     """Note what a sample shows of its fields: shapes, dtypes, and the views that a function makes."""
-    if any(name not in fields for name in sample):  # it makes views, where an image was expected
+    if any(is_image(name) and name not in fields for name in sample):  # views, where an image was expected
         fields.pop(IMAGE, None)
     for name, value in sample.items():
-        like = fields.get(name, Field())
+        like = fields.get(name) or Field(fill=_NO_COLOUR if name.startswith(f"{CHROMA}.") else 0)
         if like.kind == "array" and like.shape is None:
             fields[name] = replace(like, dtype=value.dtype.name, shape=value.shape)
 

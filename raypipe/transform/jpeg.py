@@ -55,14 +55,14 @@ def decode_jpeg_at(data: bytes, short_side: int) -> np.ndarray:
         raise SampleError(f"{damage} JPEG: {error} ({len(data)} bytes)") from error
 
 
-def open_for_crop(data: bytes | None, config: TransformConfig, target: tuple[int, int]) -> Undecoded | None:
+def open_for_crop(data: bytes, config: TransformConfig, target: tuple[int, int]) -> Undecoded | None:
     """A JPEG by its header; None: decode it whole, as those that `exif` turns or `decode_min_side` reduces.
 
     Args:
         target: (height, width) to which the crop is resized, pixels.
     """
     scaled = config.crop_decode == "scaled"
-    if not ((scaled or not why_no_kernel()) and isinstance(data, bytes) and data.startswith(b"\xff\xd8\xff")):
+    if not ((scaled or not why_no_kernel()) and data.startswith(b"\xff\xd8\xff")):
         return None
     try:
         size = jpeg_size(data)

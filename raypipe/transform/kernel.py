@@ -1,7 +1,8 @@
 """The compiled kernel: the images of a micro-batch in one call, by as many threads as wanted (csrc/kernel.c).
 
     sizes    heights and widths by the headers, of what it takes
-    run      encoded images, or pixels → uint8 (B, H, W, 3), by programs of integer operations
+    run      encoded images, or pixels → uint8 (B, H, W, 3), or their planes, by programs of integer operations
+    planes   pixels → the planes that travel in their place, see `raypipe.transform.wire`
 
 It is used only after it has agreed with simplejpeg and with OpenCV in this process. What it refuses, image by
 image, is left to the caller: `decode.decode` and `reference` have the same pixels, and the last word on bad
@@ -19,7 +20,8 @@ import numpy as np
 import simplejpeg
 
 from raypipe import native
-from raypipe.transform import reference
+from raypipe.transform import reference, wire
+from raypipe.transform.ops import Op
 
 WHOLE = 8
 """Eighths: full scale."""
@@ -42,11 +44,13 @@ class Job(NamedTuple):
         ops: int32 (n, 2), C-contiguous: codes, and where in a row of params the `apply` of each is.
         params: int64 (B, P), C-contiguous.
         out: uint8 (B, H, W, 3), writable, C-contiguous but for its first axis.
+        chroma: likewise (B, H/2, W/2, 2), rounded up, where `out` is luma, (B, H, W, 1); None: it is RGB.
     """
 
     ops: np.ndarray
     params: np.ndarray
     out: np.ndarray
+    chroma: np.ndarray | None = None
 
 
 def sizes(images: Sequence[Image]) -> tuple[np.ndarray, np.ndarray]:
@@ -82,6 +86,18 @@ def run_one(image: np.ndarray, ops: np.ndarray, params: np.ndarray, out: np.ndar
     image = np.ascontiguousarray(image)
     if run([image], [Job(ops, params[None], out[None])])[0] != DONE:
         out[...] = reference.apply_all(image, ops, params)
+
+
+def planes(images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """`wire.planes` of uint8 (…, H, W, 3), by the kernel where there is one."""
+    flat = np.ascontiguousarray(images).reshape(-1, *images.shape[-3:])
+    luma = np.empty((*flat.shape[:-1], 1), np.uint8)
+    chroma = np.empty(wire.chroma_shape(flat.shape), np.uint8)
+    job = Job(np.empty((0, 2), np.int32), np.empty((len(flat), 0), np.int64), luma, chroma)
+    if (run([*flat], [job]) != DONE).any():
+        return wire.planes(images)
+    others = images.shape[:-3]
+    return luma.reshape(*others, *luma.shape[1:]), chroma.reshape(*others, *chroma.shape[1:])
 
 
 def available() -> bool:
@@ -151,7 +167,7 @@ def _resizes_alike() -> bool:
     for height, width in ((20, 21), (64, 90), (111, 30)):
         out = np.zeros((1, height, width, 3), np.uint8)
         row = [height, width, reference.LINEAR]
-        job = Job(np.array([[reference.RESIZE, 0]], np.int32), np.array([[1, *row]], np.int64), out)
+        job = Job(np.array([[Op.RESIZE, 0]], np.int32), np.array([[1, *row]], np.int64), out)
         if _extension().run([noise], [job], 1, True) != b"\0":
             return False
         if not np.array_equal(out[0], reference.resize(noise, row)):

@@ -24,9 +24,12 @@ _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class EncodedSample(NamedTuple):
-    """What a store holds of one sample; `columns` has what is read beside image and label, by its names there."""
+    """What a store holds of one sample; `columns` has what is read beside image and label, by its names there.
 
-    image: bytes | None
+    An image may be a view of memory that the store keeps for it: samples are not held beyond their micro-batch.
+    """
+
+    image: bytes | memoryview | None
     label: int = 0
     columns: Mapping[str, Any] = _NOTHING
 
@@ -48,7 +51,7 @@ class Samples:
         columns: what is read beside these, by its names in the store, B values of each.
     """
 
-    images: list[bytes | np.ndarray | None]
+    images: list[bytes | memoryview | np.ndarray | None]
     labels: np.ndarray
     columns: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 

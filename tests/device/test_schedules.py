@@ -32,6 +32,7 @@ from raypipe.config import TransformConfig
 from raypipe.device.device_decode import DeviceDecoder
 from raypipe.errors import ConfigError
 from raypipe.plan.places import MicroBatchId
+from raypipe.transform import wire
 from raypipe.transform.fields import MicroBatch
 
 SIZE, ROWS = 8, 2
@@ -84,12 +85,14 @@ def changed(module: str, old: str, new: str) -> Code:
 
 
 @functools.cache
-def host_batch(number: int, size: int = 3, targets: bool = False) -> MicroBatch:
+def host_batch(number: int, size: int = 3, targets: bool = False, has_planes: bool = False) -> MicroBatch:
     rng = np.random.default_rng([number, size])
     fields: dict[str, Any] = {
         "image": rng.integers(0, 256, (size, 4, 5, 3), dtype=np.uint8),
         "label": rng.integers(0, 1 << 40, size),
     }
+    if has_planes:
+        fields["image"], fields["chroma.image"] = wire.planes(fields["image"])
     weight, index = rng.random(size, np.float32), np.arange(size)
     if targets:
         fields |= {"mask": rng.integers(0, 256, (size, 4, 5), dtype=np.uint8)}
@@ -175,6 +178,7 @@ class Consumer:
 
 def use_batch(consumer: Consumer, batch: Any, host: MicroBatch) -> None:
     assert batch.at == host.at and batch.index.tolist() == host.index.tolist()
+    host = wire.in_rgb(host)
     consumer.use(batch.image, host["image"].transpose(0, 3, 1, 2))
     consumer.use(batch.target, host["label"])
     consumer.use(batch.weight, host.weight)
@@ -191,10 +195,11 @@ def micro_batches(code: Code, cuda: Cuda) -> None:
     """The ring: several signatures, batches that are kept, rings after and beside one another, and left early."""
     rng, consumer, marks = cuda.rng, Consumer(cuda), []
     sizes = rng.choice([(3,), (3, 2), (3, 1, 2, 4, 5, 6)])
-    targets = rng.random() < 0.3
+    targets, has_planes = rng.random() < 0.3, rng.random() < 0.3
 
     def ring(first: int) -> tuple[Iterator[Any], list[MicroBatch], int]:
-        given = [host_batch(first + n, rng.choice(sizes), targets) for n in range(rng.randrange(1, 8))]
+        num = rng.randrange(1, 8)
+        given = [host_batch(first + n, rng.choice(sizes), targets, has_planes) for n in range(num)]
         depth, keep = rng.randrange(1, 4), rng.choice([0, 0, 1, 2])
         on_copied = lambda start, end: marks.append((start, end))  # noqa: E731
         batches = code.prefetcher.on_device(given, CUDA, lambda at: at.step, depth, keep, on_copied=on_copied)

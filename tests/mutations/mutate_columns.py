@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import json
-import pickle
 import re
 import struct
 import sys
@@ -786,39 +785,8 @@ def _same_size(mutate: Mutation, data: bytes, rng: np.random.Generator) -> bytes
     return (mutate(data, rng) + data)[: len(data)]
 
 
-# Sources of `raypipe convert`, which are read once
-
-
-def write_pickles(path: Path, values: Values) -> Path:
-    path = path.with_suffix(".lmdb")
-    with lmdb.open(str(path), subdir=False, lock=False, map_size=4 << 20) as env, env.begin(write=True) as txn:
-        for number, value in enumerate(values):
-            txn.put(b"%04d" % number, value)
-    return path
-
-
-class _Plain(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        raise pickle.UnpicklingError(f"{module}.{name}")
-
-
-def pickle_of(data: bytes) -> int:
-    found = _Plain(io.BytesIO(data), encoding="bytes").load()
-    image, label = [found["image"], found["label"]] if isinstance(found, dict) else found
-    if type(image) is not bytes or type(label) is not int:
-        raise ValueError("no sample")
-    return label
-
-
-def source_cases() -> Iterator[Case]:
-    pickles = [pickle.dumps((IMAGE, 3), 3), pickle.dumps({"image": IMAGE, "label": 1 << 40}, 3)]
-    options = {"layout": "pickle"}
-    yield Case("label pickled", "foreign LMDB", write_pickles, pickles, pickle_of, ANY, "label", options=options)
-
-
 GROUPS: dict[str, Callable[[], list[Case]]] = {
     "columns": lambda: [*column_cases(), *record_cases()],
     "labels": lambda: [*arrow_labels(), *other_labels(), *encoding_cases()],
-    "sources": lambda: [*source_cases()],
 }
 """The cases, by the kind that names them in test_mutations.py."""

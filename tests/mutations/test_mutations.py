@@ -37,7 +37,7 @@ NUM_INPUTS = {
     **{"png": 1100, "jpeg": 1100, "webp": 800, "bmp": 700, "gif": 500, "tiff": 500},
     **{"parquet": 1200, "lmdb": 1400, "tar": 600, "webdataset": 600, "zip": 600, "folder": 300},
     **{"foreign": 900},
-    **{"columns": 8000, "labels": 9000, "sources": 1000},  # of damaged values, see mutate_columns
+    **{"columns": 8000, "labels": 9000},  # of damaged values, see mutate_columns
 }
 BATCH = 1000  # per process: a process takes a second to start
 PEAK_MIB = 1100  # above what a process had before its first input
@@ -115,8 +115,8 @@ def cases() -> list[Case]:
 
 
 def test_every_format_of_stores_has_damaged_values() -> None:
-    # A zip has images alone, which mutate_stores damages.
-    assert {case.store for case in cases()} == {*raypipe.stores._STORES, *raypipe.stores._SOURCES} - {"zip"}
+    # Sources have images alone, which mutate_stores damages.
+    assert {case.store for case in cases()} == {*raypipe.stores._STORES}
 
 
 def test_every_kind_of_column_and_target_has_damaged_values_in_every_format_that_has_columns() -> None:

@@ -28,7 +28,7 @@ from raypipe.streaming.handover import loader
 from raypipe.streaming.loader import Loader
 from raypipe.streaming.opening import open_stream, spec_of
 from raypipe.streaming.stateful import Stateful
-from raypipe.train.learning import build_model, build_optimizer
+from raypipe.train.models import build_model, build_optimizer
 
 
 class Reports:

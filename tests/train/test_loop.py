@@ -82,7 +82,7 @@ def once_it_is_there(path: Path, action: Callable[[], None]) -> threading.Thread
 
 
 def assert_leaves_what_it_should(result: dict[str, Any]) -> None:
-    """Its result, metrics, events and configuration."""
+    """Its result, metrics and configuration."""
     assert result["steps"] == 12 and 0 <= result["val_accuracy"] <= 1 and 0 <= result["wait_fraction"] <= 1
     assert result["images_per_s"] > 0 and result["first_batch_s"] > 0
     folder = Path(result["run_dir"])
@@ -92,7 +92,6 @@ def assert_leaves_what_it_should(result: dict[str, Any]) -> None:
         [0, 0.278, 0.556, 0.833, 1], abs=1e-3
     )
     assert ["CPU actor" in text for (text,) in records(result, "diagnosis", "text")] == [True] * 3
-    assert list((folder / "tensorboard").glob("events*"))
     assert "micro_batch_size: 6" in (folder / "config.yaml").read_text()
     assert len(sample_log(result)) == 12 * 4
     assert not (folder / "lease").exists() and not (folder / "stop").exists()

@@ -18,10 +18,10 @@ os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 import albumentations as A  # noqa: N812
 
 from raypipe.config import TransformConfig
-from raypipe.transform import jpeg, kernel
+from raypipe.transform import jpeg, kernel, wire
 from raypipe.transform.batch import MicroBatchTransform
 from raypipe.transform.contents import build_content
-from raypipe.transform.fields import MadeAtOnce
+from raypipe.transform.fields import MadeAtOnce, chroma_of, is_image
 from raypipe.transform.program import find_program
 from raypipe.transform.samples import Decoded, EncodedSample, Samples
 
@@ -97,6 +97,7 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "library": lambda: A.Compose([A.InvertImg(p=0.5), A.RandomResizedCrop((32, 32))]),
     "views": lambda: {"a": {"transform": "heavy", "count": 3}, "b": {"transform": "center", "size": 16}},
 }
+PLANES: list[Callable[[str], str]] = [str, chroma_of]
 PRESETS = ["light", "heavy", "center", "resize", "small", "simclr", "dino"]
 
 
@@ -120,6 +121,7 @@ def test_a_micro_batch_is_the_same_with_and_without_the_kernel_by_threads_and_al
         {"apply_exif": True},
         {"decode_min_side": 40},
         {"crop_decode": "scaled", "apply_exif": True, "size": 16},
+        {"wire": "yuv420", "size": 33},
     ],
     ids=str,
 )
@@ -128,6 +130,33 @@ def test_so_it_is_with_all_settings_of_the_decode(settings: dict[str, Any]) -> N
     assert made("light", threads=3, **settings) == expected == made("light", alone=True, **settings)
     with without_kernel():
         assert made("light", **settings) == expected
+
+
+def test_so_it_is_of_views_of_memory() -> None:
+    views = [sample._replace(image=memoryview(sample.image or b"")) for sample in SAMPLES]
+    for settings in ({"crop_decode": "scaled", "apply_exif": True}, {"crop_decode": "exact"}):
+        expected = made("light", **settings)
+        assert made("light", views, **settings) == expected == made("light", views, alone=True, **settings)
+        with without_kernel():
+            assert made("light", views, **settings) == expected
+
+
+@pytest.mark.parametrize("name", ["heavy", "flip-crop", *OTHERS])
+def test_planes_are_those_of_the_images(name: str) -> None:
+    """By any way that images are made, bad samples and what replaces them included."""
+    transform = OTHERS[name]() if name in OTHERS else name
+    images, bad = made(transform)
+    found = made(transform, wire="yuv420")
+    assert found == made(transform, wire="yuv420", threads=3) == made(transform, wire="yuv420", alone=True)
+    assert found[1] == bad
+    expected = {field: part for field, part in images.items() if not is_image(field)}
+    for field in images.keys() - expected.keys():
+        content, shape = images[field]
+        for plane, of_image in zip(
+            wire.planes(np.frombuffer(content, np.uint8).reshape(shape)), PLANES, strict=True
+        ):
+            expected[of_image(field)] = plane.tobytes(), plane.shape
+    assert found[0] == expected
 
 
 def test_exact_crops_are_those_of_the_whole_image_and_scaled_ones_are_not() -> None:

@@ -19,7 +19,7 @@ _SEGMENTS = (2, 20)  # where the segment begins: first, or behind JFIF's
 _CHECKSUM_BYTES = 4
 
 
-def check_checksum(data: bytes) -> None:
+def check_checksum(data: bytes | memoryview) -> None:
     """Raise SampleError where a seekable JPEG is not as it was written; any other file passes."""
     at = _find_checksum(data)
     if at is not None and data[at : at + _CHECKSUM_BYTES] != _checksum(data, at):
@@ -34,7 +34,7 @@ def is_seekable(data: bytes) -> bool:
     return _find_checksum(data) is not None
 
 
-def _find_checksum(data: bytes) -> int | None:
+def _find_checksum(data: bytes | memoryview) -> int | None:
     """Where the checksum begins; None: it is not a seekable JPEG. Half of the tag may be damaged."""
     for segment in _SEGMENTS:
         at = segment + 4
@@ -43,7 +43,7 @@ def _find_checksum(data: bytes) -> int | None:
     return None
 
 
-def _checksum(data: bytes, at: int) -> bytes:
+def _checksum(data: bytes | memoryview, at: int) -> bytes:
     """CRC-32 of all but the checksum."""
     view = memoryview(data)
     return zlib.crc32(view[at + _CHECKSUM_BYTES :], zlib.crc32(view[:at])).to_bytes(_CHECKSUM_BYTES, "big")

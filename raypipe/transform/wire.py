@@ -19,7 +19,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from raypipe.transform.fields import CHROMA, MicroBatch
+from raypipe.transform.fields import CHROMA, MicroBatch, Ragged
 
 ONE_BITS = 15
 """Of all weights."""
@@ -60,6 +60,6 @@ def rgb(luma: np.ndarray, chroma: np.ndarray) -> np.ndarray:
 def in_rgb(batch: MicroBatch) -> MicroBatch:
     """A micro-batch in host memory with its images as RGB, however they have traveled."""
     chroma, arrays = batch.arrays(CHROMA), batch.arrays()
-    images = {name: rgb(arrays[name], of_image) for name, of_image in chroma.items()}
+    images: dict[str, np.ndarray | Ragged] = {name: rgb(arrays[name], part) for name, part in chroma.items()}
     others = {name: values for name, values in batch.fields.items() if not name.startswith(f"{CHROMA}.")}
     return replace(batch, fields=others | images)

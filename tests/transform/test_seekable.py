@@ -1,4 +1,8 @@
-"""Seekable JPEGs: the pixels of the original from any crop, and damage found wherever it is."""
+"""Seekable JPEGs: the pixels of the original from any crop, and damage found wherever it is.
+
+csrc/jpeg_seek.h, crc32.h         the layout, and the checksum, which is that of zlib
+csrc/jpeg_transcode.h             from any JPEG that the kernel decodes
+"""
 
 from __future__ import annotations
 

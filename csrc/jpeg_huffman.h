@@ -370,8 +370,11 @@ INLINE int decode_blocks(Entropy *e, JBLOCKROW *blocks)
         }
         const uint32_t dc = e->last_dc[e->component[number]] += (uint32_t)value;
         table = e->ac[number];
-        if (!blocks) {
-            AC_CODES(SKIP_CODES)
+        if (!blocks) { /* what is skipped may have its value behind what is in sight: 26 bits, too many for three looks */
+            for (int position = 1; position < DCTSIZE2;) {
+                REFILL;
+                SKIP_CODES
+            }
             continue;
         }
         JCOEF *block = *blocks[number];

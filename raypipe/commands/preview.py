@@ -34,7 +34,6 @@ from raypipe.transform.samples import NO_LABEL, EncodedSample, read_samples
 from raypipe.transform.targets import decode_targets
 from raypipe.transform.transform_steps import brief
 from raypipe.transform.views import makes_views
-from raypipe.transform.wire import in_rgb
 
 _MAX_PICTURES = 400  # samples times (1 + epochs), about 30 megapixels
 _MAX_DRAWS = 1 << 22  # drawn from an epoch to find a sample, in about a second
@@ -85,7 +84,7 @@ class Preview:
 
     def stages(self, batch: MicroBatch) -> tuple[dict[str, np.ndarray], Mixed | None]:
         """Images (B, H, W, C) of a micro-batch by stage or crop, and the other half of its targets if mixed."""
-        at, batch = batch.at, in_rgb(batch)
+        at, batch = batch.at, batch.in_rgb()
         strength = self.augment.strength.at(self.plan.progress(at.epoch, at.step))
         drawn: Any = {"seed": self.plan.micro_batch_seed(at), "strength": strength}
         if views := batch.arrays(VIEW):

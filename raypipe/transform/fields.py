@@ -30,6 +30,7 @@ import numpy as np
 
 from raypipe.plan.places import PADDING, MicroBatchId, Sides
 from raypipe.transform.memory import reused_arrays
+from raypipe.transform.wire import rgb
 
 Kind = Literal["array", "ragged", "text", "bytes", "json"]
 
@@ -142,6 +143,13 @@ class MicroBatch:
         """The arrays among the fields, or those of a group by the names that they have in it."""
         fields = in_group(self.fields, group) if group else self.fields
         return {name: values for name, values in fields.items() if isinstance(values, np.ndarray)}
+
+    def in_rgb(self) -> MicroBatch:
+        """The same with its images as RGB, however they have traveled."""
+        arrays = self.arrays()
+        images = {name: rgb(arrays[name], chroma) for name, chroma in self.arrays(CHROMA).items()}
+        others = {name: values for name, values in self.fields.items() if not name.startswith(f"{CHROMA}.")}
+        return replace(self, fields={**others, **images})
 
     def __getitem__(self, name: str) -> np.ndarray:
         """An array among the fields."""

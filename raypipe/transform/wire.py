@@ -15,11 +15,7 @@ Here is the definition. csrc/wire.h and `raypipe.device.wire` give the same bits
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
-
-from raypipe.transform.fields import CHROMA, MicroBatch, Ragged
 
 ONE_BITS = 15
 """Of all weights."""
@@ -55,11 +51,3 @@ def rgb(luma: np.ndarray, chroma: np.ndarray) -> np.ndarray:
     above = (above + (1 << (ONE_BITS - 1))) >> ONE_BITS
     above = above.repeat(2, axis=-3).repeat(2, axis=-2)[..., :height, :width, :]
     return (luma + above).clip(0, 255).astype(np.uint8)
-
-
-def in_rgb(batch: MicroBatch) -> MicroBatch:
-    """A micro-batch in host memory with its images as RGB, however they have traveled."""
-    chroma, arrays = batch.arrays(CHROMA), batch.arrays()
-    images: dict[str, np.ndarray | Ragged] = {name: rgb(arrays[name], part) for name, part in chroma.items()}
-    others = {name: values for name, values in batch.fields.items() if not name.startswith(f"{CHROMA}.")}
-    return replace(batch, fields=others | images)

@@ -58,7 +58,7 @@ def spec_of(stores: dict[str, Path], wire: str = "yuv420", pool: Any = None, **o
 
 def in_rgb(spec: StreamSpec) -> list[dict[str, np.ndarray]]:
     """The images of a stream, of planes in memory."""
-    return [wire.in_rgb(batch).arrays() for batch in without_ray.host_batches(spec)]
+    return [batch.in_rgb().arrays() for batch in without_ray.host_batches(spec)]
 
 
 def images_of(batch: Batch) -> dict[str, np.ndarray]:
@@ -164,7 +164,7 @@ def test_a_preview_shows_rgb(stores: dict[str, Path]) -> None:
     shown = Preview(open_store(stores["train"]), plan, TransformConfig(size=12, wire="yuv420"), none)
     batch = shown._maker.batch(next(iter(shown.plan.micro_batches(shown.plan.start()))))
     images, _ = shown.stages(batch)
-    assert np.array_equal(images["transformed"], wire.in_rgb(batch)["image"])
+    assert np.array_equal(images["transformed"], batch.in_rgb()["image"])
     assert np.abs(images["augmented"].astype(int) - images["transformed"]).max() <= 1
 
 

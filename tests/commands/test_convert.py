@@ -28,7 +28,7 @@ from raypipe.stores.base import MemoryStore, Store
 from raypipe.stores.destination import new_path, write_atomically
 from raypipe.transform.decode import decode
 
-from conftest import CLASSES, picture  # isort: skip
+from pictures import CLASSES, picture  # isort: skip
 
 # More than two chunks, and classes in runs, as folders and tars have them.
 NUM = 150
@@ -527,6 +527,7 @@ def command(large: Path, tmp_path: Path) -> Iterator[Callable[..., Command]]:
             one.signal(signal.SIGKILL)
 
 
+@pytest.mark.system
 @pytest.mark.cluster
 @pytest.mark.usefixtures("ray_cluster")
 def test_ctrl_c_leaves_nothing(command: Callable[..., Command], tmp_path: Path) -> None:
@@ -539,6 +540,7 @@ def test_ctrl_c_leaves_nothing(command: Callable[..., Command], tmp_path: Path) 
     assert names(tmp_path) == []
 
 
+@pytest.mark.system
 @pytest.mark.cluster
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_killed_conversion_leaves_no_store_and_the_next_one_succeeds(

@@ -27,9 +27,9 @@ from raypipe.stores import open_store, open_writer
 from raypipe.stores.destination import new_remote
 from raypipe.stores.record import write_bad_list
 
-from conftest import CLASSES, samples  # isort: skip
+from pictures import CLASSES, samples  # isort: skip
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.cluster, pytest.mark.system, pytest.mark.timeout(400)]
 
 # What is done with the bucket stands in another process: Ray's processes have the environment of who started them.
 # The run is stopped under a stream of actors; it goes on with its trainer reading the bucket. It is asked to stop

@@ -31,13 +31,12 @@ from raypipe.stores.filter import matching
 from raypipe.streaming.chronicle import Chronicle
 from raypipe.train.run_folder import CONFIG_HEAD
 
-from conftest import CLASSES, picture, samples, write_tar  # isort: skip
+from pictures import CLASSES, picture, samples, write_tar  # isort: skip
 from s3_server import environment, make_bucket, s3_server  # isort: skip
-from test_convert_sources import write_lmdb  # isort: skip
-from test_report import make_run  # isort: skip
-from shard_writers import write_mds  # isort: skip
+from recorded_runs import make_run  # isort: skip
+from shard_writers import write_lmdb, write_mds  # isort: skip
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.cluster, pytest.mark.pages, pytest.mark.timeout(300)]
 
 COMMAND = Path(sys.executable).parent / "raypipe"
 SIZES = ["--transform.size=32", "--plan.micro_batch_size=16"]

@@ -31,7 +31,7 @@ from raypipe.transform import kernel
 from raypipe.transform.decode import decode
 from raypipe.transform.seekable import is_seekable
 
-from conftest import CLASSES, picture  # isort: skip
+from pictures import CLASSES, picture  # isort: skip
 
 # More than two chunks, and classes in runs, as folders and tars have them.
 NUM = 150
@@ -566,6 +566,7 @@ def command(large: Path, tmp_path: Path) -> Iterator[Callable[..., Command]]:
             one.signal(signal.SIGKILL)
 
 
+@pytest.mark.system
 @pytest.mark.cluster
 @pytest.mark.usefixtures("ray_cluster")
 def test_ctrl_c_leaves_nothing(command: Callable[..., Command], tmp_path: Path) -> None:
@@ -578,6 +579,7 @@ def test_ctrl_c_leaves_nothing(command: Callable[..., Command], tmp_path: Path) 
     assert names(tmp_path) == []
 
 
+@pytest.mark.system
 @pytest.mark.cluster
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_killed_conversion_leaves_no_store_and_the_next_one_succeeds(

@@ -7,7 +7,6 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-import lmdb
 import numpy as np
 import pytest
 import webdataset
@@ -19,7 +18,8 @@ from raypipe.stores import open_store
 from raypipe.stores.base import Store
 from raypipe.transform.decode import decode
 
-from conftest import picture  # isort: skip
+from pictures import picture  # isort: skip
+from shard_writers import write_lmdb  # isort: skip
 
 DATA = Path(__file__).parents[1] / "stores" / "data"
 IMAGES = [picture(i, 8, 8) for i in range(30)]
@@ -39,13 +39,6 @@ def contents(store: Store) -> dict[str, list[Any]]:
     """All columns but the sizes, which a conversion adds."""
     columns = tuple(name for name in store.columns if name not in ("width", "height"))
     return {name: list(values) for name, values in store.read(np.arange(len(store)), columns).items()}
-
-
-def write_lmdb(path: Path, entries: dict[bytes, bytes]) -> Path:
-    with lmdb.open(str(path), subdir=False, lock=False) as env, env.begin(write=True) as txn:
-        for key, value in entries.items():
-            txn.put(key, value)
-    return path
 
 
 def labelled_entry(key: bytes, value: bytes) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from raypipe.stores import open_store
 from raypipe.stores.base import MemoryStore, Store
 from raypipe.streaming.opening import run_columns
 
-from conftest import CLASSES, picture  # isort: skip
+from pictures import CLASSES, picture  # isort: skip
 
 NUM = 100
 IMAGES = [picture(i) for i in range(NUM)]

@@ -31,8 +31,7 @@ from PIL import Image
 
 from raypipe.stores.record import COLUMN_TYPES, KEY, METADATA_KEY, Metadata
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-sys.path.insert(0, str(Path(__file__).parents[1] / "stores"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from shard_writers import write_mds
 
 SIDE = 6

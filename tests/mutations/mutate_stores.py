@@ -19,7 +19,7 @@ from mutate import EDGES, Mutation, flip, flip_within, number, page, truncate
 
 from raypipe.stores import open_writer
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 import bombs
 
 NUM_SAMPLES = 24

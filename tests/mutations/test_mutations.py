@@ -1,7 +1,8 @@
 """Mutated images and stores: each an image, a bad sample or one clear error; nothing dies, hangs or swells.
 
-`python -m pytest -s --soak tests/mutations` takes all 27,300 of them, five minutes on two busy cores; the suite
-takes every kind's first tenth, and 120 at least. It prints the outcomes, and a failure names the input, which
+`python -m pytest -s --tier soak tests/mutations` takes all 27,300 of them, five minutes on two busy cores; the
+default tier takes every kind's first tenth, and 120 at least. It prints the outcomes, and a failure names the
+input, which
 
     cd tests/mutations && python run_mutations.py KIND NUMBER 1 FOLDER
 
@@ -24,6 +25,7 @@ from typing import get_args
 import pyarrow as pa
 import pytest
 from mutate_columns import GROUPS, RECORD, Case, numeric_types
+from tiers import is_soak
 
 import raypipe
 import raypipe.stores
@@ -81,9 +83,7 @@ def run(kind: str, first: int, count: int, folder: Path) -> Report:
 
 @pytest.fixture(scope="module")
 def num_inputs(pytestconfig: pytest.Config) -> dict[str, int]:
-    return {
-        kind: num if pytestconfig.getoption("--soak") else max(120, num // 10) for kind, num in NUM_INPUTS.items()
-    }
+    return {kind: num if is_soak(pytestconfig) else max(120, num // 10) for kind, num in NUM_INPUTS.items()}
 
 
 @pytest.fixture(scope="module")

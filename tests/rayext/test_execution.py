@@ -11,6 +11,7 @@ import pytest
 import ray
 import ray.data
 from ray import cloudpickle
+from tiers import is_soak
 
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.errors import ResourceError
@@ -28,7 +29,7 @@ def test_a_store_of_ten_times_the_object_store_streams_without_spilling_whoever_
 ) -> None:
     # A process and a cluster of its own, with an object store of 80 MiB. The short form has one stream, whose
     # trainer is slow at first.
-    num_cases = 4 if request.config.getoption("--soak") else 1
+    num_cases = 4 if is_soak(request.config) else 1
     script = Path(__file__).parents[2] / "benchmarks" / "flow.py"
     command = [sys.executable, str(script), f"--cases={num_cases}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=380, check=False)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tiers import is_soak
 
 from raypipe.config import PoolConfig
 from raypipe.rayext import pool
@@ -28,7 +29,7 @@ BENCH = Path(__file__).parents[1] / "autoscale_bench.py"
 def test_nodes_come_for_a_stream_that_starves_and_go_and_none_come_for_a_slow_trainer(
     tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    soak = request.config.getoption("--soak")  # without: that a slow trainer gets no more, this file shows
+    soak = is_soak(request.config)  # without: that a slow trainer gets no more, this file shows
     output = tmp_path / "timeline.json"
     command = [sys.executable, str(BENCH), "--starving-s=60", "--slow-s=20", f"--output={output}"]
     command += [] if soak else ["--streams=fast", "--max-nodes=2"]

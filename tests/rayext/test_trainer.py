@@ -142,6 +142,7 @@ def test_a_plain_trainer_retries_a_loss_and_an_error_of_the_users_as_it_is_told(
         callback.after_worker_group_poll_status(failed(ConfigError("a setting")))
 
 
+@pytest.mark.system
 @pytest.mark.cluster
 @pytest.mark.usefixtures("ray_cluster")
 def test_an_error_of_raypipe_ends_a_plain_trainer_at_its_first_try(tmp_path: Path) -> None:

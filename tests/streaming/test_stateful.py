@@ -250,6 +250,7 @@ def test_a_run_refuses_an_own_loops_parts_of_other_names_or_groups(
         without_ray.train(dataclasses.replace(run, name="moved", train=start))
 
 
+@pytest.mark.system
 @pytest.mark.cluster
 @pytest.mark.timeout(180)
 @pytest.mark.usefixtures("two_cpus")

@@ -30,7 +30,7 @@ from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.fields import COLUMN, MicroBatch, Ragged, in_group
 from raypipe.transform.samples import EncodedSample, Samples
 
-from conftest import picture  # isort: skip
+from pictures import picture  # isort: skip
 
 NUM = 20
 IMAGES = [picture(number) for number in range(NUM)]

@@ -1,6 +1,6 @@
 """Search for an augmentation policy on your own store.
 
-    uv run jobs/tune.py                                            on the digits that scikit-learn ships
+    uv run jobs/tune.py                                            on the digits that raypipe ships
     uv run jobs/tune.py --config run.yaml --trials 24 --transforms '[light, heavy]'
     uv run jobs/tune.py --resume runs/tune-20261121-104600-3fa2    go on where it stopped
     uv run jobs/train.py --config runs/tune-20261121-104600-3fa2/best.yaml

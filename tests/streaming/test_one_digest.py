@@ -33,7 +33,8 @@ from raypipe.streaming.pipeline import splits
 from raypipe.streaming.spec import StreamSpec
 from raypipe.transform import kernel
 
-from conftest import picture  # isort: skip
+from pictures import picture  # isort: skip
+from tiers import is_soak  # isort: skip
 
 pytestmark = [
     pytest.mark.cluster,
@@ -164,7 +165,7 @@ def test_the_digest_is_one_by_the_kernel_and_without_it_by_any_threads_actors_an
         ("the first actor", (2, 2), 1),
         ("every actor", (4, 1), 0),
     ]
-    if request.config.getoption("--soak"):
+    if is_soak(request.config):
         cases = list(itertools.product(WITHOUT, POOLS, (1, 3, 0)))
     for number, (without, (threads, actors), block) in enumerate(cases):
         found = digests_of(tmp_path / str(number), without, threads, actors, block)

@@ -165,7 +165,7 @@ _HELD_OUT = 360
 def digits_stores(folder: Path | None = None) -> tuple[str, str]:
     """Addresses of the training and the validation store of the digits; written on first use.
 
-    They are 1,797 real scans of 8 x 8 pixels (E. Alpaydin, C. Kaynak, UCI 1998). 360 are held out, as large a share
+    They are 1,797 real scans of 8 x 8 pixels (E. Alpaydin, C. Kaynak, UCI 1998). 360 are held out, an equal share
     of each class. raypipe/digits.npz has them, the training samples first: `levels` (N, 8, 8) and `labels` (N).
 
     Args:

@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from raypipe.config import AugmentConfig
 from raypipe.device.augment import DeviceAugment
 from raypipe.device.wire import rgb
-from raypipe.train.learning import build_model
+from raypipe.train.models import build_model
 from raypipe.train.ordered import StepBatchNorm
 
 CPU = torch.device("cpu")

@@ -52,13 +52,13 @@ from raypipe.device.jpeg_decoders import find_decoder
 from raypipe.device.mixing import Mixed, mixed_cross_entropy
 from raypipe.device.prefetcher import on_device
 from raypipe.plan.places import MicroBatchId
-from raypipe.train.learning import build_model, build_optimizer
+from raypipe.train.models import build_model, build_optimizer
 from raypipe.train.ordered import StepBatchNorm
 from raypipe.transform.batch import MicroBatchTransform
 from raypipe.transform.contents import build_content
 from raypipe.transform.encoded import CROP, DATA, FLIP
 from raypipe.transform.fields import MicroBatch
-from raypipe.transform.samples import EncodedSample
+from raypipe.transform.samples import EncodedSample, Samples
 
 STANDARD = AugmentConfig(preset="standard", mixup_alpha=0.2, cutmix_alpha=1.0)
 Fed = tuple[torch.Tensor, torch.Tensor, Mixed | None]
@@ -319,7 +319,7 @@ def measure_decode(args: Any, device: torch.device, store: str) -> float:
     images = opened.read(rows % len(opened), ("image",))["image"]
     keys = np.stack([rows, rows], 1).astype(np.uint64)
     content = build_content("light", TransformConfig(size=args.size, decode="gpu"))
-    fields = MicroBatchTransform(content).run([*map(EncodedSample, images)], rows, keys)[0].finish()
+    fields = MicroBatchTransform(content).run(Samples.of([*map(EncodedSample, images)]), rows, keys)[0].finish()
     data: Any = fields[DATA]
     batch: Any = {"data": data.values, "offsets": data.offsets, "crop": fields[CROP], "flip": fields[FLIP]}
     batch["ok"] = np.ones(len(rows), bool)

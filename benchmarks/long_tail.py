@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 
 import raypipe
 from raypipe.stores import ParquetWriter
-from raypipe.train.learning import small_model
+from raypipe.train.models import small_model
 
 
 def long_tail(address: str, path: Path, imbalance: float) -> list[int]:

@@ -24,7 +24,7 @@ from raypipe.transform.batch import MicroBatchTransform
 from raypipe.transform.contents import Images
 from raypipe.transform.presets import build_transform
 from raypipe.transform.sample_cache import SampleCache, open_caches
-from raypipe.transform.samples import EncodedSample
+from raypipe.transform.samples import EncodedSample, Samples
 
 MODES = ("off", "disk")
 MICRO_BATCH = 50
@@ -44,7 +44,7 @@ class Mode:
         kept = self._cache.find(indices) if self._cache else {}
         images = [kept.get(position, self._images[index]) for position, index in enumerate(indices.tolist())]
         keys = np.stack([np.full(len(indices), epoch), indices], axis=1).astype(np.uint64)
-        rows, _ = self._transform.run(images, indices, keys)
+        rows, _ = self._transform.run(Samples.of(images), indices, keys)
         made: Any = rows.finish()["image"]
         return made, time.thread_time_ns() - started_ns
 

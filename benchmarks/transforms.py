@@ -2,9 +2,9 @@
 
     OMP_NUM_THREADS=1 python benchmarks/transforms.py STORE [TRANSFORM …] [--samples 500] [--repeats 3]
 
-Every image goes through all transforms in turn, so that what else the machine does falls on all of them alike; the
-times are CPU seconds of the thread, which is why torch must have no other. The last line is JSON: images/s of one
-core, medians over the repeats.
+Every micro-batch goes through all transforms in turn, so that what else the machine does falls on all of them
+alike; the times are CPU seconds of the thread, which is why torch must have no other. The last line is JSON:
+images/s of one core, medians over the repeats.
 """
 
 from __future__ import annotations
@@ -15,14 +15,12 @@ import os
 import statistics
 
 import cv2
-import numpy as np
-from crop_decode import measure
+from crop_decode import measure, samples_of
 
-from raypipe import TransformConfig, open_store
-from raypipe.transform.contents import Images
+from raypipe import TransformConfig
+from raypipe.transform.batch import MicroBatchTransform
+from raypipe.transform.contents import build_content
 from raypipe.transform.kernel import why_no_kernel
-from raypipe.transform.presets import build_transform
-from raypipe.transform.samples import EncodedSample
 
 NAMES = ["light", "heavy", "tv-light", "autoaugment", "randaugment", "trivialaugment", "augmix"]
 
@@ -38,15 +36,12 @@ def main() -> None:
     if os.environ.get("OMP_NUM_THREADS") != "1":
         parser.error("set OMP_NUM_THREADS=1: work of torch's other threads is not counted")
     cv2.setNumThreads(1)  # as in an actor
-    store = open_store(options.store)
-    encoded = store.read(np.arange(min(len(store), options.samples)), ("image",))["image"]
-    images = [EncodedSample(image) for image in encoded]
-    modes = {
-        name: Images(build_transform(name, options.size), TransformConfig()).one for name in options.transforms
-    }
-    measure(images[:20], modes, 0)
-    repeats = [measure(images, modes, epoch) for epoch in range(1, options.repeats + 1)]
-    print(f"{len(images)} images to {options.size} px; extension: {why_no_kernel() or 'used'}")
+    samples = samples_of(options.store, options.samples)
+    config = TransformConfig(size=options.size)
+    modes = {name: MicroBatchTransform(build_content(name, config)) for name in options.transforms}
+    measure(samples[:1], modes, 0)
+    repeats = [measure(samples, modes, epoch) for epoch in range(1, options.repeats + 1)]
+    print(f"{sum(map(len, samples))} images to {options.size} px; extension: {why_no_kernel() or 'used'}")
     for name in modes:
         ratio = statistics.median(repeat[name] / repeat[options.transforms[0]] for repeat in repeats)
         all_of_it = ", ".join(f"{repeat[name]:.1f}" for repeat in repeats)

@@ -1,7 +1,10 @@
 """Mutated JPEGs and random programs through the extension: what it accepts has the pixels of the usual way.
 
-Half of the inputs go to decode_crop, and are held against simplejpeg; half to run(), with a program, which
-`raypipe.transform.decode` and `reference` have to agree with. A slot lies between guard bytes.
+A third of the inputs go to decode_crop, and are held against simplejpeg; a third to run(), with a program, which
+`raypipe.transform.decode` and `reference` have to agree with, in a slot between guard bytes; and a third to
+to_seekable, whose result has to have the pixels of its input, and is then itself changed: with its checksum it
+must be refused, and with one that fits it must only do no harm, since a file can say anything of itself. Levels of
+vector instructions take turns.
 
     python csrc/fuzz.py [FIRST [COUNT]]        COUNT inputs from number FIRST on; 0 and 4,000
     csrc/sanitize.sh [FIRST [COUNT]]           the same, by a build under sanitizers
@@ -16,6 +19,8 @@ import contextlib
 import io
 import itertools
 import sys
+import zlib
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -30,6 +35,7 @@ from raypipe.transform.ops import MAX_FILTER, MAX_RADIUS, Op
 HEIGHT, WIDTH = 40, 52
 _MOST_PIXELS = 1_000_000  # a header may be made to declare 65,500 x 65,500
 _EXTRA_COLUMNS = 39  # see raypipe.transform.jpeg
+_TAG = b"raypipe seekable"
 OPTIONS: list[dict[str, Any]] = [
     {"quality": 75},
     {"quality": 95},
@@ -103,13 +109,13 @@ def agrees(data: bytes, rng: np.random.Generator) -> bool | None:
     return True
 
 
-def random_op(rng: np.random.Generator) -> tuple[int, list[int]]:
-    """An operation with params that are mostly good."""
+def random_op(rng: np.random.Generator, op: Op | None = None) -> tuple[int, list[int]]:
+    """An operation with params that are mostly good: this one, or any."""
 
     def some(low: int, high: int, num: int) -> list[int]:
         return [int(number) for number in rng.integers(low, high, num)]
 
-    code = Op(int(rng.integers(1, len(Op) + 1)))
+    code = op or Op(int(rng.integers(1, len(Op) + 1)))
     match code:
         case Op.CROP:
             return code, [*some(0, 30, 2), *some(1, 12, 2)]
@@ -147,22 +153,18 @@ def runs_like_reference(data: bytes, rng: np.random.Generator) -> bool | None:
     from _raypipe_kernel import run
 
     program = [random_op(rng) for _ in range(int(rng.integers(0, 4)))]
-    is_spoilt = False
     for _, params in program:
         if params and rng.random() < 0.05:
             params[int(rng.integers(len(params)))] = int(rng.choice([-1, 1 << 16, (1 << 63) - 1, -(1 << 63)]))
-            is_spoilt = True
     ops, row = [], []
     for code, params in program:
         ops.append([code, len(row)])
         row += [1, *params]
     table = np.array(ops, np.int32).reshape(-1, 2), np.array([row, row], np.int64)
-    # The reference checks the params of geometry alone; the kernel all.
-    is_comparable = not (is_spoilt and any(code >= Op.JITTER for code, _ in program))
     expected = None
-    with contextlib.suppress(SampleError, ValueError, KeyError):  # KeyError: the decoder's operation
+    with contextlib.suppress(SampleError, ValueError):
         pixels = decode(data)
-        if is_comparable and pixels.shape[0] * pixels.shape[1] <= _MOST_PIXELS:
+        if pixels.shape[0] * pixels.shape[1] <= _MOST_PIXELS:
             expected = reference.apply_all(pixels, table[0], table[1][0])
     size = (HEIGHT, WIDTH) if expected is None else expected.shape[:2]
     memory = np.full((5, *size, 3), 77, np.uint8)
@@ -170,19 +172,84 @@ def runs_like_reference(data: bytes, rng: np.random.Generator) -> bool | None:
     if not (memory[::2] == 77).all():
         return False
     is_scaled = bool(program) and program[0][0] == Op.CROP_SCALED
-    if status or is_scaled or not is_comparable:
+    if status or is_scaled:
         return None
     return expected is not None and np.array_equal(memory[1], expected) and np.array_equal(memory[3], expected)
+
+
+def at_all_levels(first: int, count: int) -> Iterator[int]:
+    """The numbers; for each, the kernel uses no more vector instructions than number modulo 3 says."""
+    from _raypipe_kernel import set_simd
+
+    try:
+        for number in range(first, first + count):
+            set_simd(number % 3)
+            yield number
+    finally:
+        set_simd(2)
 
 
 def fuzz_run(first: int, count: int) -> tuple[int, int, list[int]]:
     """As `fuzz`, of run(); every third input is not damaged."""
     images = originals()
     results = []
-    for number in range(first, first + count):
+    for number in at_all_levels(first, count):
         rng = np.random.default_rng([number, 1])
         data = images[number % len(images)]
         results.append(runs_like_reference(mutated(data, rng) if rng.random() < 0.7 else data, rng))
+    wrong = [first + at for at, result in enumerate(results) if result is False]
+    return results.count(True), results.count(None), wrong
+
+
+def sealed(data: bytes) -> bytes:
+    """A changed seekable JPEG with the checksum that fits, where there is a place for one."""
+    at = data.find(_TAG) + len(_TAG)
+    if at < len(_TAG):
+        return data
+    return data[:at] + zlib.crc32(data[:at] + data[at + 4 :]).to_bytes(4, "big") + data[at + 4 :]
+
+
+def seeks_alike(data: bytes, rng: np.random.Generator) -> bool | None:
+    """Whether a file made seekable has the same pixels, and is refused when damaged; None: it is not made so."""
+    from _raypipe_kernel import decode_crop, to_seekable
+
+    try:
+        seekable = to_seekable(data)
+        whole = simplejpeg.decode_jpeg(data, "RGB")
+    except ValueError:
+        return None
+    height, width, _ = whole.shape
+    if height * width > _MOST_PIXELS:
+        return None
+
+    def crop(file: bytes, left: int, top: int, columns: int, rows: int) -> np.ndarray:
+        pixels = np.empty((rows, columns + _EXTRA_COLUMNS, 3), np.uint8)
+        first = decode_crop(file, left, top, columns, rows, 8, True, pixels, columns + _EXTRA_COLUMNS)
+        return pixels[:, first : first + columns]
+
+    top, left = int(rng.integers(height)), int(rng.integers(width))
+    rows, columns = int(rng.integers(1, height - top + 1)), int(rng.integers(1, width - left + 1))
+    if not np.array_equal(
+        crop(seekable, left, top, columns, rows), whole[top : top + rows, left : left + columns]
+    ):
+        return False
+    damaged = mutated(seekable, rng)
+    with contextlib.suppress(ValueError):
+        crop(sealed(damaged), left, top, columns, rows)
+    with contextlib.suppress(ValueError):
+        crop(damaged, left, top, columns, rows)
+        return damaged == seekable
+    return np.array_equal(simplejpeg.decode_jpeg(seekable, "RGB"), whole)
+
+
+def fuzz_seekable(first: int, count: int) -> tuple[int, int, list[int]]:
+    """As `fuzz`, of to_seekable; every second input is not damaged."""
+    images = originals()
+    results = []
+    for number in range(first, first + count):
+        rng = np.random.default_rng([number, 2])
+        data = images[number % len(images)]
+        results.append(seeks_alike(mutated(data, rng) if rng.random() < 0.5 else data, rng))
     wrong = [first + at for at, result in enumerate(results) if result is False]
     return results.count(True), results.count(None), wrong
 
@@ -191,7 +258,7 @@ def fuzz(first: int, count: int) -> tuple[int, int, list[int]]:
     """How many inputs were accepted and refused, and which were accepted with other pixels."""
     images = originals()
     found = []
-    for number in range(first, first + count):
+    for number in at_all_levels(first, count):
         rng = np.random.default_rng(number)
         found.append(agrees(mutated(images[number % len(images)], rng), rng))
     wrong = [first + at for at, result in enumerate(found) if result is False]
@@ -201,11 +268,11 @@ def fuzz(first: int, count: int) -> tuple[int, int, list[int]]:
 if __name__ == "__main__":
     begin, num = [*map(int, sys.argv[1:]), *(0, 4000)[len(sys.argv) - 1 :]]
     failed = False
-    for name, function in (("decode_crop", fuzz), ("run", fuzz_run)):
-        accepted, refused, differ = function(begin, num // 2)
+    for name, function in (("decode_crop", fuzz), ("run", fuzz_run), ("to_seekable", fuzz_seekable)):
+        accepted, refused, differ = function(begin, num // 3)
         failed |= bool(differ)
         print(
-            f"{name}: {num // 2} inputs from {begin} on: {accepted} accepted, {refused} refused, "
+            f"{name}: {num // 3} inputs from {begin} on: {accepted} accepted, {refused} refused, "
             f"{len(differ)} wrong {differ[:9]}"
         )
     sys.exit(failed)

@@ -43,6 +43,11 @@ typedef struct {
     int writable; /* they are this thread's own, and nobody else needs them any more */
 } Image;
 
+/* Of pixels. */
+typedef struct {
+    int left, top, width, height;
+} Rectangle;
+
 typedef struct {
     uint8_t *bytes;
     size_t size;

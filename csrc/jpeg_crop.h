@@ -31,6 +31,7 @@
 #error "needs the headers of libjpeg-turbo 2.1 or later"
 #endif
 
+#include "jpeg_baseline.h"
 #include "jpeg_huffman.h"
 
 /* Output columns. Chroma's interpolation reaches 1 chroma sample to each side, which is 2 pixels; and rows of fewer
@@ -63,6 +64,9 @@ typedef struct {
     HuffmanTables tables; /* most files of a store have the same ones */
     JHUFF_TBL one_code;
     int is_made;
+#ifdef HAS_AVX2
+    Baseline baseline;
+#endif
 } Decoder;
 
 static void refuse(Trouble *trouble, const char *message)
@@ -216,12 +220,25 @@ static void start_without_tables(struct jpeg_decompress_struct *info, JHUFF_TBL 
 }
 
 /* The column of `out`, height x columns x 3 bytes, in which the rectangle begins; or -1, and trouble->message. */
-static int decode_crop(Decoder *decoder, const unsigned char *data, size_t size, Crop crop, unsigned char *out)
+static int decode_crop(
+    Decoder *decoder, const unsigned char *data, size_t size, Crop crop, int simd, unsigned char *out)
 {
     struct jpeg_decompress_struct *info = &decoder->info;
     Trouble *trouble = &decoder->trouble;
     Entropy *entropy = &decoder->entropy;
     trouble->message[0] = 0;
+    const Seek seek = find_seek(data, size);
+    if (seek.segment && !is_undamaged(data, size, &seek)) {
+        snprintf(trouble->message, sizeof trouble->message, "its checksum is wrong");
+        return -1;
+    }
+#ifdef HAS_AVX2
+    const Rectangle box = {(int)crop.left, (int)crop.top, (int)crop.width, (int)crop.height};
+    if (simd == SIMD_AVX2 && crop.eighths == 8 && crop.width <= crop.columns &&
+        decode_baseline(&decoder->baseline, entropy, &decoder->tables, data, size, &seek, box, crop.to_end,
+                        out, (ptrdiff_t)crop.columns * 3))
+        return 0;
+#endif
     if (setjmp(trouble->escape)) { /* of what is set below, only what the decoder owns is used here */
         end_decoder(decoder);
         return -1;
@@ -263,8 +280,13 @@ static int decode_crop(Decoder *decoder, const unsigned char *data, size_t size,
     /* The columns of MCUs that jpeg_crop_scanline has chosen, by its own rule. */
     const JDIMENSION mcu_columns = (JDIMENSION)info->max_h_samp_factor * crop.eighths;
     if (is_own) {
-        if (!begin_scan(entropy, &decoder->tables, info, left / mcu_columns, (left + width - 1) / mcu_columns))
-            refuse(trouble, "unusual Huffman tables");
+        Scan scan;
+        scan_of_libjpeg(info, &scan);
+        scan.seek = seek;
+        unsigned char *clean = (*info->mem->alloc_large)(
+            (j_common_ptr)info, JPOOL_IMAGE, (size_t)(scan.end - scan.data) + PADDING);
+        if (!begin_scan(entropy, &decoder->tables, &scan, clean, left / mcu_columns, (left + width - 1) / mcu_columns))
+            refuse(trouble, "unusual Huffman tables, or rows that are not where they should be");
         info->client_data = entropy;
         info->entropy->decode_mcu = on_mcu;
     }

@@ -15,8 +15,10 @@
 #define SCAN_BYTES 10
 
 typedef struct {
-    int height, width, num_components, is_progressive;
+    int height, width, num_components, is_progressive, has_exif;
 } Header;
+
+#define EXIF "Exif\0" /* and one more zero, its end */
 
 /* Baseline, extended and progressive frames of 8 bits in the usual samplings: see is_usual in jpeg_crop.h. */
 static int read_frame(const uint8_t *body, size_t size, int marker, Header *header)
@@ -51,6 +53,7 @@ static int is_within_limits(const Header *header, size_t size, int components_in
 static int read_header(const uint8_t *data, size_t size, Header *header)
 {
     int has_frame = 0;
+    header->has_exif = 0;
     if (size < 4 || data[0] != 0xFF || data[1] != 0xD8)
         return 0;
     for (size_t at = 2; size - at >= 4;) {
@@ -65,6 +68,8 @@ static int read_header(const uint8_t *data, size_t size, Header *header)
             if (has_frame || !read_frame(body, length - 2, marker, header))
                 return 0;
             has_frame = 1;
+        } else if (marker == 0xE1 && length >= 2 + sizeof EXIF && memcmp(body, EXIF, sizeof EXIF) == 0) {
+            header->has_exif = 1;
         } else if (marker != 0xC4 && marker < 0xDB) { /* all but tables, application data and comments */
             return 0;
         }

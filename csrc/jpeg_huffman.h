@@ -24,6 +24,9 @@
 
 #include <jpeglib.h>
 
+#include "jpeg_seek.h"
+#include "versions.h"
+
 /* The beginning of libjpeg's struct of this name, the same in all versions; jpegint.h is seldom installed. */
 struct jpeg_entropy_decoder {
     void (*start_pass)(j_decompress_ptr info);
@@ -34,6 +37,8 @@ struct jpeg_entropy_decoder {
 /* Bits of a look. Tables are built for every image, in 2^SKIP_BITS and 2^LOOK_BITS steps. */
 #define LOOK_BITS 10
 #define SKIP_BITS 11
+#define PAIR_BITS 11
+#define MANY_BYTES 8192 /* of a scan, for which it pays to build a table of pairs */
 #define CODE_BITS 16  /* of the longest code */
 #define VALUE_BITS 15 /* of the longest value */
 #define MAX_JOINED 3  /* codes in a look that skips: 3 runs of 16 are still less than END_OF_BLOCK */
@@ -48,8 +53,15 @@ typedef struct {
     /* By the next LOOK_BITS: value << 16 | advance << 8 | bits, with the bits of the value; 0 = they are not all in
      * sight. The advance is that of the position in the block: run + 1, or END_OF_BLOCK. */
     int32_t look[1 << LOOK_BITS];
+    /* By the next PAIR_BITS, of an AC table: one code with its value or two; the first's bits (8) and advance (8), both
+     * ones' bits (8) and advance (8), the first value (16) and the last (16), from the lowest bits on. 0 = a longer
+     * code. Of one alone, both are that one. */
+    uint64_t pairs[1 << PAIR_BITS];
+    int has_pairs;
     /* By the next SKIP_BITS: advance << 8 | bits, of up to three codes and values; 0 = a longer code. */
     uint16_t skip[1 << SKIP_BITS];
+    /* By the next LOOK_BITS: length << 8 | symbol of a code, whose value may be longer; 0 = a longer code. */
+    uint16_t codes[1 << LOOK_BITS];
     /* By the length of a code: the first 16 bits, as a number, of what is longer; and where its symbols begin. */
     uint32_t limit[CODE_BITS + 1];
     int32_t offset[CODE_BITS + 1];
@@ -58,6 +70,23 @@ typedef struct {
 typedef struct {
     Table dc[NUM_HUFF_TBLS], ac[NUM_HUFF_TBLS];
 } HuffmanTables;
+
+/* A block of an MCU: of which component, and by which tables. */
+typedef struct {
+    int component, dc, ac;
+    const JHUFF_TBL *dc_codes, *ac_codes;
+} ScanBlock;
+
+/* A baseline scan. */
+typedef struct {
+    const unsigned char *data, *end;
+    JDIMENSION columns; /* MCUs of a row */
+    unsigned long num_mcus;
+    unsigned int interval; /* MCUs between restarts, 0: there are none */
+    int num_blocks;        /* of an MCU */
+    Seek seek;             /* of a seekable file, whose end is the scan's */
+    ScanBlock blocks[D_MAX_BLOCKS_IN_MCU];
+} Scan;
 
 typedef struct {
     const unsigned char *raw, *raw_end; /* not copied yet; at a marker, or at the end */
@@ -69,10 +98,12 @@ typedef struct {
     JDIMENSION columns, column, first_column, last_column; /* MCUs: a row's, the next one, and those wanted */
     unsigned long left;                                    /* MCUs of the scan */
     unsigned int interval, until_restart, restarts;        /* MCUs between restarts, 0: there are none */
-    int num_blocks;
+    int num_blocks, by_pairs;
     int component[D_MAX_BLOCKS_IN_MCU];
     const Table *dc[D_MAX_BLOCKS_IN_MCU], *ac[D_MAX_BLOCKS_IN_MCU];
     uint32_t last_dc[MAX_COMPS_IN_SCAN]; /* as libjpeg's, but unsigned: damage makes it overflow */
+    Seek seek;
+    uint32_t row, open_row; /* of a seekable file: the next MCU's, and one more than the row that `clean` is of */
 } Entropy;
 
 /* Zigzag to natural order. Behind 63, as in libjpeg: damaged runs end there, and so do those of END_OF_BLOCK, which
@@ -111,6 +142,32 @@ static void join_codes(Table *table, const uint8_t *lengths)
     }
 }
 
+/* Fills table->pairs, by looks of LOOK_BITS at the first and at what follows it. */
+static void join_pairs(Table *table)
+{
+    if (table->has_pairs)
+        return;
+    for (uint32_t at = 0; at < 1u << PAIR_BITS; at++) {
+        const uint32_t window = at << (32 - PAIR_BITS); /* its bits, and no more, at the top */
+        const uint32_t first = (uint32_t)table->look[window >> (32 - LOOK_BITS)];
+        if (!first) {
+            table->pairs[at] = 0;
+            continue;
+        }
+        const uint32_t bits = first & 255, advance = first >> 8 & 255;
+        uint32_t all_bits = bits, all_advance = advance, last = first;
+        const uint32_t next = advance < END_OF_BLOCK ? (uint32_t)table->look[(window << bits) >> (32 - LOOK_BITS)] : 0;
+        if (next && bits + (next & 255) <= PAIR_BITS) {
+            all_bits += next & 255;
+            all_advance += next >> 8 & 255;
+            last = next;
+        }
+        table->pairs[at] = bits | advance << 8 | all_bits << 16 | (uint64_t)all_advance << 24 |
+                           (uint64_t)(first >> 16) << 32 | (uint64_t)(last >> 16) << 48;
+    }
+    table->has_pairs = 1;
+}
+
 /* 0: not a table. */
 static int build(Table *table, const JHUFF_TBL *source, int is_dc)
 {
@@ -119,9 +176,10 @@ static int build(Table *table, const JHUFF_TBL *source, int is_dc)
         return 1;
     table->source = *source;
     table->is_dc = is_dc;
-    table->is_built = 0;
+    table->is_built = table->has_pairs = 0;
     memset(table->look, 0, sizeof table->look);
     memset(table->skip, 0, sizeof table->skip);
+    memset(table->codes, 0, sizeof table->codes);
     uint8_t lengths[1 << SKIP_BITS]; /* of the codes alone */
     uint32_t code = 0;
     int num = 0;
@@ -134,6 +192,11 @@ static int build(Table *table, const JHUFF_TBL *source, int is_dc)
             if (is_dc && symbol > VALUE_BITS)
                 return 0;
             const int advance = is_dc ? 1 : advance_of(symbol), bits = length + size;
+            if (length <= LOOK_BITS) {
+                const uint32_t first = code << (LOOK_BITS - length);
+                for (uint32_t at = first; at < first + (1u << (LOOK_BITS - length)); at++)
+                    table->codes[at] = (uint16_t)(length << 8 | symbol);
+            }
             if (bits <= LOOK_BITS) {
                 const uint32_t first = code << (LOOK_BITS - length);
                 for (uint32_t at = first; at < first + (1u << (LOOK_BITS - length)); at++) {
@@ -210,21 +273,86 @@ static inline uint64_t load(const unsigned char *from)
 /* A symbol and its value, however long; both were in `bits`. Returns 0 from where it is used: no such code. */
 #define LONG_SYMBOL(table, symbol, value) \
     do { \
-        const uint32_t ahead = (uint32_t)(bits >> (64 - CODE_BITS)); \
-        int length = 1; \
-        while (length <= CODE_BITS && ahead >= (table)->limit[length]) \
-            length++; \
-        if (length > CODE_BITS) \
-            return 0; \
-        symbol = (table)->source.huffval[(int)(ahead >> (CODE_BITS - length)) + (table)->offset[length]]; \
+        int length = (table)->codes[bits >> (64 - LOOK_BITS)]; \
+        if (length) { \
+            symbol = length & 255; \
+            length >>= 8; \
+        } else { \
+            const uint32_t ahead = (uint32_t)(bits >> (64 - CODE_BITS)); \
+            length = LOOK_BITS + 1; \
+            while (length <= CODE_BITS && ahead >= (table)->limit[length]) \
+                length++; \
+            if (length > CODE_BITS) \
+                return 0; \
+            symbol = (table)->source.huffval[(int)(ahead >> (CODE_BITS - length)) + (table)->offset[length]]; \
+        } \
         DROP(length); \
         const int size = symbol & 15; \
         value = size ? extend((uint32_t)(bits >> (64 - size)), size) : 0; \
         DROP(size); \
     } while (0)
 
+/* Looks at an AC table: each takes what it finds. The second one of a pair is the next block's where the first one is
+ * the block's last coefficient. */
+#define SKIP_CODES \
+    { \
+        const int skip = table->skip[bits >> (64 - SKIP_BITS)], advance = skip >> 8; \
+        /* All of several codes belong to this block if the last one does: it ends in it, or is its end. */ \
+        const int last = position + advance % END_OF_BLOCK + advance / END_OF_BLOCK; \
+        if (__builtin_expect(!skip || last > DCTSIZE2, 0)) { \
+            LONG_SYMBOL(table, symbol, value); \
+            position += advance_of(symbol); \
+            continue; \
+        } \
+        position += advance; \
+        DROP(skip & 255); \
+    }
+#define DECODE_PAIR \
+    { \
+        const uint64_t pair = table->pairs[bits >> (64 - PAIR_BITS)]; \
+        if (__builtin_expect(!pair, 0)) { \
+            LONG_SYMBOL(table, symbol, value); \
+            position += advance_of(symbol); \
+            block[ORDER[position - 1]] = (JCOEF)value; \
+            continue; \
+        } \
+        const int first = position + (int)(pair >> 8 & 255), is_inside = first < DCTSIZE2; \
+        block[ORDER[first - 1]] = (JCOEF)(pair >> 32); \
+        position = is_inside ? position + (int)(pair >> 24 & 255) : first; \
+        block[ORDER[position - 1]] = (JCOEF)(is_inside ? pair >> 48 : pair >> 32); \
+        const int used = (int)(is_inside ? pair >> 16 & 255 : pair & 255); \
+        DROP(used); \
+    }
+#define DECODE_CODE \
+    { \
+        const int32_t entry = table->look[bits >> (64 - LOOK_BITS)]; \
+        if (__builtin_expect(!entry, 0)) { \
+            LONG_SYMBOL(table, symbol, value); \
+            position += advance_of(symbol); \
+            block[ORDER[position - 1]] = (JCOEF)value; \
+            continue; \
+        } \
+        position += entry >> 8 & 255; \
+        block[ORDER[position - 1]] = (JCOEF)(entry >> 16); \
+        DROP(entry & 255); \
+    }
+
+/* A block's AC codes. Three looks take at most 22 + 31 of the 56 bits of a refill: to ask before each of them how many
+ * are left costs more, since the answer cannot be foreseen. */
+#define AC_CODES(LOOK) \
+    for (int position = 1; position < DCTSIZE2;) { \
+        REFILL; \
+        LOOK \
+        if (position >= DCTSIZE2) \
+            break; \
+        LOOK \
+        if (position >= DCTSIZE2) \
+            break; \
+        LOOK \
+    }
+
 /* The next MCU. blocks: filled, where they are wanted; NULL: none is. */
-static int decode_blocks(Entropy *e, JBLOCKROW *blocks)
+INLINE int decode_blocks(Entropy *e, JBLOCKROW *blocks)
 {
     const unsigned char *next = e->next;
     uint64_t bits = e->bits;
@@ -233,7 +361,7 @@ static int decode_blocks(Entropy *e, JBLOCKROW *blocks)
         const Table *table = e->dc[number];
         int symbol, value = 0;
         REFILL;
-        int32_t entry = table->look[bits >> (64 - LOOK_BITS)];
+        const int32_t entry = table->look[bits >> (64 - LOOK_BITS)];
         if (entry) {
             DROP(entry & 255);
             value = entry >> 16;
@@ -242,39 +370,19 @@ static int decode_blocks(Entropy *e, JBLOCKROW *blocks)
         }
         const uint32_t dc = e->last_dc[e->component[number]] += (uint32_t)value;
         table = e->ac[number];
-        if (blocks) {
-            JCOEF *block = *blocks[number];
-            block[0] = (JCOEF)dc;
+        if (!blocks) { /* what is skipped may have its value behind what is in sight: 26 bits, too many for three looks */
             for (int position = 1; position < DCTSIZE2;) {
-                if (count < CODE_BITS + VALUE_BITS)
-                    REFILL;
-                entry = table->look[bits >> (64 - LOOK_BITS)];
-                if (__builtin_expect(entry != 0, 1)) {
-                    position += entry >> 8 & 255;
-                    block[ORDER[position - 1]] = (JCOEF)(entry >> 16);
-                    DROP(entry & 255);
-                } else {
-                    LONG_SYMBOL(table, symbol, value);
-                    position += advance_of(symbol);
-                    block[ORDER[position - 1]] = (JCOEF)value;
-                }
+                REFILL;
+                SKIP_CODES
             }
-        } else {
-            for (int position = 1; position < DCTSIZE2;) {
-                if (count < CODE_BITS + VALUE_BITS)
-                    REFILL;
-                const int skip = table->skip[bits >> (64 - SKIP_BITS)], advance = skip >> 8;
-                /* All of several codes belong to this block if the last one does: it ends in it, or is its end. */
-                const int last = position + advance % END_OF_BLOCK + advance / END_OF_BLOCK;
-                if (__builtin_expect(skip && last <= DCTSIZE2, 1)) {
-                    position += advance;
-                    DROP(skip & 255);
-                } else {
-                    LONG_SYMBOL(table, symbol, value);
-                    position += advance_of(symbol);
-                }
-            }
+            continue;
         }
+        JCOEF *block = *blocks[number];
+        block[0] = (JCOEF)dc;
+        if (e->by_pairs)
+            AC_CODES(DECODE_PAIR)
+        else
+            AC_CODES(DECODE_CODE)
     }
     e->next = next;
     e->bits = bits;
@@ -282,42 +390,113 @@ static int decode_blocks(Entropy *e, JBLOCKROW *blocks)
     return bits_left(e) >= 0;
 }
 
-/* Takes the place of libjpeg's decoder, after jpeg_start_decompress, of a file of one baseline scan. The MCUs of
- * other columns than these are skipped. Tables are built where they are not those of the last image. 0: it cannot be. */
-static int begin_scan(
-    Entropy *e, HuffmanTables *tables, j_decompress_ptr info, JDIMENSION first_column, JDIMENSION last_column)
+/* The scan of which libjpeg is at the beginning, after jpeg_start_decompress, of a file of one baseline scan. */
+static void scan_of_libjpeg(j_decompress_ptr info, Scan *scan)
 {
-    memset(e, 0, sizeof *e);
-    e->raw = info->src->next_input_byte;
-    e->raw_end = e->raw + info->src->bytes_in_buffer;
-    e->clean = (*info->mem->alloc_large)((j_common_ptr)info, JPOOL_IMAGE, info->src->bytes_in_buffer + PADDING);
-    e->first_column = first_column;
-    e->last_column = last_column;
-    e->columns = info->MCUs_per_row;
-    e->left = (unsigned long)info->MCUs_per_row * info->MCU_rows_in_scan;
-    e->interval = e->until_restart = info->restart_interval;
-    e->num_blocks = info->blocks_in_MCU;
-    for (int number = 0; number < e->num_blocks; number++) {
+    *scan = (Scan){.data = info->src->next_input_byte, .columns = info->MCUs_per_row, .interval = info->restart_interval};
+    scan->end = scan->data + info->src->bytes_in_buffer;
+    scan->num_mcus = (unsigned long)info->MCUs_per_row * info->MCU_rows_in_scan;
+    scan->num_blocks = info->blocks_in_MCU;
+    for (int number = 0; number < scan->num_blocks; number++) {
         const int at = info->MCU_membership[number];
         const jpeg_component_info *component = info->cur_comp_info[at];
-        const JHUFF_TBL *dc = info->dc_huff_tbl_ptrs[component->dc_tbl_no];
-        const JHUFF_TBL *ac = info->ac_huff_tbl_ptrs[component->ac_tbl_no];
-        e->component[number] = at;
-        e->dc[number] = &tables->dc[component->dc_tbl_no];
-        e->ac[number] = &tables->ac[component->ac_tbl_no];
-        if (!dc || !ac || !build(&tables->dc[component->dc_tbl_no], dc, 1) ||
-            !build(&tables->ac[component->ac_tbl_no], ac, 0))
+        const int dc = component->dc_tbl_no, ac = component->ac_tbl_no;
+        scan->blocks[number] = (ScanBlock){at, dc, ac, info->dc_huff_tbl_ptrs[dc], info->ac_huff_tbl_ptrs[ac]};
+    }
+}
+
+/* Whether the places of rows are those of this scan. Rows are opened when something is wanted of them. */
+static int begin_seeking(const Entropy *e)
+{
+    return e->interval == e->columns && e->seek.num_rows * (unsigned long)e->columns == e->left &&
+           place_of_row(&e->seek, 0) == (size_t)(e->raw - e->seek.file);
+}
+
+/* Goes to the beginning of a row. 0: its codes are not where they should be, between two markers. */
+static int open_row(Entropy *e)
+{
+    const unsigned char *file = e->seek.file, *raw_end = e->raw_end;
+    const size_t size = (size_t)(raw_end - file), from = place_of_row(&e->seek, e->row);
+    const size_t end = e->row + 1 < e->seek.num_rows ? place_of_row(&e->seek, e->row + 1) : size;
+    if (from < 2 || from > end || end > size || end - from < 2)
+        return 0;
+    if (e->row && (file[from - 2] != 0xFF || file[from - 1] != JPEG_RST0 + (e->row - 1) % 8))
+        return 0;
+    e->raw = file + from;
+    e->raw_end = file + end - 2; /* the marker's two bytes */
+    begin_segment(e);
+    const int is_whole = e->raw == e->raw_end;
+    e->raw_end = raw_end;
+    e->open_row = e->row + 1;
+    return is_whole;
+}
+
+/* As next_mcu, of a seekable file: rows of which nothing is wanted are not read, nor is a row behind what is. */
+static int next_seekable_mcu(Entropy *e, JBLOCKROW *blocks)
+{
+    const JDIMENSION column = e->column;
+    if (blocks && column >= e->first_column && column <= e->last_column) {
+        if (e->open_row != e->row + 1) {
+            if (!open_row(e))
+                return 0;
+            for (JDIMENSION before = 0; before < column; before++)
+                if (!decode_blocks(e, NULL))
+                    return 0;
+        }
+        if (!decode_blocks(e, blocks) || (column + 1 == e->columns && bits_left(e) >= 8))
             return 0;
     }
+    e->left--;
+    e->column++;
+    if (e->column == e->columns) {
+        e->column = 0;
+        e->row++;
+    }
+    return 1;
+}
+
+/* Begins a scan, of which MCUs of other columns than these are skipped. Tables are built where they are not those of
+ * the last image. clean: as many bytes as the scan has, and PADDING. 0: it cannot be. */
+static int begin_scan(
+    Entropy *e, HuffmanTables *tables, const Scan *scan, unsigned char *clean, JDIMENSION first_column,
+    JDIMENSION last_column)
+{
+    memset(e, 0, sizeof *e);
+    e->raw = scan->data;
+    e->raw_end = scan->end;
+    e->clean = clean;
+    e->first_column = first_column;
+    e->last_column = last_column;
+    e->columns = scan->columns;
+    e->left = scan->num_mcus;
+    e->interval = e->until_restart = scan->interval;
+    e->num_blocks = scan->num_blocks;
+    for (int number = 0; number < e->num_blocks; number++) {
+        const ScanBlock *block = &scan->blocks[number];
+        e->component[number] = block->component;
+        e->dc[number] = &tables->dc[block->dc];
+        e->ac[number] = &tables->ac[block->ac];
+        if (!block->dc_codes || !block->ac_codes || !build(&tables->dc[block->dc], block->dc_codes, 1) ||
+            !build(&tables->ac[block->ac], block->ac_codes, 0))
+            return 0;
+    }
+    e->by_pairs = scan->end - scan->data > MANY_BYTES;
+    for (int number = 0; number < e->num_blocks && e->by_pairs; number++)
+        join_pairs(&tables->ac[scan->blocks[number].ac]);
+    e->seek = scan->seek;
+    if (e->seek.segment)
+        return begin_seeking(e);
     begin_segment(e);
     return 1;
 }
 
 /* 0: damage, or something unusual. */
-static int next_mcu(Entropy *e, JBLOCKROW *blocks)
+INLINE int next_mcu(Entropy *e, JBLOCKROW *blocks)
 {
     if (e->left == 0)
         return 0;
+    if (e->seek.segment)
+        return next_seekable_mcu(e, blocks);
     if (e->interval && e->until_restart == 0) {
         if (!is_marker(e, JPEG_RST0 + e->restarts % 8))
             return 0;
@@ -333,9 +512,12 @@ static int next_mcu(Entropy *e, JBLOCKROW *blocks)
     return decode_blocks(e, is_wanted ? blocks : NULL);
 }
 
-/* Reads what is left of the scan. 0: it does not end as it should, with the file. */
-static int end_scan(Entropy *e)
+/* Reads what is left of the scan. 0: it does not end as it should, with the file. The checksum of a seekable file has
+ * told that already. */
+INLINE int end_scan(Entropy *e)
 {
+    if (e->seek.segment)
+        return 1;
     while (e->left)
         if (!next_mcu(e, NULL))
             return 0;

@@ -1,7 +1,8 @@
 /* The images of a micro-batch in one call: the optional extension behind raypipe/transform/kernel.py, jpeg.py and stores/lmdb_pages.py.
  *
  *     sizes(images) -> bytes
- *         int32 (B, 2): height and width; 0, 0 of what run() does not take, by its header
+ *         int32 (B, 3): height, width, and 1 where there is EXIF; 0, 0, 0 of pixels, and what run() does not take, by
+ *         its header
  *     run(images, jobs, threads, to_end) -> bytes
  *         B statuses, see image.h. A job is (ops, params, out, chroma); each makes an image of each image.
  *             images   B objects: a JPEG (bytes-like), pixels (uint8, H x W x 3), or None
@@ -13,6 +14,8 @@
  *     decode_crop(data, left, top, width, height, eighths, to_end, out, columns) -> first
  *         A rectangle of a JPEG. `out` is height x columns x 3 bytes, a few columns wider than the rectangle, which
  *         begins in column `first`. ValueError: refused.
+ *     to_seekable(data) -> bytes
+ *         A JPEG as a seekable one, see jpeg_seek.h. ValueError: refused.
  *     lmdb_open, lmdb_read
  *         Records of LMDB, see lmdb.h.
  *     set_simd(level) -> level
@@ -24,13 +27,14 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include "jpeg_transcode.h"
 #include "lmdb.h"
 #include "program.h"
 
 #include <pthread.h>
 
 /* Of the interface above; kernel.py and jpeg.py ask for it. */
-#define INTERFACE_VERSION 3
+#define INTERFACE_VERSION 5
 #define MAX_THREADS 256
 
 static int simd_level, most_simd;
@@ -265,11 +269,11 @@ static PyObject *py_sizes(PyObject *self, PyObject *images)
     PyObject *result = NULL;
     Request request = {0};
     if (read_sources(&request, images, 0) == 0)
-        result = PyBytes_FromStringAndSize(NULL, request.call.num_images * 2 * (Py_ssize_t)sizeof(int32_t));
+        result = PyBytes_FromStringAndSize(NULL, request.call.num_images * 3 * (Py_ssize_t)sizeof(int32_t));
     if (result) {
         int32_t *sizes = (int32_t *)PyBytes_AsString(result);
         for (Py_ssize_t i = 0; i < request.call.num_images; i++)
-            size_of(&request.call.sources[i], &sizes[2 * i], &sizes[2 * i + 1]);
+            describe(&request.call.sources[i], &sizes[3 * i]);
     }
     release(&request);
     return result;
@@ -298,7 +302,7 @@ static PyObject *py_decode_crop(PyObject *self, PyObject *args)
         const Crop crop = {left, top, width, height, eighths, to_end, columns};
         int first;
         Py_BEGIN_ALLOW_THREADS
-        first = decode_crop(&worker->decoder, data.buf, (size_t)data.len, crop, out.buf);
+        first = decode_crop(&worker->decoder, data.buf, (size_t)data.len, crop, simd_level, out.buf);
         Py_END_ALLOW_THREADS
         if (first < 0)
             PyErr_SetString(PyExc_ValueError, worker->decoder.trouble.message);
@@ -309,6 +313,27 @@ static PyObject *py_decode_crop(PyObject *self, PyObject *args)
         give_worker_back(worker);
     PyBuffer_Release(&data);
     PyBuffer_Release(&out);
+    return result;
+}
+
+static PyObject *py_to_seekable(PyObject *self, PyObject *object)
+{
+    (void)self;
+    Py_buffer data;
+    Transcoder transcoder;
+    if (PyObject_GetBuffer(object, &data, PyBUF_SIMPLE) < 0)
+        return NULL;
+    int failed;
+    Py_BEGIN_ALLOW_THREADS
+    failed = transcode(&transcoder, data.buf, (size_t)data.len);
+    Py_END_ALLOW_THREADS
+    PyObject *result = NULL;
+    if (failed)
+        PyErr_SetString(PyExc_ValueError, transcoder.trouble.message);
+    else
+        result = PyBytes_FromStringAndSize((const char *)transcoder.result, (Py_ssize_t)transcoder.size);
+    free(transcoder.result);
+    PyBuffer_Release(&data);
     return result;
 }
 
@@ -323,9 +348,10 @@ static PyObject *py_set_simd(PyObject *self, PyObject *level)
 }
 
 static PyMethodDef methods[] = {
-    {"sizes", py_sizes, METH_O, "Heights and widths of images, by their headers; see kernel.c"},
+    {"sizes", py_sizes, METH_O, "Heights and widths of JPEGs, by their headers; see kernel.c"},
     {"run", py_run, METH_VARARGS, "Make the images of a micro-batch; see kernel.c"},
     {"decode_crop", py_decode_crop, METH_VARARGS, "RGB of a rectangle of a JPEG at a scale of eighths/8; see kernel.c"},
+    {"to_seekable", py_to_seekable, METH_O, "A JPEG as one that can be entered at any row of MCUs; see kernel.c"},
     {"lmdb_open", py_lmdb_open, METH_VARARGS, "A reader of an open file; see lmdb.h"},
     {"lmdb_read", py_lmdb_read, METH_VARARGS, "Columns of many records; see lmdb.h"},
     {"set_simd", py_set_simd, METH_O, "Use no more than these vector instructions; see kernel.c"},
@@ -341,5 +367,6 @@ PyMODINIT_FUNC PyInit__raypipe_kernel(void)
                  PyModule_AddIntConstant(made, "LIBJPEG_TURBO_VERSION_NUMBER", LIBJPEG_TURBO_VERSION_NUMBER) < 0))
         Py_CLEAR(made);
     simd_level = most_simd = best_simd();
+    make_crc_tables();
     return made;
 }

@@ -96,13 +96,18 @@ static void trim_worker(Worker *worker)
     trim(&worker->scratch.pixels[0]);
     trim(&worker->scratch.pixels[1]);
     trim(&worker->scratch.work);
+#ifdef HAS_AVX2
+    trim(&worker->decoder.baseline.clean);
+    trim(&worker->decoder.baseline.planes);
+    trim(&worker->decoder.baseline.rows);
+#endif
 }
 
 static int best_simd(void)
 {
 #if defined(__x86_64__) && defined(__GNUC__)
     __builtin_cpu_init();
-    return __builtin_cpu_supports("avx2") ? SIMD_AVX2 : __builtin_cpu_supports("ssse3") ? SIMD_SSSE3 : SIMD_NONE;
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi2") ? SIMD_AVX2 : __builtin_cpu_supports("ssse3") ? SIMD_SSSE3 : SIMD_NONE;
 #else
     return SIMD_NONE;
 #endif
@@ -119,16 +124,14 @@ static int are_ops(const Job *job)
     return 1;
 }
 
-static void size_of(const Source *source, int32_t *height, int32_t *width)
+static void describe(const Source *source, int32_t description[3])
 {
     Header header;
-    *height = *width = 0;
-    if (source->height > 0) {
-        *height = source->height;
-        *width = source->width;
-    } else if (source->bytes && source->height == 0 && read_header(source->bytes, source->size, &header)) {
-        *height = header.height;
-        *width = header.width;
+    memset(description, 0, 3 * sizeof *description);
+    if (source->bytes && source->height == 0 && read_header(source->bytes, source->size, &header)) {
+        description[0] = header.height;
+        description[1] = header.width;
+        description[2] = header.has_exif;
     }
 }
 
@@ -150,7 +153,7 @@ static int decode(Worker *worker, const Source *source, const int64_t *box, int 
     uint8_t *pixels = reserve(&worker->decoded, (size_t)crop.height * (size_t)stride);
     if (!pixels)
         return NO_MEMORY;
-    const int first = decode_crop(&worker->decoder, source->bytes, source->size, crop, pixels);
+    const int first = decode_crop(&worker->decoder, source->bytes, source->size, crop, worker->scratch.simd, pixels);
     if (first < 0)
         return UNREADABLE;
     *image = (Image){pixels + first * CHANNELS, stride, (int)crop.height, (int)crop.width, 1};

@@ -18,7 +18,7 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 #define HAS_AVX2
-#define AVX2 __attribute__((target("avx2")))
+#define AVX2 __attribute__((target("avx2,bmi2")))
 
 #define VERSIONS(name, parameters, arguments)                                                                        \
     static void name##_plain parameters { name##_body arguments; }                                                   \

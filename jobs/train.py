@@ -1,6 +1,6 @@
 """Train a classifier on one stream.
 
-    uv run jobs/train.py                                           the digits that scikit-learn ships
+    uv run jobs/train.py                                           the digits that raypipe ships
     uv run jobs/train.py --store.train train.lmdb --store.val val.lmdb
     uv run jobs/train.py --config run.yaml --plan.epochs 90 --train.num_workers 4
     uv run jobs/train.py --resume runs/20261121-104600-3fa2        go on where it stopped

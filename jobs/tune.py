@@ -1,6 +1,6 @@
 """Search for an augmentation policy on your own store.
 
-    uv run jobs/tune.py                                            on the digits that scikit-learn ships
+    uv run jobs/tune.py                                            on the digits that raypipe ships
     uv run jobs/tune.py --config run.yaml --trials 24 --transforms '[light, heavy]'
     uv run jobs/tune.py --resume runs/tune-20261121-104600-3fa2    go on where it stopped
     uv run jobs/train.py --config runs/tune-20261121-104600-3fa2/best.yaml
@@ -30,8 +30,8 @@ from raypipe.rayext.failures import cause_of
 from raypipe.rayext.trainer import train_alone
 from raypipe.storage.files import write_json, write_text
 from raypipe.streaming.opening import spec_of
-from raypipe.train.learning import num_classes_of
 from raypipe.train.loop import Trainer
+from raypipe.train.models import num_classes_of
 from raypipe.train.run_folder import CONFIG_FILE, CONFIG_HEAD, as_plain, located, store_config
 from raypipe.transform.presets import check_transform
 

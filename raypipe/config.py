@@ -88,7 +88,7 @@ class StoreConfig(Section, prefix="store."):
     """Where the images are: stores are local paths or URIs (s3://, gs://, az://, abfs://).
 
     Attributes:
-        train: address of the training store; empty = the handwritten digits that scikit-learn ships. Or several
+        train: address of the training store; empty = the handwritten digits that raypipe ships. Or several
             for a mixture, `{NAME: ADDRESS, …}`, weighted by plan.mixture.
         val: address of the validation store; empty = no validation (for the digits: their own).
         image_column: name of the image column, where columns have names; of WebDataset, the suffix of the images.

@@ -6,7 +6,7 @@ import functools
 import importlib
 from types import ModuleType
 
-INTERFACE_VERSION = 3
+INTERFACE_VERSION = 5
 """Of the extension that this program can call; csrc/kernel.c has the same."""
 
 

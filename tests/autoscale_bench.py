@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import tempfile
 import threading
 import time
@@ -20,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+sys.path.append(str(Path(__file__).parent / "support"))
 from local_head import LocalHead
 
 NODE_CPUS = 2
@@ -189,7 +192,7 @@ def main() -> None:
         # Ray reads these, the token among them, when it is imported.
         os.environ.update({name: value for name, value in head.environment.items() if name.startswith("RAY")})
         import ray
-        from conftest import samples
+        from pictures import samples
 
         from raypipe.stores.destination import write_atomically
 

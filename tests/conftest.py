@@ -4,47 +4,39 @@ from __future__ import annotations
 
 import gc
 import hashlib
-import io
 import os
-import tarfile
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from local_head import RAY_ON_THIS_MACHINE
 
 # All are read when Ray is imported. Metrics are exported every 10 s by default.
 os.environ |= {"RAY_metrics_report_interval_ms": "2000", **RAY_ON_THIS_MACHINE}
 
-import cv2
-import numpy as np
 import pytest
 import s3_server
 from full_disk import small_disk
+from pictures import CLASSES, samples
+from tiers import pytest_addoption, pytest_configure, select  # noqa: F401  the first two are hooks
 
 import raypipe  # noqa: F401  first of all: it sets what Ray and Albumentations read at import
 from raypipe.stores.destination import write_atomically
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--soak", action="store_true", help="run the long tests too, and the long forms of others")
-
-
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Each of the two processes of pytest-xdist has one cluster at a time: tests that start their own run in one,
     those of the shared cluster in the other, half of them in whichever is free first. They come first, since they
     take longest. Tests that need none stay together by module, and go to the process that is free.
     """
+    select(config, items)
     if ours := [item for item in items if "cuda_or_pretended" in getattr(item, "fixturenames", ())]:
         import eager_cuda
 
         eager_cuda.skip_what_cannot_run(ours)
     for item in items:
-        if item.get_closest_marker("soak") and not item.config.getoption("--soak"):
-            item.add_marker(pytest.mark.skip(reason="long: run with --soak"))
         item.add_marker(pytest.mark.xdist_group(_group(item)))
     order = (_OWN, *_SHARED)
     items.sort(key=lambda item: order.index(group) if (group := _group(item)) in order else len(order))
@@ -177,29 +169,6 @@ def bucket(
     name = f"bucket-{hashlib.blake2b(request.node.name.encode(), digest_size=8).hexdigest()}"
     s3_server.make_bucket(s3_endpoint, name)
     return f"s3://{name}"
-
-
-def picture(index: int, height: int = 40, width: int = 48) -> bytes:
-    """A JPEG that no other index has: a blurred random field."""
-    rng = np.random.default_rng(index)
-    pixels = cv2.resize(rng.integers(0, 256, (5, 6, 3), np.uint8), (width, height))
-    return cv2.imencode(".jpg", pixels)[1].tobytes()
-
-
-def samples(num: int, num_classes: int = 5, first: int = 0) -> list[dict[str, object]]:
-    return [{"image": picture(first + i), "label": i % num_classes} for i in range(num)]
-
-
-CLASSES = tuple("abcde")
-
-
-def write_tar(path: str | Path, samples: Iterable[dict[str, Any]]) -> None:
-    """A tar of class folders."""
-    with tarfile.open(path, "w") as tar:
-        for number, sample in enumerate(samples):
-            member = tarfile.TarInfo(f"{CLASSES[sample['label']]}/{number:06d}.jpg")
-            member.size = len(sample["image"])
-            tar.addfile(member, io.BytesIO(sample["image"]))
 
 
 @pytest.fixture(scope="session")

@@ -27,6 +27,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import torch
+
+sys.path.append(str(Path(__file__).parent / "support"))
 from local_head import RAY_ON_THIS_MACHINE, LocalHead
 
 ROOT = Path(__file__).parents[1]

@@ -9,13 +9,13 @@ from pathlib import Path
 import cv2
 import numpy as np
 import pytest
-from test_report import make_run
+from recorded_runs import make_run
 
 from raypipe.pages import COLOURS
 from raypipe.pages.report import write_report
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")
+pytestmark = [pytest.mark.pages, pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")]
 
 
 def shown(page: Path, *options: str, height: int = 2600) -> np.ndarray:

@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 import torch
+from damaged_checkpoints import DAMAGE, newest
 from full_disk import fill, make_room, small_disk
 from local_head import LocalHead
 from small_runs import small_run
-from test_checkpoints import DAMAGE, newest
 
 from raypipe.config import RunConfig
 from raypipe.errors import ConfigError
@@ -87,7 +87,7 @@ def test_a_run_that_was_killed_30_times_while_it_wrote_checkpoints_ends_with_the
 
     settings = {
         "RAYPIPE_CACHE": str(tmp_path),
-        "PYTHONPATH": str(Path(__file__).parent),
+        "PYTHONPATH": str(Path(__file__).parent / "support"),
         "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.1",  # every step reports
     }
     with LocalHead(3, settings) as head:

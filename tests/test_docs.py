@@ -19,6 +19,7 @@ import pytest
 import yaml
 from documented import PAGES, ROOT, blocks, commands, defined
 from small_runs import parse_run
+from tiers import is_soak
 from without_ray import one_thread, only_rank
 
 import raypipe
@@ -29,7 +30,7 @@ from raypipe.stores import Store, digits_stores
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.transform.presets import PRESETS, check_transform
 
-from conftest import samples, write_tar  # isort: skip
+from pictures import samples, write_tar  # isort: skip
 
 SEARCH = runpy.run_path(str(ROOT / "jobs" / "tune.py"))["search"]
 
@@ -121,6 +122,7 @@ def program(name: str, monkeypatch: pytest.MonkeyPatch, folder: Path, **instead:
     return names
 
 
+@pytest.mark.pages
 def test_the_code_of_docs_running_trains_a_model_of_ones_own() -> None:
     """README.md's own code is run by tests/test_own_loop.py."""
     import torch
@@ -134,6 +136,7 @@ def test_the_code_of_docs_running_trains_a_model_of_ones_own() -> None:
     names["optimizer"]([{"params": net.parameters()}], lr=names["schedule"](1, 10, 0, 0.1)).step()
 
 
+@pytest.mark.pages
 def test_the_code_of_llms_txt_trains_and_evaluates(
     stores: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,6 +162,7 @@ def test_the_code_of_llms_txt_trains_and_evaluates(
     assert sum(seen["weight"]) == 2 * 22
 
 
+@pytest.mark.pages
 @pytest.mark.cluster
 @pytest.mark.timeout(240)
 @pytest.mark.usefixtures("two_cpus")
@@ -166,7 +170,7 @@ def test_the_program_of_docs_own_loop_trains_fails_and_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     # Two workers see what one sees, as tests/train/test_loop.py has it.
-    soak = request.config.getoption("--soak")
+    soak = is_soak(request.config)
     if not soak:  # each process of Ray's costs seconds, and tests/streaming has streams of actors
         of_actors = raypipe.open_stream
         inline = functools.partial(of_actors, pool=raypipe.PoolConfig(engine="inline"))
@@ -183,6 +187,7 @@ def test_the_program_of_docs_own_loop_trains_fails_and_goes_on(
     assert "images/s; the time of a trainer is" in page and 'aria-label="reported: accuracy' in page
 
 
+@pytest.mark.pages
 @pytest.mark.cluster
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("two_cpus")
@@ -200,6 +205,7 @@ def test_the_loops_of_docs_integrations_learn(tmp_path: Path, monkeypatch: pytes
     assert len(losses) == 2 and losses[1] < losses[0] == again[0]
 
 
+@pytest.mark.pages
 def test_the_loop_of_docs_integrations_on_ray_train_alone_reports_and_learns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -223,6 +229,7 @@ def test_the_loop_of_docs_integrations_on_ray_train_alone_reports_and_learns(
     assert reported[-1][0]["accuracy"] > 0.5
 
 
+@pytest.mark.pages
 def test_the_mixture_of_docs_plans_has_its_weights_and_the_training_on_buckets_learns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -234,6 +241,7 @@ def test_the_mixture_of_docs_plans_has_its_weights_and_the_training_on_buckets_l
     assert max(seen.values()) <= 20 and np.mean(names["right"][-14:]) > 0.9
 
 
+@pytest.mark.pages
 @pytest.mark.timeout(240)
 def test_docs_sampling_draws_exact_shares_and_balanced_classes_win(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -253,6 +261,7 @@ def test_docs_sampling_draws_exact_shares_and_balanced_classes_win(
     assert ours.mean() > theirs.mean() and ours[:, 5:].mean() > theirs[:, 5:].mean() + 0.03
 
 
+@pytest.mark.pages
 def test_the_program_of_docs_cache_has_each_image_once_cropped_and_flipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -271,6 +280,7 @@ def test_the_program_of_docs_cache_has_each_image_once_cropped_and_flipped(
     assert 0.4 < np.mean(is_flipped) < 0.6
 
 
+@pytest.mark.pages
 def test_the_captions_of_docs_columns_are_learnt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = program("columns.md", monkeypatch, tmp_path)
     assert len(names["found"]) == 120 and names["retrieved"] > 0.7  # by chance 1 / 12
@@ -279,6 +289,7 @@ def test_the_captions_of_docs_columns_are_learnt(tmp_path: Path, monkeypatch: py
     assert names["per_attribute"](outputs, outputs).shape == names["squared"](outputs, outputs[:, 0]).shape == (2,)
 
 
+@pytest.mark.pages
 @pytest.mark.timeout(240)
 def test_the_arrays_of_docs_arrays_are_learned_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with one_thread():
@@ -286,6 +297,7 @@ def test_the_arrays_of_docs_arrays_are_learned_from(tmp_path: Path, monkeypatch:
     assert names["explained"] > 0.8 and names["batch"].image.shape == (32, 4, 24, 24)
 
 
+@pytest.mark.pages
 @pytest.mark.timeout(240)
 def test_the_views_of_docs_views_are_learned_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with one_thread():
@@ -300,6 +312,7 @@ def test_the_views_of_docs_views_are_learned_from(tmp_path: Path, monkeypatch: p
     }
 
 
+@pytest.mark.pages
 @pytest.mark.cluster
 @pytest.mark.timeout(240)
 @pytest.mark.usefixtures("one_cpu")
@@ -314,6 +327,7 @@ def test_the_program_of_docs_own_store_streams_audits_and_copies(
     assert len(copy) == 1437 and copy.classes == names["store"].classes
 
 
+@pytest.mark.pages
 @pytest.mark.cluster
 @pytest.mark.usefixtures("ray_cluster")
 def test_the_program_of_docs_formats_converts_samples_and_a_dataset(
@@ -330,6 +344,7 @@ def test_the_program_of_docs_formats_converts_samples_and_a_dataset(
     assert labels.tolist() == [i % 10 for i in range(100)]
 
 
+@pytest.mark.pages
 @pytest.mark.cluster
 @pytest.mark.timeout(240)
 @pytest.mark.usefixtures("two_cpus")
@@ -380,6 +395,7 @@ def test_the_notebook_runs_as_plain_python_and_prints_what_it_shows(
         assert capsys.readouterr().out == "".join(shown)
 
 
+@pytest.mark.pages
 @pytest.mark.cluster
 @pytest.mark.usefixtures("one_cpu")
 def test_what_docs_moving_has_instead_of_other_loaders_runs(
@@ -404,6 +420,7 @@ def test_what_docs_moving_has_instead_of_other_loaders_runs(
             assert names["image"].shape == (16, 16, 16, 3) and names["label"].shape == (16,)
 
 
+@pytest.mark.pages
 def test_what_docs_transforms_has_makes_images(
     stores: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -444,6 +461,7 @@ def test_docs_transforms_has_every_preset() -> None:
     assert named == ["none", *PRESETS]
 
 
+@pytest.mark.pages
 @pytest.mark.cluster
 @pytest.mark.timeout(240)
 @pytest.mark.usefixtures("one_cpu")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import pickle
 import struct
 import subprocess
 import sys
@@ -32,13 +31,12 @@ from raypipe.stores.filter import matching
 from raypipe.streaming.chronicle import Chronicle
 from raypipe.train.run_folder import CONFIG_HEAD
 
-from conftest import CLASSES, picture, samples, write_tar  # isort: skip
+from pictures import CLASSES, picture, samples, write_tar  # isort: skip
 from s3_server import environment, make_bucket, s3_server  # isort: skip
-from test_convert_sources import write_lmdb  # isort: skip
-from test_report import make_run  # isort: skip
-from shard_writers import write_mds  # isort: skip
+from recorded_runs import make_run  # isort: skip
+from shard_writers import write_lmdb, write_mds  # isort: skip
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.cluster, pytest.mark.pages, pytest.mark.timeout(300)]
 
 COMMAND = Path(sys.executable).parent / "raypipe"
 SIZES = ["--transform.size=32", "--plan.micro_batch_size=16"]
@@ -252,11 +250,6 @@ def write_lsun(name: str) -> None:
     write_lmdb(Path(name, "data.mdb"), entries)
 
 
-def write_pickles() -> None:
-    entries = {b"%d" % i: pickle.dumps((picture(i), i % 5)) for i in range(30)}
-    write_lmdb(Path("train.lmdb"), entries | {b"__len__": pickle.dumps(30)})
-
-
 def write_layout() -> None:
     Path("my_layout.py").write_text(blocks("python", ROOT / "docs" / "formats.md")[0])
     write_lmdb(Path("other.lmdb"), {b"%d" % i: bytes([i % 5, 0]) + picture(i) for i in range(30)})
@@ -293,7 +286,6 @@ def write_hugging_face(image: str = "image", label: str = "label") -> None:
 
 GIVEN: dict[str, Callable[[], None]] = {
     "bedroom_train_lmdb": lambda: write_lsun("bedroom_train_lmdb"),
-    "train.lmdb": write_pickles,
     "other.lmdb": write_layout,
     "data/train-*.parquet": write_hugging_face,
     "my_dataset/train": write_saved,

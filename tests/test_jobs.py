@@ -23,6 +23,7 @@ import without_ray
 from local_head import LocalHead
 from signalled import assert_tells_how_to_go_on, ended_by, started
 from small_runs import parse_run
+from tiers import is_soak
 
 from raypipe.commands.status import status
 from raypipe.errors import ConfigError
@@ -203,7 +204,7 @@ def test_a_command_killed_at_random_moments_and_given_again_ends_with_an_unbroke
     def checkpoints() -> set[Path]:
         return set(folder.glob("checkpoint_*/checkpoint.json"))
 
-    for number in (0, 1, 2) if request.config.getoption("--soak") else (1,):
+    for number in (0, 1, 2) if is_soak(request.config) else (1,):
         with started(command, ray_folder, environment) as running:
             assert running.stdout
             for _ in itertools.islice(running.stdout, moments.randrange(1, 12)):  # of about 15

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import picture
+from pictures import picture
 
 from raypipe import logs
 from raypipe.commands.cli import main

@@ -14,7 +14,7 @@ from raypipe.commands.cli import _finish
 from raypipe.stores.destination import write_atomically
 from raypipe.train.launch import train
 
-from conftest import CLASSES, samples  # isort: skip
+from pictures import CLASSES, samples  # isort: skip
 
 CODE = """
 import numpy as np

@@ -26,6 +26,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.pages
 def test_every_page_is_in_the_site(site: Path) -> None:
     pages = {f"{path.stem}.html" for path in (ROOT / "docs").glob("*.md") if path.name != "README.md"}
     others = {"index.html", "pages.html", "preview.html", "reference.html", "changelog.html", "contributing.html"}
@@ -33,6 +34,7 @@ def test_every_page_is_in_the_site(site: Path) -> None:
     assert (site / "LICENSE.txt").exists() and (site / "deploy/grafana/raypipe.json").exists()
 
 
+@pytest.mark.pages
 def test_the_reference_has_every_public_name(site: Path) -> None:
     text = (site / "reference.html").read_text()
     for name in raypipe.__all__:
@@ -48,6 +50,7 @@ def test_the_reference_has_every_section_of_the_settings() -> None:
     assert set(sections) <= set(shown)
 
 
+@pytest.mark.pages
 def test_the_site_loads_nothing_from_another_host(site: Path) -> None:
     for page in site.rglob("*.html"):
         loaded = re.findall(r"<(?:script|img|iframe|source)[^>]+src=\"?([^\">\s]+)", page.read_text())
@@ -55,6 +58,7 @@ def test_the_site_loads_nothing_from_another_host(site: Path) -> None:
         assert loaded and not [address for address in loaded if "//" in address], page.name
 
 
+@pytest.mark.pages
 def test_the_site_shows_the_picture_of_the_palette(site: Path) -> None:
     text = (site / "index.html").read_text()
     assert "architecture-light.svg#only-light" in text and "architecture-dark.svg#only-dark" in text

@@ -79,6 +79,7 @@ def test_what_is_wrong_is_told_before_anything_starts(tmp_path: Path) -> None:
     assert not any(tmp_path.iterdir())
 
 
+@pytest.mark.system
 @pytest.mark.cluster
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.timeout(240)

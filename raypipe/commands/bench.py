@@ -175,22 +175,22 @@ def _alone(store: Store, transform: TransformConfig, threads: int, micro_batch: 
     from raypipe.transform.batch import MicroBatchTransform
     from raypipe.transform.contents import Images
     from raypipe.transform.presets import build_transform
-    from raypipe.transform.samples import EncodedSample
+    from raypipe.transform.samples import Samples
 
     cv2.setNumThreads(1)  # an actor does so too
     store.read(np.arange(1), ("image",))  # opens it
     began_cpu = time.process_time()
     encoded = store.read(np.arange(min(len(store), _CEILING_IMAGES)), ("image",))["image"]
     read_cpu_s = time.process_time() - began_cpu
-    images = [EncodedSample(image) for image in encoded]
     built = build_transform(transform.train, transform.final_size)
     maker = MicroBatchTransform(Images(built, transform, threads=threads))
-    indices = np.arange(min(micro_batch, len(images)))
+    indices = np.arange(min(micro_batch, len(encoded)))
 
     def make(first: int) -> None:
         """A micro-batch of the images from the first on, which begin anew at their end."""
         keys = np.stack([first + indices, np.zeros_like(indices)], axis=1).astype(np.uint64)
-        maker.run([images[(first + i) % len(images)] for i in indices.tolist()], indices, keys)
+        images = [encoded[(first + i) % len(encoded)] for i in range(len(indices))]
+        maker.run(Samples(images, np.zeros(len(indices), np.int64)), indices, keys)
 
     make(0)
     started, began_cpu, done = time.perf_counter(), time.process_time(), 0
@@ -199,7 +199,7 @@ def _alone(store: Store, transform: TransformConfig, threads: int, micro_batch: 
         done += len(indices)
     return {
         "images_per_s": done / elapsed,
-        "read_cpu_s_per_image": read_cpu_s / len(images),
+        "read_cpu_s_per_image": read_cpu_s / len(encoded),
         "transform_cpu_s_per_image": (time.process_time() - began_cpu) / done,
         "encoded_bytes_per_image": sum(map(len, encoded)) / len(encoded),
         "jpeg_420_share": sum(map(_is_420, encoded)) / len(encoded),

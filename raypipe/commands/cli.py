@@ -47,6 +47,7 @@ def convert_store(
     shards: int = 0,
     on_bad_sample: Literal["raise", "skip"] = "raise",
     sizes: bool = True,
+    seekable: bool = False,
     overwrite: bool = False,
     layout: str = "auto",
 ) -> dict[str, Any]:
@@ -63,8 +64,9 @@ def convert_store(
         shards: files of the new store; 0 = 1 GiB each.
         on_bad_sample: "raise", or "skip" samples that have no bytes or cannot be decoded.
         sizes: add columns width and height, in pixels, -1 where an image's header does not tell.
+        seekable: store JPEGs so that crops decode faster, with the same pixels; see docs/decode.md.
         overwrite: replace a store at dst.
-        layout: of LMDB that raypipe did not write: auto, image, scene-text, pickle or module:function.
+        layout: of LMDB that raypipe did not write: auto, image or module:function.
     """
     from raypipe.commands import convert as convert_module
 
@@ -78,6 +80,7 @@ def convert_store(
         on_bad_sample=on_bad_sample,
         sizes=sizes,
         exif=run.transform.apply_exif,
+        seekable=seekable,
         overwrite=overwrite,
     )
 

@@ -35,7 +35,10 @@ from raypipe.stores.destination import new_path, new_remote
 from raypipe.stores.record import ColumnValues, Fingerprint, RecordLayout, column_types, plain
 from raypipe.stores.scan import SIZE_COLUMNS
 from raypipe.stores.writers import WRITTEN_SUFFIXES, open_writer
+from raypipe.transform import kernel
 from raypipe.transform.decode import decode, encode_jpeg, resize_short_side
+from raypipe.transform.image_header import image_kind
+from raypipe.transform.seekable import is_seekable
 
 if TYPE_CHECKING:
     import ray.data
@@ -61,6 +64,7 @@ def convert(
     on_bad_sample: Literal["raise", "skip"] = "raise",
     sizes: bool = True,
     exif: bool = False,
+    seekable: bool = False,
     overwrite: bool = False,
     progress: bool = True,
 ) -> dict[str, int]:
@@ -77,10 +81,13 @@ def convert(
         quality: of these JPEGs, 1 to 100.
         shards: files of the new store, none without samples; 0 = 1 GiB each, and enough to use all CPUs on a
             large store.
-        on_bad_sample: "raise", or "skip" samples that have no bytes or, when re-encoded, cannot be decoded.
+        on_bad_sample: "raise", or "skip" samples that have no bytes or, when re-encoded or made seekable, cannot
+            be decoded.
         sizes: add int columns `width` and `height`, in pixels, from the images' headers, -1 where that tells none.
             Columns of these names that the source has are kept as they are, unless `short_side` makes new images.
         exif: sizes are those of images turned upright, as `transform.apply_exif` turns them.
+        seekable: store JPEGs so that a crop is decoded without what is above and below it, with the same pixels,
+            EXIF and ICC profile; see docs/decode.md. Other images stay as they are.
         overwrite: replace a store at `dst`.
         progress: show a progress bar on standard error.
 
@@ -91,6 +98,7 @@ def convert(
     Raises:
         StoreError: the source is damaged, the destination exists, or the copy does not compare equal.
         SampleError: a sample is bad, and on_bad_sample is "raise".
+        ConfigError: an argument is wrong, or `seekable` is wanted without the compiled extension.
         ResourceError: this node has no CPU to spare, or a task died.
     """
     if shards < 0 or short_side < 0 or not 1 <= quality <= 100:
@@ -98,6 +106,8 @@ def convert(
             "shards and short_side must be at least 0 and quality in [1, 100], "
             f"got {shards}, {short_side} and {quality}"
         )
+    if seekable and (why := kernel.why_no_kernel()):
+        raise ConfigError(f"seekable JPEGs need the compiled extension, which is not used here: {why}")
     suffix = Path(split(dst)[1]).suffix
     if suffix not in WRITTEN_SUFFIXES:
         raise StoreError(f"{dst}: the destination must end in one of {', '.join(WRITTEN_SUFFIXES)}")
@@ -133,7 +143,7 @@ def convert(
             files = [partial / f"{number:05d}{suffix}" for number in range(num_shards)]
         bounds = np.linspace(0, len(store), len(files) + 1).astype(int).tolist()
         calls = [
-            (store, file, *ends, columns, short_side, quality, on_bad_sample, sized, exif)
+            (store, file, *ends, columns, short_side, quality, on_bad_sample, sized, exif, seekable)
             for file, ends in zip(files, itertools.pairwise(bounds), strict=True)
         ]
         counts, skipped = np.zeros(3, np.int64), list[tuple[int, str]]()
@@ -242,12 +252,14 @@ def write_shard(
     on_bad_sample: str,
     sized: Sequence[str] = (),
     exif: bool = False,
+    seekable: bool = False,
 ) -> Iterator[Part]:
     """A task: writes samples start … stop - 1, yields what it wrote of each chunk, and reads all of it back.
 
     Args:
         sized: which of SIZE_COLUMNS are made from the images, and not read.
         exif: see `convert`.
+        seekable: see `convert`.
 
     Raises:
         SampleError: a sample is bad, and on_bad_sample is "raise".
@@ -262,6 +274,8 @@ def write_shard(
             for index, sample in enumerate(samples, first):
                 try:
                     sample["image"] = _checked(sample["image"], short_side, quality)
+                    if seekable:
+                        sample["image"] = _made_seekable(sample["image"])
                 except SampleError as error:
                     if on_bad_sample == "raise":
                         raise SampleError(
@@ -303,9 +317,27 @@ def _chunks(
         yield first, [plain(sample, columns) for sample in every]
 
 
-def _checked(image: bytes | None, short_side: int, quality: int) -> bytes:
+def _checked(image: bytes | memoryview | None, short_side: int, quality: int) -> bytes:
     if not image:
         raise SampleError("it has no bytes")
     if not short_side:
-        return image
+        return bytes(image)
     return encode_jpeg(resize_short_side(decode(image, min_side=short_side), short_side), quality)
+
+
+def _made_seekable(image: bytes) -> bytes:
+    """A JPEG as a seekable one, its pixels compared; what is no JPEG, or of an unusual kind, as it is.
+
+    Raises:
+        SampleError: it is a damaged JPEG, or over a limit.
+    """
+    if image_kind(image) != "JPEG":
+        return image
+    pixels = decode(image)
+    if is_seekable(image):
+        return image
+    try:
+        seekable = kernel.to_seekable(image)
+    except ValueError:
+        return image
+    return seekable if np.array_equal(decode(seekable), pixels) else image

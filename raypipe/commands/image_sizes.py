@@ -20,7 +20,7 @@ from raypipe.transform.decode_array import header_size
 NO_SIZE = {"width": -1, "height": -1}
 
 
-def size_of(image: bytes | None, exif: bool = False) -> dict[str, int]:
+def size_of(image: bytes | memoryview | None, exif: bool = False) -> dict[str, int]:
     """`width` and `height`, in pixels, that `decode`, or else `decode_array`, gives by the header; or NO_SIZE."""
     try:
         height, width = header_size(image, exif)

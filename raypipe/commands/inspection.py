@@ -51,13 +51,15 @@ class CheckedSample:
     """The result of reading and decoding one sample.
 
     Attributes:
-        image: encoded; None where there is none.
+        kind: of the encoded image, as `image_kind` names it, "npy", or "unknown".
+        num_bytes: of the encoded image; 0 where there is none.
         height, width: pixels of the image; 0 where it cannot be decoded.
         error: why a run could not use it; "" = it could.
     """
 
     index: int
-    image: bytes | None
+    kind: str
+    num_bytes: int
     height: int
     width: int
     error: str
@@ -100,7 +102,8 @@ def check_samples(
                     decode_targets(sample, {name: name for name in targets}, (height, width))
                 except SampleError as error:
                     reason = str(error)
-            yield CheckedSample(index, sample["image"], height, width, reason)
+            image = bytes(sample["image"] or b"")
+            yield CheckedSample(index, _format(image), len(image), height, width, reason)
 
 
 def read_each(store: Store, indices: np.ndarray, column: str) -> tuple[list[Any], dict[int, str]]:
@@ -153,7 +156,7 @@ def check_range(
         num_bytes, bad = 0, []
         for sample in check_samples(store, indices, targets, columns):
             check_wanted(wanted)
-            num_bytes += len(sample.image or b"")
+            num_bytes += sample.num_bytes
             if sample.error:
                 name = name_of(store, sample.index)
                 bad.append({"index": sample.index, "name": name, "error": sample.error})
@@ -178,7 +181,7 @@ def describe(store: Store, targets: Mapping[str, str] = NO_TARGETS) -> dict[str,
         StoreError: it cannot be opened.
     """
     samples = list(check_samples(store, spread(store, _NUM_SAMPLED), targets))
-    sizes = [len(sample.image or b"") for sample in samples]
+    sizes = [sample.num_bytes for sample in samples]
     good = [sample for sample in samples if not sample.error]
     return {
         "store": store.address,
@@ -190,7 +193,7 @@ def describe(store: Store, targets: Mapping[str, str] = NO_TARGETS) -> dict[str,
         "groups": None if store.groups is None else len(store.groups) - 1,
         "fingerprint": store.fingerprint,
         "sampled": len(samples),
-        "formats": dict(Counter(_format(sample.image) for sample in samples)),
+        "formats": dict(Counter(sample.kind for sample in samples)),
         "image_bytes": _range(sizes),
         "height_px": _range([sample.height for sample in good]),
         "width_px": _range([sample.width for sample in good]),
@@ -198,10 +201,8 @@ def describe(store: Store, targets: Mapping[str, str] = NO_TARGETS) -> dict[str,
     }
 
 
-def _format(image: bytes | None) -> str:
-    if image and image.startswith(NPY):
-        return "npy"
-    return (image and image_kind(image)) or "unknown"
+def _format(image: bytes) -> str:
+    return "npy" if image.startswith(NPY) else image_kind(image) or "unknown"
 
 
 def types_of(store: Store) -> dict[str, str]:

@@ -30,7 +30,7 @@ from raypipe.streaming.opening import open_stream
 from raypipe.transform.decode import decode
 from raypipe.transform.decode_array import as_rgb, decode_array
 from raypipe.transform.fields import COLUMN, IMAGE, LABEL, VIEW, MicroBatch, Ragged, in_group
-from raypipe.transform.samples import NO_LABEL, read_samples
+from raypipe.transform.samples import NO_LABEL, EncodedSample, read_samples
 from raypipe.transform.targets import decode_targets
 from raypipe.transform.transform_steps import brief
 from raypipe.transform.views import makes_views
@@ -104,7 +104,8 @@ class Preview:
         return ((image * std + mean).clamp(0, 1) * 255).round().byte().permute(0, 2, 3, 1).numpy()
 
     def _decoded(self, index: int) -> Tile:
-        (sample,) = read_samples(self.store, np.array([index]), self._wanted)
+        sample = read_samples(self.store, np.array([index]), self._wanted)[0]
+        assert isinstance(sample, EncodedSample)
         name = "" if LABEL in self._columns.types else self._class(sample.label)
         try:
             if self.config.decode_as == "array":

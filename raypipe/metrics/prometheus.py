@@ -229,16 +229,16 @@ def _keep(metrics: weakref.ref[TrainerMetrics], ended: threading.Event) -> None:
 class StreamMetrics(Recorder):
     """Metrics of one execution of a stream."""
 
-    def show(self, made: int, in_flight: int = 0, waiting: int = 0, actors: Any = None) -> None:
+    def show(self, finished: int, in_flight: int = 0, waiting: int = 0, actors: Any = None) -> None:
         """Show where it stands.
 
         Args:
-            made: blocks that its pool has finished, so far.
+            finished: blocks that its pool has finished, so far.
             in_flight: blocks that are worked on, or wait finished.
             waiting: the finished ones among these.
             actors: has their number by state: running, restarting, pending; None = there are none.
         """
-        self.reach({"stream_blocks_total": made})
+        self.reach({"stream_blocks_total": finished})
         self.set({"stream_in_flight": in_flight, "stream_waiting": waiting})
         for state in ("running", "restarting", "pending"):
             self.set({"stream_actors": getattr(actors, state, 0)}, state=state)

@@ -1,4 +1,4 @@
-"""The records of a run, one JSON object a line, as `raypipe.train.run_folder` writes them, and how they are read.
+"""The records of a run, one JSON object a line: how rank 0 writes them, and how they are read.
 
 A file of records only grows. Where a run went back to an earlier step, a line of kind "start" says so, and readers
 drop what the run did over again. Nothing is rewritten, so nothing can be lost.
@@ -6,17 +6,37 @@ drop what the run did over again. Nothing is rewritten, so nothing can be lost.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from raypipe.storage.files import read_whole
-from raypipe.storage.filesystem import join
+import pyarrow as pa
+import pyarrow.fs
+
+from raypipe.errors import ConfigError, OutageError, RaypipeError
+from raypipe.plan.places import MicroBatchId
+from raypipe.storage.files import open_input, read_whole, write_synced
+from raypipe.storage.filesystem import explained, join, open_filesystem
+from raypipe.storage.patience import impatient
+from raypipe.storage.patient import upload
+
+logger = logging.getLogger(__name__)
 
 METRICS, SAMPLES, STATUS = "metrics.jsonl", "samples.jsonl", "status.json"
 START = "start"
 _HAPPENED = (START, "fault", "scale")
 """Kinds of records that hold whatever the run did over again: they tell of what happened, and not of a step."""
+
+Folder = tuple[pyarrow.fs.FileSystem, str]
+"""A folder by its file system and the path on it."""
 
 
 @dataclass(frozen=True)
@@ -73,3 +93,116 @@ def _stands(record: dict[str, Any], start: dict[str, Any]) -> bool:
     if start.get("validates") and record.get("kind") in ("val", "diagnosis"):
         return record["step"] < start["step"]
     return record["step"] <= start["step"]
+
+
+def append_fault(run_uri: str, text: str, reason: str) -> None:
+    """Record a fault between two starts of a run's trainers, at the step of the last record.
+
+    What cannot be written is a warning.
+
+    Args:
+        text: for people.
+        reason: why they are started again, see `prometheus.METRICS`.
+    """
+    try:
+        content = read_whole(join(run_uri, METRICS)) or b""
+        step = max((record["step"] for record in parse(content).kept), default=0)
+        fault = {"kind": "fault", "step": step, "text": text, "reason": reason, "time": time.time()}
+        line = json.dumps(fault).encode() + b"\n"
+        filesystem, path = open_filesystem(join(run_uri, METRICS))
+        if isinstance(filesystem, pyarrow.fs.LocalFileSystem):
+            _append_whole(Path(path), line)
+        else:
+            write_synced(filesystem, path, content + b"\n" * (content[-1:] not in (b"", b"\n")) + line)
+    except (RaypipeError, pa.ArrowException, OSError) as error:
+        logger.warning("a fault cannot be written to %s of %s: %s", METRICS, run_uri, error)
+
+
+def _append_whole(path: Path, lines: bytes) -> None:
+    """Append lines to a file. A line that a crash or a full disk has cut off stays a separate line."""
+    with path.open("a+b") as file:
+        if file.tell():
+            file.seek(-1, 2)
+            lines = lines if file.read(1) == b"\n" else b"\n" + lines
+        file.write(lines)
+
+
+class RunLog:
+    """Rank 0's record of a run. Local runs are written in place; remote ones are copied at each `sync`.
+
+    What cannot be written is left out, with one warning: a run does not end for its record.
+
+    Args:
+        run: the run's folder: its URI, or its file system and the path on it.
+        global_step: where the run starts or resumes.
+        workers: W.
+        validates: whether it resumes with the validation of that step; an earlier record of it holds no more.
+        settings: of the stream, for a run without a config.yaml.
+
+    Raises:
+        ConfigError: an earlier start's record in object storage cannot be read.
+    """
+
+    def __init__(
+        self,
+        run: str | Folder,
+        global_step: int,
+        workers: int = 1,
+        validates: bool = False,
+        settings: dict[str, Any] | None = None,
+    ) -> None:
+        self._filesystem, self._remote = open_filesystem(run) if isinstance(run, str) else run
+        self._name = run if isinstance(run, str) else self._remote
+        self._local = isinstance(self._filesystem, pyarrow.fs.LocalFileSystem)
+        self._folder = Path(self._remote if self._local else tempfile.mkdtemp(prefix="raypipe-run-"))
+        self._one_by_one, self._warned = threading.Lock(), False
+        with self._best_effort("the folder"):
+            self._folder.mkdir(parents=True, exist_ok=True)
+        if not self._local:
+            for name in (METRICS, SAMPLES):
+                where = f"{self._remote}/{name}"
+                with explained(ConfigError, f"{where} cannot be read"), contextlib.suppress(FileNotFoundError):
+                    (self._folder / name).write_bytes(open_input(self._filesystem, where).read())
+        start = {"kind": START, "step": global_step, "workers": workers, "validates": validates}
+        start |= {"settings": settings} if settings else {}
+        self._append(METRICS, [start])
+        if (self._folder / SAMPLES).exists():
+            self._append(SAMPLES, [start])
+
+    def write_samples(self, rows: list[tuple[MicroBatchId, list[int]]], step: int) -> None:
+        """Record which samples the micro-batches of a step had; `step` is the global step."""
+        self._append(SAMPLES, [{"micro_batch": str(at), "step": step, "indices": indices} for at, indices in rows])
+
+    def write(self, kind: str, step: int, **values: Any) -> None:
+        """Record values at a global step; `kind` is one of those above."""
+        self._append(METRICS, [{"kind": kind, "step": step, **values}])
+
+    def sync(self, last: bool = False) -> None:
+        """Make what was written so far visible at the run's address."""
+        if self._local:
+            return
+        with self._best_effort(f"the record, which is left in {self._folder}," if last else "the record"):
+            # The next one brings all that this one does not; the last one waits for storage.
+            with contextlib.nullcontext() if last else impatient():
+                upload(str(self._folder), self._filesystem, self._remote)
+            if last:
+                shutil.rmtree(self._folder, ignore_errors=True)
+
+    def close(self) -> None:
+        self.sync(last=True)
+
+    def _append(self, name: str, records: list[dict[str, Any]]) -> None:
+        """Append records to a file."""
+        with self._one_by_one, self._best_effort(name):
+            _append_whole(self._folder / name, "".join(json.dumps(record) + "\n" for record in records).encode())
+
+    @contextlib.contextmanager
+    def _best_effort(self, what: str) -> Iterator[None]:
+        """Turn a file that cannot be written into a warning, the first time."""
+        try:
+            yield
+        except (pa.ArrowException, OSError, OutageError) as error:
+            if not self._warned:
+                text = "%s of %s cannot be written: %s; the run goes on, and its record has gaps"
+                logger.warning(text, what, self._name, error)
+            self._warned = True

@@ -50,8 +50,8 @@ def cluster_resources() -> Resources:
     limit = autoscaler_limits()
 
     def of(name: str) -> tuple[float, float]:
-        most, held = max(total.get(name, 0.0), limit.get(name, 0.0)), total.get(name, 0.0) - free.get(name, 0.0)
-        return most, most - held
+        most, used = max(total.get(name, 0.0), limit.get(name, 0.0)), total.get(name, 0.0) - free.get(name, 0.0)
+        return most, most - used
 
     (cpus, free_cpus), (gpus, free_gpus) = of("CPU"), of("GPU")
     return Resources(cpus, gpus, free_cpus, free_gpus)
@@ -101,17 +101,14 @@ def allocate(offer: Resources, pool: PoolConfig, train: TrainConfig | None, per_
     per_worker = train.cpus_per_worker if train else 0.0
     if workers and not per_worker:
         # Trainers of a machine with few CPUs share what the smallest pool leaves them.
-        share = _hundredths((offer.cpus - pool_cpus) / needed_workers)
+        share = math.floor(max(0.0, (offer.cpus - pool_cpus) / needed_workers) * 100 + 1e-9) / 100
         per_worker = min(1.0, share) if share >= _LEAST_SHARE else 1.0
     needed = needed_workers * per_worker + pool_cpus
     if needed > offer.cpus:
-        most = largest_divisor(per_step, int((offer.cpus - pool_cpus) / per_worker)) if train else 0
-        mends = f"{_num_setting(train)}={{}}", "train.cpus_per_worker={:g}"
-        shared = train is not None and not train.cpus_per_worker
-        raise too_few_cpus(offer.cpus, needed_workers, per_worker, pool, mends, most, shared)
-    parts = _needs(needed_workers, per_worker, pool)
+        settings = f"{_num_setting(train)}, train.cpus_per_worker" if train else ""
+        raise _too_few_cpus(offer.cpus, needed_workers, per_worker, pool, settings)
     for num, what, free, total, kind in (
-        (needed, parts, offer.free_cpus, offer.cpus, "CPU"),
+        (needed, _needs(needed_workers, per_worker, pool), offer.free_cpus, offer.cpus, "CPU"),
         (needed_workers * gpu, f"the trainers need {needed_workers} GPUs", offer.free_gpus, offer.gpus, "GPU"),
     ):
         if num > free:
@@ -153,9 +150,9 @@ def _trainers(offer: Resources, train: TrainConfig, per_step: int) -> tuple[int,
     return workers, needed_workers, gpu
 
 
-def _num_setting(train: TrainConfig | None) -> str:
+def _num_setting(train: TrainConfig) -> str:
     """Which sets the fewest trainers that a run needs."""
-    return "train.min_workers" if train and train.min_workers else "train.num_workers"
+    return "train.min_workers" if train.min_workers else "train.num_workers"
 
 
 def check_elastic() -> None:
@@ -191,64 +188,26 @@ def preflight(
             wait.turn(f"room: {error}")
 
 
-def _hundredths(cpus: float) -> float:
-    """To hundredths, as a setting may have it; at least 0."""
-    return math.floor(max(0.0, cpus) * 100 + 1e-9) / 100
-
-
 def _needs(workers: int, per_worker: float, pool: PoolConfig) -> str:
     """Who needs how many CPUs."""
     parts = [(workers, per_worker, "trainer"), (pool.least_actors, pool.cpus_per_actor, "transform actor")]
     parts = [part for part in parts if part[0]]
     who = " and ".join(f"{num} {name}{'s' * (num > 1)}" for num, _, name in parts)
-    each = " + ".join(f"{num} x {cpus:g}" for num, cpus, _ in parts)
+    terms = " + ".join(f"{num} x {cpus:g}" for num, cpus, _ in parts)
     verb = "needs" if sum(num for num, *_ in parts) == 1 else "need"
-    return f"{who} {verb} {sum(num * cpus for num, cpus, _ in parts):g} CPUs ({each})"
+    return f"{who} {verb} {sum(num * cpus for num, cpus, _ in parts):g} CPUs ({terms})"
 
 
-def too_few_cpus(
-    cpus: float,
-    workers: int,
-    per_worker: float,
-    pool: PoolConfig,
-    trainer_mends: tuple[str, str] = ("", ""),
-    fewer: int = 0,
-    shared: bool = False,
-) -> ResourceError:
-    """The error, with each setting that would mend it alone.
-
-    Args:
-        cpus: of the cluster, and of what its autoscaler may add.
-        trainer_mends: settings of the number of trainers, and of the CPUs of each, with their places for values.
-        fewer: trainers that there is room for; 0 = none.
-        shared: whether trainers take what the smallest pool leaves, up to `per_worker`.
-    """
-    mends = [trainer_mends[0].format(fewer)] if fewer else []
-    share = _hundredths((cpus - pool.least_actors * pool.cpus_per_actor) / workers) if workers else 0.0
-    mends += [trainer_mends[1].format(share)] if share else []
-    left = cpus - workers * per_worker
-    if shared:
-        left = min(cpus * pool.least_actors / (workers + pool.least_actors), cpus - workers * _LEAST_SHARE)
-    mends += _pool_mends(pool, left, trains=workers > 0)
-    settings = f"set {' or '.join(mends)}, or " if mends else ""
+def _too_few_cpus(cpus: float, workers: int, per_worker: float, pool: PoolConfig, settings: str) -> ResourceError:
+    """The error, with what would mend it; `settings` are those of the trainers, where there are any."""
+    names = [settings] if settings else []
+    names += ["pool.min_actors", "pool.cpus_per_actor"] if pool.least_actors else []
+    names += ["pool.executions"] if pool.least_actors and pool.executions > 1 else []
+    inline = "set pool.engine=inline, " if settings and pool.least_actors else ""
     return ResourceError(
-        f"{_needs(workers, per_worker, pool)}; the cluster has, or can scale to, {cpus:g}: {settings}add CPU nodes"
+        f"{_needs(workers, per_worker, pool)}; the cluster has, or can scale to, {cpus:g}: lower "
+        f"{', '.join(names)}, {inline}or add CPU nodes"
     )
-
-
-def _pool_mends(pool: PoolConfig, left: float, trains: bool) -> list[str]:
-    """By which the smallest pool takes no more CPUs than are left for it."""
-    if not pool.least_actors or left < 0:
-        return []
-    mends, fewest = [], int(left / pool.cpus_per_actor + 1e-9)
-    if pool.min_actors > 1 and fewest >= pool.executions:
-        mends.append(f"pool.min_actors={fewest // pool.executions}")
-    if pool.executions > 1 and fewest >= pool.min_actors:
-        fit = [n for n in range(1, pool.executions) if pool.executions % n == 0 and n * pool.min_actors <= fewest]
-        mends += [f"pool.executions={max(fit)}"] if fit else []
-    if share := _hundredths(left / pool.least_actors):
-        mends.append(f"pool.cpus_per_actor={share:g}")
-    return [*mends, "pool.engine=inline"] if trains else mends
 
 
 def check_own(
@@ -262,16 +221,11 @@ def check_own(
         gpus_per_worker: and the GPUs.
     """
     if workers * gpus_per_worker > gpus:
-        fewer = int(gpus / gpus_per_worker + 1e-9)
-        mend = f"num_workers={fewer}" if fewer else "use_gpu=False"
         raise ResourceError(
             f"{workers} trainer{'s' * (workers > 1)} of {gpus_per_worker:g} GPU each need "
-            f"{workers * gpus_per_worker:g} GPUs; the cluster has, or can scale to, {gpus:g}: set "
-            f"ScalingConfig({mend}), or add GPU nodes"
+            f"{workers * gpus_per_worker:g} GPUs; the cluster has, or can scale to, {gpus:g}: lower num_workers "
+            "of ScalingConfig, set its use_gpu=False, or add GPU nodes"
         )
-    pool_cpus = pool.least_actors * pool.cpus_per_actor
-    if workers * per_worker + pool_cpus <= cpus:
-        return
-    fewer = max(0, int((cpus - pool_cpus) / per_worker + 1e-9)) if per_worker else 0
-    mends = "ScalingConfig(num_workers={})", 'ScalingConfig(resources_per_worker={{"CPU": {:g}}})'
-    raise too_few_cpus(cpus, workers, per_worker, pool, mends, fewer)
+    if workers * per_worker + pool.least_actors * pool.cpus_per_actor > cpus:
+        settings = "num_workers and resources_per_worker of ScalingConfig"
+        raise _too_few_cpus(cpus, workers, per_worker, pool, settings)

@@ -6,12 +6,9 @@ goes to who shows it, and lines that mean nothing to a run's user are left out: 
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import re
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from ray._private import ray_logging, worker
@@ -35,7 +32,6 @@ Shown = Callable[[str, dict[str, Any]], None]
 """Shows a line of progress: its text, and what it says by names."""
 
 _shown: Shown | None = None
-_first = threading.Lock()  # taken, for good, by the start of this process's first actor
 
 
 def show_progress(shown: Shown | None) -> bool:
@@ -49,32 +45,6 @@ def show_progress(shown: Shown | None) -> bool:
 def take_console() -> None:
     """Stand between Ray and this process's console, from before it connects."""
     _worker.print_to_stdstream = _print
-
-
-@contextlib.contextmanager
-def quiet_first_actor() -> Iterator[None]:
-    """Hold back Ray's line of an actor that is started in here with arguments in the object store.
-
-    Ray's C++ writes it to standard error, past Python, once in a process, and no setting holds it back alone. So
-    standard error is memory for these milliseconds; all else that was written into it follows.
-    """
-    if not hasattr(os, "memfd_create") or not _first.acquire(blocking=False):
-        yield
-        return
-    try:
-        theirs = os.dup(2)
-    except OSError:  # it is closed
-        yield
-        return
-    ours = os.memfd_create("stderr")
-    os.dup2(ours, 2)
-    try:
-        yield
-    finally:
-        os.dup2(theirs, 2)
-        with os.fdopen(ours, "rb") as written, os.fdopen(theirs, "wb") as stderr:
-            written.seek(0)
-            stderr.writelines(line for line in written if not _NOISE.search(line.decode(errors="replace")))
 
 
 def quiet_broadcasts() -> None:

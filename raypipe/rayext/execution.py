@@ -117,20 +117,20 @@ class _Flow:
         *_, (self._last, self._last_state) = topology.items()
 
     @property
-    def made(self) -> int:
+    def finished(self) -> int:
         """Blocks that the pool has finished."""
         return self.pool.metrics.num_task_outputs_generated
 
     def waiting(self) -> int:
         """Blocks that the pool has finished, and no rank has taken."""
         left = self._last.metrics.block_outputs_taken - self._last_state.output_queue.num_blocks
-        return self.made - left
+        return self.finished - left
 
     def queued(self) -> int:
         """Blocks that the reader has named, and no actor has been given."""
         return self.reader.metrics.num_task_outputs_generated - self.pool.metrics.num_tasks_submitted
 
-    def told(self, actors: Any) -> str:
+    def description(self, actors: Any) -> str:
         """Describe what the blocks are at, by the numbers of the pool's actors."""
         at_work, queued, waiting = self.pool.num_active_tasks(), self.queued(), self.waiting()
         if not actors.running:
@@ -178,10 +178,10 @@ class InFlightPolicy(BackpressurePolicy):
         if op is not self._flow.reader:
             return None
         self._pause()
-        room, made = self._limit() - self._flow.queued(), op.metrics.num_task_outputs_generated
+        room, yielded = self._limit() - self._flow.queued(), op.metrics.num_task_outputs_generated
         if room > 0 and not self._settings.reads:  # places take next to nothing, and Ray misjudges their size
             return None
-        mean_bytes = op.metrics.bytes_task_outputs_generated / made if made else 1
+        mean_bytes = op.metrics.bytes_task_outputs_generated / yielded if yielded else 1
         return math.floor(max(0, room) * mean_bytes)
 
     def _pause(self) -> None:
@@ -220,14 +220,14 @@ class StreamAutoscaler:
         """At each turn."""
         now, flow = time.monotonic(), self._flow
         ranks_waiting = flow.waiting_of(self._ranks)
-        self._keeper.keep(now, made=flow.made, queued=flow.queued(), ranks_waiting=ranks_waiting)
+        self._keeper.keep(now, finished=flow.finished, queued=flow.queued(), ranks_waiting=ranks_waiting)
         if now - self._shown_at >= _METRICS_PERIOD_S:
             self._shown_at, waiting = now, flow.waiting()
             info = flow.pool.get_actor_info()
-            self._metrics.show(flow.made, flow.pool.num_active_tasks() + waiting, waiting, info)
-            if flow.made - waiting != self._left:
-                self._left, self._left_at = flow.made - waiting, now
-            self._tell(now - self._left_at, flow.told(info) if flow.made else "")
+            self._metrics.show(flow.finished, flow.pool.num_active_tasks() + waiting, waiting, info)
+            if flow.finished - waiting != self._left:
+                self._left, self._left_at = flow.finished - waiting, now
+            self._tell(now - self._left_at, flow.description(info) if flow.finished else "")
 
     def _tell(self, still_s: float, at: str) -> None:
         """Tell the supervisor how long no rank has taken a block, and what the blocks are at. If it was stopped,
@@ -246,7 +246,7 @@ class StreamAutoscaler:
 
     def on_executor_shutdown(self) -> None:
         """At the end."""
-        self._metrics.show(self._flow.made)
+        self._metrics.show(self._flow.finished)
         if ray.is_initialized():  # or the call would start it anew
             self._supervisor.left.remote(self._name)
 

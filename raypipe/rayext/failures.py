@@ -26,39 +26,39 @@ _OF_PEERS = ("gloo/", "Connection closed by peer", "Connection reset by peer", "
 
 def _wrapped(error: BaseException) -> list[BaseException]:
     """What a wrapper of Ray's holds: the error of a task, of Ray Train's workers, or of its controller."""
-    held = (getattr(error, name, None) for name in ("cause", "controller_failure", "health_check_failure"))
+    causes = (getattr(error, name, None) for name in ("cause", "controller_failure", "health_check_failure"))
     workers = getattr(error, "worker_failures", {}).values()
-    return [each for each in (*held, *workers) if isinstance(each, BaseException)]
+    return [cause for cause in (*causes, *workers) if isinstance(cause, BaseException)]
 
 
 def _beneath(error: BaseException) -> Iterator[BaseException]:
     """An error, then what it wraps, comes from, or was raised at; each once."""
-    pending, seen = [error], set[int]()
-    for found in pending:
-        if id(found) not in seen:
-            seen.add(id(found))
-            yield found
-            pending += [*_wrapped(found), *filter(None, (found.__cause__, found.__context__))]
+    pending, visited = [error], set[int]()
+    for failure in pending:
+        if id(failure) not in visited:
+            visited.add(id(failure))
+            yield failure
+            pending += [*_wrapped(failure), *filter(None, (failure.__cause__, failure.__context__))]
 
 
 def cause_of(error: BaseException) -> BaseException:
     """raypipe's own error beneath whatever Ray has wrapped around it and added to it, or the error as it is."""
-    for found in _beneath(error):
+    for failure in _beneath(error):
         # A task's error is of Ray's class and of its cause's at once.
-        if isinstance(found, RaypipeError) and not _wrapped(found):
-            found.args = tuple(_ADDED.sub("", arg) if isinstance(arg, str) else arg for arg in found.args)
-            return found
+        if isinstance(failure, RaypipeError) and not _wrapped(failure):
+            failure.args = tuple(_ADDED.sub("", arg) if isinstance(arg, str) else arg for arg in failure.args)
+            return failure
     return error
 
 
-def told(error: BaseException) -> str:
+def explanation(error: BaseException) -> str:
     """What has ended a run, in a line or two: the error beneath Ray's wrappers that explains the others. Pure."""
     from ray.exceptions import RayError
 
-    found = [each for each in _beneath(error) if not _wrapped(each)] or [error]
-    own = [each for each in found if not _is_of_train(each)]
-    dead = [each for each in own if isinstance(each, RayError)]  # the others have failed because of these
-    cause = [*(each for each in own if not _is_death(each)), *dead, *own, *found][0]
+    causes = [cause for cause in _beneath(error) if not _wrapped(cause)] or [error]
+    own = [cause for cause in causes if not _is_of_train(cause)]
+    dead = [cause for cause in own if isinstance(cause, RayError)]  # the others have failed because of these
+    cause = [*(cause for cause in own if not _is_death(cause)), *dead, *own, *causes][0]
     text = " ".join(_ADDED.sub("", str(cause)).split())
     return f"{type(cause).__name__}: {text if len(text) <= _MAX_TOLD else text[:_MAX_TOLD] + ' …'}"
 
@@ -95,8 +95,8 @@ def is_final(failures: Iterable[BaseException]) -> bool:
 def own_error(failures: Iterable[BaseException]) -> RaypipeError | None:
     """raypipe's own error among those of `is_final`, which would come again; None = something else has failed."""
     failures = list(failures)
-    own = [found for found in map(cause_of, failures) if isinstance(found, RaypipeError)]
-    final = (found for found in own if not isinstance(found, OutageError))
+    own = [cause for cause in map(cause_of, failures) if isinstance(cause, RaypipeError)]
+    final = (cause for cause in own if not isinstance(cause, OutageError))
     return None if _has_lost(failures) else next(final, None)
 
 
@@ -121,7 +121,7 @@ def _is_death(error: BaseException) -> bool:
     if isinstance(cause_of(error), OutageError):
         return True
     if isinstance(error, RayTaskError):
-        return all(_is_death(each) for each in _wrapped(error))
+        return all(map(_is_death, _wrapped(error)))
     if isinstance(error, OSError):
         # Those of object storage have no number. Those of a disk have one, and come again.
         return isinstance(error, ConnectionError | TimeoutError) or error.errno is None

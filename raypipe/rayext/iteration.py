@@ -81,10 +81,10 @@ def rows(iterator: DataIterator) -> Generator[Row, None, None]:
     """
     failure: BaseException | None = None
     before, threads = set(threading.enumerate()), list[threading.Thread]()
-    made = _record_batch_iterators(iterator)
+    batch_iterators = _record_batch_iterators(iterator)
     try:
         with ours():
-            found = iter(
+            blocks = iter(
                 iterator.iter_batches(
                     batch_size=None,  # type: ignore[arg-type]
                     batch_format="numpy",
@@ -93,7 +93,7 @@ def rows(iterator: DataIterator) -> Generator[Row, None, None]:
             )
         while True:
             with ours():
-                row: Any = next(found, None)
+                row: Any = next(blocks, None)
             if row is None:
                 break
             if not threads:
@@ -103,13 +103,13 @@ def rows(iterator: DataIterator) -> Generator[Row, None, None]:
     except Exception as error:
         failure = cause_of(error)
     finally:
-        found = None  # type: ignore[assignment]
+        blocks = None  # type: ignore[assignment]
         vars(iterator).pop(_MAKES_BATCHES, None)
         del iterator
-        for each in made:
+        for batch_iterator in batch_iterators:
             # Ray Data stops its prefetcher's thread at the end alone: left before, the thread waits for ever.
-            getattr(getattr(each, "_prefetcher", None), "stop", lambda: None)()
-        made.clear()
+            getattr(getattr(batch_iterator, "_prefetcher", None), "stop", lambda: None)()
+        batch_iterators.clear()
         # An execution is a ring of references. As long as it is not collected, actors that it has let go of may
         # keep their CPUs, and a cluster that is in use no more looks busy to the next run.
         gc.collect()
@@ -123,12 +123,12 @@ def rows(iterator: DataIterator) -> Generator[Row, None, None]:
 
 def _record_batch_iterators(iterator: Any) -> list[Any]:
     """A list that gets what Ray Data will make to iterate this iterator's batches."""
-    made = list[Any]()
+    batch_iterators = list[Any]()
     if make := getattr(iterator, _MAKES_BATCHES, None):
 
         def create(*args: Any, **options: Any) -> Any:
-            made.append(make(*args, **options))
-            return made[-1]
+            batch_iterators.append(make(*args, **options))
+            return batch_iterators[-1]
 
         setattr(iterator, _MAKES_BATCHES, create)
-    return made
+    return batch_iterators

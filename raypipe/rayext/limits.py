@@ -31,13 +31,13 @@ def free_cpus() -> dict[str, float]:
     """The CPUs that each node has free, by its identifier."""
     # The state above is some tenths of a second old.
     free = state.available_resources_per_node()
-    return {node: found.get("CPU", 0.0) for node, found in free.items()}
+    return {node: resources.get("CPU", 0.0) for node, resources in free.items()}
 
 
 def draining() -> dict[str, int]:
     """When nodes that are about to go will be gone, by their identifiers: ms since 1970, or 0 = not known."""
-    found: dict[str, int] = state.state.get_draining_nodes()
-    return found
+    ends: dict[str, int] = state.state.get_draining_nodes()
+    return ends
 
 
 def limits_of(config: dict[str, Any]) -> dict[str, float]:

@@ -10,8 +10,6 @@
     get_or_create_actor_location_tracker, on a local cluster: an actor that knows which   the same
     get_actor_locations                   node each actor is on; 1.1 s of a core at the
                                           start. Elsewhere: executions outlive its node
-    ActorPoolMapOperator._start_actor     holds back a line that Ray's C++ writes of the  the line has a level
-                                          first actor
     filters of three loggers              errors are told once, and not with two          Ray Data logs them once
                                           tracebacks before; no lines of progress
 
@@ -26,7 +24,6 @@ import functools
 import logging
 import uuid
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,7 +33,6 @@ from ray.data._internal.execution.operators import actor_pool_map_operator
 from ray.data._internal.stats import _StatsManager
 
 from raypipe.rayext.cluster import is_local
-from raypipe.rayext.console import quiet_first_actor
 from raypipe.rayext.ours import KEY, has_settings, is_ours, ours
 
 Function = Callable[..., Any]
@@ -68,8 +64,7 @@ def install(make_autoscaler: Callable[[Any, Any], Any]) -> None:
     _replace(executor, "create_actor_autoscaler", _by_topology, lambda *_: _NO_AUTOSCALER)
     _replace(executor, "create_cluster_autoscaler", _by_topology, make_autoscaler)
     for name in ("execute", "shutdown"):
-        _replace(executor.StreamingExecutor, name, _within, "_data_context", ours)
-    _replace(operators.ActorPoolMapOperator, "_start_actor", _within, "data_context", quiet_first_actor)
+        _replace(executor.StreamingExecutor, name, _as_ours)
     for name in ("register_dataset_to_stats_actor", "update_execution_metrics", "update_iteration_metrics"):
         _replace(stats, name, _unless_local, nothing)
     _replace(stats, "gen_dataset_id_from_stats_actor", _unless_local, lambda: uuid.uuid4().hex)
@@ -98,15 +93,15 @@ def _by_topology(function: Function, make: Callable[[Any, Any], Any]) -> Functio
     return chosen
 
 
-def _within(method: Function, context: str, manager: Callable[[], AbstractContextManager[None]]) -> Function:
-    """A method of an object of Ray's that works within a manager if its data context, by name, is ours."""
+def _as_ours(method: Function) -> Function:
+    """A method of Ray Data's executor, which marks the thread for an execution of ours."""
 
     @functools.wraps(method)
-    def within(self: Any, *args: Any, **options: Any) -> Any:
-        with manager() if has_settings(getattr(self, context)) else contextlib.nullcontext():
+    def marked(self: Any, *args: Any, **options: Any) -> Any:
+        with ours() if has_settings(self._data_context) else contextlib.nullcontext():
             return method(self, *args, **options)
 
-    return within
+    return marked
 
 
 def _unless_local(function: Function, local: Function) -> Function:

@@ -27,11 +27,6 @@ def is_labelled(node: dict[str, Any], label_selector: str) -> bool:
     return not label or node.get("Labels", {}).get(label) == value
 
 
-def is_gpu(node: dict[str, Any]) -> bool:
-    """Whether a node has GPUs to give."""
-    return bool(node["Resources"].get("GPU"))
-
-
 def placement(label_selector: str) -> dict[str, Any]:
     """Ray's options for an actor that prefers nodes with a label, else takes others that are there.
 
@@ -42,7 +37,7 @@ def placement(label_selector: str) -> dict[str, Any]:
     if not label:
         return {}
     alive = nodes()
-    knows = any(is_labelled(node, label_selector) or is_gpu(node) for node in alive)
+    knows = any(is_labelled(node, label_selector) or node["Resources"].get("GPU") for node in alive)
     others = [node["NodeID"] for node in alive if not is_labelled(node, label_selector)]
     fallback: list[dict[str, Any]] = [{"label_selector": {_NODE_ID: f"in({','.join(others)})"}}] if others else []
     if not (knows or has_labelled_type(label, value)):

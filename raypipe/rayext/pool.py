@@ -22,7 +22,7 @@ from ray.data._internal.actor_autoscaler import ActorPoolScalingRequest
 from raypipe.config import PoolConfig
 from raypipe.errors import ResourceError
 from raypipe.rayext.limits import draining, resource_state
-from raypipe.rayext.placement import is_gpu, is_labelled, nodes, placement
+from raypipe.rayext.placement import is_labelled, nodes, placement
 
 _WATCH_PERIOD_S = 1.0
 
@@ -68,8 +68,8 @@ class PoolSizer:
             waiting: share of the ranks for which no finished micro-batch is there, in [0, 1].
             active, running, pending: actors at work, started, and not yet, for want of a node or of time.
         """
-        seen = (now - self._at) * np.array([1, waiting, active, running])
-        self._at, self._growth, self._calm = now, self._growth + seen, self._calm + seen
+        sums = (now - self._at) * np.array([1, waiting, active, running])
+        self._at, self._growth, self._calm = now, self._growth + sums, self._calm + sums
         rules, size = self._rules, running + pending
         if self._growth[0] >= rules.grow_after_s:
             seconds, waited, worked, ran = self._growth.tolist()
@@ -118,38 +118,35 @@ class PoolKeeper:
         # When it was last watched; when a block was last finished, and the how many-th; when an actor ran, or none
         # was queued for CPUs.
         self._watched_at = self._moved_at = self._queued_at = now
-        self._made, self._told = 0, False
+        self._finished, self._has_told = 0, False
         self._room_at: dict[Any, float] = {}  # actor that died with work in hand → when room is made for it
         self._room_made = set[Any]()  # those for which it was
-        # Nodes on which actors have been seen, and those of them that have the label.
-        self._known, self._labelled = set[str](), set[str]()
         self._leaving = set[Any]()  # actors on nodes that are about to go, for which others were started
 
-    def keep(self, now: float, *, made: int, queued: int, ranks_waiting: float) -> None:
+    def keep(self, now: float, *, finished: int, queued: int, ranks_waiting: float) -> None:
         """Look at the pool; called at each turn of Ray Data's scheduler, some ten times a second.
 
         Args:
-            made: blocks that the pool has finished.
+            finished: blocks that the pool has finished.
             queued: blocks that no actor has been given yet.
             ranks_waiting: share of the ranks for which no finished block is there.
 
         Raises:
             ResourceError: the stream stands still.
         """
-        self._size(now, made, ranks_waiting)
+        self._size(now, finished, ranks_waiting)
         if now - self._watched_at >= _WATCH_PERIOD_S:
             self._watched_at = now
             self._leave(draining())
             self._make_room(now)
-            self._tell_of_gpus()
             self._tell_of_none(now)
-            self._end_stall(now, made, queued)
+            self._end_stall(now, finished, queued)
 
-    def _size(self, now: float, made: int, ranks_waiting: float) -> None:
+    def _size(self, now: float, finished: int, ranks_waiting: float) -> None:
         pool = self._pool
         if (missing := pool.min_size() - pool.current_size()) > 0:
             self._grow(missing, "the pool is below its minimum")
-        if not made:  # the first actors are only starting
+        if not finished:  # the first actors are only starting
             return
         if self._sizer is None:
             self._sizer = PoolSizer(self._rules, now)
@@ -185,13 +182,14 @@ class PoolKeeper:
         surplus -= self._release_lost(surplus)
         states = self._pool._running_actors.items()
         on_node = Counter(state.actor_location for _, state in states)
+        labelled = {node["NodeID"] for node in nodes() if is_labelled(node, self._rules.label_selector)}
         idle = [
-            (state.actor_location in self._labelled, on_node[state.actor_location], state.actor_location, actor)
+            (state.actor_location in labelled, on_node[state.actor_location], state.actor_location, actor)
             for actor, state in states
             if not (state.num_tasks_in_flight or state.is_restarting or actor in self._leaving)
         ]
         num_running = sum(1 for _, state in states if not state.is_restarting)
-        for *_, actor in sorted(idle, key=lambda found: found[:3])[: max(0, min(surplus, num_running - 1))]:
+        for *_, actor in sorted(idle, key=lambda place: place[:3])[: max(0, min(surplus, num_running - 1))]:
             self._pool._release_running_actor(actor)
 
     def _release_lost(self, most: int) -> int:
@@ -206,9 +204,9 @@ class PoolKeeper:
         states = self._pool._running_actors
         waiting = {actor: s for actor, s in states.items() if s.is_restarting and s.num_tasks_in_flight}
         new = waiting.keys() - self._room_at.keys()
-        there = {node["NodeID"] for node in nodes()} if new else set()
+        alive = {node["NodeID"] for node in nodes()} if new else set()
         for actor in new:
-            self._room_at[actor] = now + (_PATIENCE_S if waiting[actor].actor_location in there else 0.0)
+            self._room_at[actor] = now + (_PATIENCE_S if waiting[actor].actor_location in alive else 0.0)
         self._room_at = {actor: at for actor, at in self._room_at.items() if actor in waiting}
         self._room_made &= waiting.keys()
         late = [actor for actor, at in self._room_at.items() if now >= at]
@@ -262,30 +260,15 @@ class PoolKeeper:
                 self._leaving.remove(actor)
                 self._pool._release_running_actor(actor)
 
-    def _tell_of_gpus(self) -> None:
-        """Say so, once for each, where actors run on a GPU node because CPU nodes have no room."""
-        new = {state.actor_location for state in self._pool._running_actors.values()} - self._known
-        if not new or not (label := self._rules.label_selector):
-            return
-        self._known |= new
-        there = {node["NodeID"]: node for node in nodes()}
-        self._labelled |= {name for name in new & there.keys() if is_labelled(there[name], label)}
-        for name in sorted((new & there.keys()) - self._labelled):
-            if is_gpu(there[name]) and len(there) > 1:
-                self._supervisor.scaled.remote(
-                    f"transform actors run on the GPU node {name[:8]}, as nodes with the label {label} had no "
-                    "room; no such node is started for them"
-                )
-
     def _tell_of_none(self, now: float) -> None:
         info = self._op.get_actor_info()
         waiting = info.pending + info.restarting
         if info.running:
-            self._queued_at, self._told = now, False
+            self._queued_at, self._has_told = now, False
         elif not waiting or self._cpus not in _waited_for():  # they start
             self._queued_at = now
-        elif not self._told and now - self._queued_at > _QUEUE_S:
-            self._told = True
+        elif not self._has_told and now - self._queued_at > _QUEUE_S:
+            self._has_told = True
             left = max(0.0, self._rules.stall_timeout_s - (now - self._moved_at))
             self._supervisor.note.remote(
                 f"no transform actor runs: {waiting} wait for {self._cpus:g} CPUs each; the run ends in "
@@ -293,9 +276,9 @@ class PoolKeeper:
                 "no_room",
             )
 
-    def _end_stall(self, now: float, made: int, queued: int) -> None:
-        if made != self._made or not (self._op.num_active_tasks() or queued):
-            self._made, self._moved_at = made, now
+    def _end_stall(self, now: float, finished: int, queued: int) -> None:
+        if finished != self._finished or not (self._op.num_active_tasks() or queued):
+            self._finished, self._moved_at = finished, now
         elif now - self._moved_at > self._rules.stall_timeout_s:
             info = self._op.get_actor_info()
             raise ResourceError(
@@ -314,4 +297,4 @@ def _free_cpus() -> float:
 def _waited_for() -> set[float]:
     """Of how many CPUs each there are actors that no node has room for."""
     waiting = resource_state().pending_resource_requests
-    return {each.request.resources_bundle.get("CPU", 0.0) for each in waiting}
+    return {pending.request.resources_bundle.get("CPU", 0.0) for pending in waiting}

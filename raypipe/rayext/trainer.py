@@ -22,10 +22,10 @@ from ray.train.v2.torch.torch_trainer import TorchTrainer
 from raypipe.errors import ResourceError
 from raypipe.logs import LogFormat, configure_logs
 from raypipe.metrics.prometheus import Recorder
-from raypipe.metrics.run_log import append_fault
+from raypipe.metrics.records import append_fault
 from raypipe.rayext.allocation import largest_divisor, worker_resources
 from raypipe.rayext.cluster import started_here
-from raypipe.rayext.failures import is_final, is_lost, own_error, told
+from raypipe.rayext.failures import explanation, is_final, is_lost, own_error
 
 logger = logging.getLogger(__name__)
 
@@ -63,29 +63,29 @@ class BoundedScalingPolicy(scaling_policy.ScalingPolicy):
         super().__init__(scaling_config)
         self._timeout_s = timeout_s
         self._since: float | None = None
-        self._is_told = False
+        self._has_told = False
 
     def make_decision_for_non_running_worker_group(self) -> scaling_policy.ScalingDecision:
         self._since = self._since or time.monotonic()
         waited_s = time.monotonic() - self._since
         if waited_s > self._timeout_s:
-            raise ResourceError(self._told(f"have had no room for {self._timeout_s:g} s"))
-        if waited_s > _TOLD_AFTER_S and not self._is_told:
-            self._is_told = True
-            logger.warning(self._told(f"have no room; the run ends in {self._timeout_s - waited_s:.0f} s"))
+            raise ResourceError(self._waiting(f"have had no room for {self._timeout_s:g} s"))
+        if waited_s > _TOLD_AFTER_S and not self._has_told:
+            self._has_told = True
+            logger.warning(self._waiting(f"have no room; the run ends in {self._timeout_s - waited_s:.0f} s"))
         return super().make_decision_for_non_running_worker_group()  # type: ignore[safe-super]
 
     def make_decision_for_running_worker_group(self, *args: Any, **options: Any) -> scaling_policy.ScalingDecision:
-        self._since, self._is_told = None, False
+        self._since, self._has_told = None, False
         return super().make_decision_for_running_worker_group(*args, **options)  # type: ignore[safe-super]
 
-    def _told(self, what: str) -> str:
+    def _waiting(self, what: str) -> str:
         """What is with the trainers, and what to do."""
         config: Any = self.scaling_config
         workers = config.min_workers if _is_elastic(config) else config.num_workers
-        each = " and ".join(f"{n:g} {kind}" for kind, n in worker_resources(config).items() if n)
+        share = " and ".join(f"{n:g} {kind}" for kind, n in worker_resources(config).items() if n)
         return (
-            f"{workers} trainers of {each} each {what} (pool.stall_timeout_s). Add nodes, or stop other jobs "
+            f"{workers} trainers of {share} each {what} (pool.stall_timeout_s). Add nodes, or stop other jobs "
             "(`ray job list`)"
         )
 
@@ -107,9 +107,9 @@ class DivisorScalingPolicy(BoundedScalingPolicy, _Elastic):
 
 def _reason(error: TrainingFailedError) -> str:
     """Why trainers are started again, as a label: preempted, died, no_start."""
-    each = [error, *getattr(error, "worker_failures", {}).values()]
+    failures = [error, *getattr(error, "worker_failures", {}).values()]
     # Ray 2.54 to 2.59 have no PreemptionError.
-    if any(type(e).__name__ == "PreemptionError" or getattr(e, "preempted", False) for e in each):
+    if any(type(e).__name__ == "PreemptionError" or getattr(e, "preempted", False) for e in failures):
         return "preempted"
     return "died" if isinstance(error, WorkerGroupError) else "no_start"
 
@@ -124,11 +124,11 @@ def who_died(error: BaseException) -> str:
         nodes = ", ".join(node[:8] for node in info.preempted_node_ids)
         return f"the node of {_trainers(info.preempted_ranks)} was taken away ({nodes})"
     failures: dict[int, BaseException] = getattr(error, "worker_failures", {})
-    lost = {rank: each for rank, each in failures.items() if is_lost(each)}
+    lost = {rank: failure for rank, failure in failures.items() if is_lost(failure)}
     if lost:
-        why = _DEAD_ACTOR.sub(r"process \1 on \2, \3", told(lost[min(lost)]))
+        why = _DEAD_ACTOR.sub(r"process \1 on \2, \3", explanation(lost[min(lost)]))
         return f"{_trainers(sorted(lost))} died: {why}"
-    return f"{_trainers(sorted(failures))} failed: {told(error)}" if failures else told(error)
+    return f"{_trainers(sorted(failures))} failed: {explanation(error)}" if failures else explanation(error)
 
 
 def _trainers(ranks: list[int]) -> str:
@@ -261,7 +261,7 @@ class RunTrainer(TorchTrainer):
         needless: tuple[Any, ...] = (datasets.DatasetsCallback,)
         if started_here():
             needless += (placement_group_callback.PlacementGroupCleanerCallback,)
-        callbacks = [each for each in super()._create_default_callbacks() if not isinstance(each, needless)]
+        callbacks = [new for new in super()._create_default_callbacks() if not isinstance(new, needless)]
         return [*callbacks, _Logs(self._log, self._run)]
 
     def _register_sigint_handler(self, controller: Any) -> None:

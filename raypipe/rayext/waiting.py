@@ -39,7 +39,7 @@ class Wait:
     def __init__(self, timeout_s: float, check: Callable[[], None] = lambda: None, setting: str = "") -> None:
         self._timeout_s, self._check, self._by = timeout_s, check, f" ({setting})" if setting else ""
         self._begun = time.monotonic()
-        self._told_at = self._begun + _FIRST_LINE_S - _LINE_EVERY_S
+        self._line_at = self._begun + _FIRST_LINE_S - _LINE_EVERY_S
 
     def turn(self, thing: str, pause_s: float = 0.5) -> None:
         """Wait a little longer for a thing; ResourceError once it was too long."""
@@ -48,8 +48,8 @@ class Wait:
         left_s = self._begun + self._timeout_s - now
         if left_s <= 0:
             raise ResourceError(f"waited {self._timeout_s:g} s{self._by} for {thing}")
-        if now - self._told_at >= _LINE_EVERY_S:
-            self._told_at = now
+        if now - self._line_at >= _LINE_EVERY_S:
+            self._line_at = now
             progress(logger, f"waiting {left_s:.0f} s more at most{self._by} for {thing}")
         time.sleep(min(pause_s, left_s))
 
@@ -67,13 +67,13 @@ def wait_for_head(address: str, wait: Wait) -> None:
     def ask() -> None:  # beside the main thread, which signals interrupt in Python alone
         while not ended.wait(0 if why[0] == "no answer" else 1):
             try:
-                found = services.canonicalize_bootstrap_address(address)
-                if found is not None:  # else Ray Client's, or none that can be asked
-                    host, _, port = found.rpartition(":")
+                head = services.canonicalize_bootstrap_address(address)
+                if head is not None:  # else Ray Client's, or none that can be asked
+                    host, _, port = head.rpartition(":")
                     socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
                     why[0] = "it takes connections, and does not answer"
                     client: Any = _raylet
-                    client.GcsClient(address=found).internal_kv_get(b"raypipe", None)
+                    client.GcsClient(address=head).internal_kv_get(b"raypipe", None)
                 return answered.set()
             except Exception as error:  # of names, sockets, and Ray's own
                 why[0] = str(error) or type(error).__name__

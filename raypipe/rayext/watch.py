@@ -93,10 +93,10 @@ def end_stopped(processes: list[tuple[int, str]]) -> list[int]:
     def stopped() -> list[int]:
         return [pid for pid, started in processes if started and _stat(pid) == ("T", started)]
 
-    found = stopped()
-    if found:
+    suspects = stopped()
+    if suspects:
         time.sleep(_SURE_S)
-    ended = [pid for pid in stopped() if pid in found]
+    ended = [pid for pid in stopped() if pid in suspects]
     for pid in ended:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -163,12 +163,12 @@ class Watch:
 
     def _look(self, now: float) -> None:
         for node in {process.node for process in list(self._processes.values())} - self._looks.keys():
-            known = [(each.pid, each.started) for each in self._on(node).values()]
+            known = [(process.pid, process.started) for process in self._on(node).values()]
             if node == self._node:
                 self._tell(node, end_stopped(known))
                 continue
-            there = NodeAffinitySchedulingStrategy(node, soft=False)
-            task = ray.remote(end_stopped).options(num_cpus=0, max_retries=0, scheduling_strategy=there)
+            on_node = NodeAffinitySchedulingStrategy(node, soft=False)
+            task = ray.remote(end_stopped).options(num_cpus=0, max_retries=0, scheduling_strategy=on_node)
             self._looks[node] = task.remote(known), now
 
     def _answer(self, now: float) -> None:
@@ -178,8 +178,9 @@ class Watch:
                 if late_s >= _ANSWER_S and node not in self._silent:
                     self._silent.add(node)
                     self._note(
-                        f"node {node[:8]} has not answered for {now - asked:.0f} s: {self._told(self._on(node))}; "
-                        "once Ray calls the node dead, its work is done elsewhere",
+                        f"node {node[:8]} has not answered for {now - asked:.0f} s: "
+                        f"{self._described(self._on(node))}; once Ray calls the node dead, its work is done "
+                        "elsewhere",
                         "silent_node",
                     )
                 continue
@@ -198,12 +199,12 @@ class Watch:
         for key, process in self._on(node).items():
             if process.pid in ended:
                 self._processes.pop(key, None)
-                told = self._told({key: process})
-                self._note(f"a stopped process (SIGSTOP) held up the stream, and was killed: {told}", "stopped")
+                what = self._described({key: process})
+                self._note(f"a stopped process (SIGSTOP) held up the stream, and was killed: {what}", "stopped")
 
-    def _told(self, processes: dict[str, Process]) -> str:
+    def _described(self, processes: dict[str, Process]) -> str:
         by_role: dict[str, list[str]] = defaultdict(list)
         for key, process in processes.items():
             work = self._work_of(key)
             by_role[process.role].append(f"{process}{work and f', {work}'}")
-        return "; ".join(f"{role} ({'; '.join(each)})" for role, each in by_role.items())
+        return "; ".join(f"{role} ({'; '.join(texts)})" for role, texts in by_role.items())

@@ -83,7 +83,7 @@ def _started(pid: Any) -> int | None:
 
 
 @contextlib.contextmanager
-def taken(run_uri: str) -> Iterator[str]:
+def leased(run_uri: str) -> Iterator[str]:
     """Within, this process alone has a run's folder, which is made if it is not there. Yields the lease's token.
 
     RunExistsError says which other process has it.

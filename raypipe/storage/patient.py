@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import itertools
 import os
+import shutil
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pyarrow as pa
@@ -15,6 +17,8 @@ import pyarrow.fs
 from raypipe.storage.patience import Patience, count
 
 T = TypeVar("T")
+
+_CHUNK_BYTES = 8 << 20
 
 Make = Callable[[str, str], pyarrow.fs.FileSystem]
 """Makes pyarrow's own of a scheme and a host, with the credentials of the moment."""
@@ -59,11 +63,15 @@ def upload(local: str, filesystem: pyarrow.fs.FileSystem, path: str) -> None:
     if isinstance(filesystem, PatientFileSystem):
         filesystem.call("write", path, lambda inner: upload(local, inner, path))
         return
-    here = pyarrow.fs.LocalFileSystem()
-    # One thread, as Ray Train does for S3: uploads take threads of the same pool.
-    pyarrow.fs.copy_files(
-        local, path, source_filesystem=here, destination_filesystem=filesystem, use_threads=False
-    )
+    # Not by pyarrow's copy_files: where an object cannot be written, pyarrow 26 returns as if it were.
+    root = Path(local)
+    if root.is_dir():
+        filesystem.create_dir(path, recursive=True)
+        for file in sorted(root.iterdir()):
+            upload(str(file), filesystem, f"{path}/{file.name}")
+        return
+    with root.open("rb") as source, filesystem.open_output_stream(path) as target:
+        shutil.copyfileobj(source, target, _CHUNK_BYTES)
 
 
 class PatientInput(io.RawIOBase):
@@ -165,16 +173,16 @@ class _Handler(pyarrow.fs.FileSystemHandler):
     def __init__(self, scheme: str, host: str, make: Make) -> None:
         self._scheme, self._make = scheme, lambda: make(scheme, host)
         self._renew = None if host.startswith("anonymous@") else self._forget
-        self._made: pyarrow.fs.FileSystem | None = None
+        self._inner: pyarrow.fs.FileSystem | None = None
         self._patience, self._lock = Patience(), threading.Lock()
 
     def inner(self) -> pyarrow.fs.FileSystem:
         with self._lock:
-            self._made = self._made or self._make()
-            return self._made
+            self._inner = self._inner or self._make()
+            return self._inner
 
     def _forget(self) -> None:
-        self._made = None
+        self._inner = None
 
     def call(self, operation: str, path: str, do: Callable[[pyarrow.fs.FileSystem], T]) -> T:
         return self._patience.call(operation, f"{self._scheme}://{path}", lambda: do(self.inner()), self._renew)

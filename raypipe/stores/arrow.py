@@ -21,7 +21,7 @@ from raypipe.storage.filesystem import explained, is_remote
 from raypipe.storage.local_file import regular_path
 from raypipe.storage.patience import one_line
 from raypipe.stores.addresses import list_files
-from raypipe.stores.arrow_columns import TableParts
+from raypipe.stores.arrow_columns import StoredColumn, TableParts
 from raypipe.stores.base import FileStore, hash_of_facts, part_of
 
 _STREAM_END = b"\xff\xff\xff\xff\0\0\0\0"
@@ -70,6 +70,7 @@ class _Batches(TableParts):
         ]
         self.bounds = np.cumsum([0, *(batch.num_rows for batch in self._batches)], dtype=np.int64)
         self._checked = [False] * len(self._batches)
+        self._opened: list[dict[str, StoredColumn]] = [{} for _ in self._batches]
         sizes = [(num_bytes, [batch.num_rows for batch in batches]) for _, batches, num_bytes in files]
         facts = ([(name, str(field)) for name, field in self.fields.items()], self.classes, sizes)
         self.fingerprint = hash_of_facts(facts)
@@ -79,7 +80,7 @@ class _Batches(TableParts):
         path, within = self._places[number]
         return f"{path}, batch {within}, row {row}"
 
-    def _part(self, number: int, names: tuple[str, ...]) -> tuple[str, dict[str, pa.ChunkedArray]]:
+    def _part(self, number: int, names: tuple[str, ...]) -> dict[str, StoredColumn]:
         """Columns of a batch, in which nothing points outside of it."""
         path, within = self._places[number]
         batch = self._batches[number]
@@ -92,7 +93,12 @@ class _Batches(TableParts):
                 ) from error
             self._checked[number] = True
             self._check_embedded(batch, path)
-        return path, {name: pa.chunked_array([batch.column(self.fields[name].name)]) for name in names}
+        opened = self._opened[number]
+        for name in names:
+            if name not in opened:
+                column = pa.chunked_array([batch.column(self.fields[name].name)])
+                opened[name] = self.opened(name, column, path)
+        return opened
 
     def _check_embedded(self, batch: pa.RecordBatch, path: str) -> None:
         """Raise StoreError where all images of a batch are paths to files that are elsewhere."""

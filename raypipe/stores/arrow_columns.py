@@ -1,15 +1,18 @@
 """Columns of Arrow tables as columns of a store: which become image and label, and their values.
 
 Two layouts of images are understood: binary, and that of Hugging Face, `struct{bytes: binary, path: string}`.
+Images are views of their column's buffer, which stays in memory as long as one of them does.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -18,6 +21,18 @@ import pyarrow.compute as pc
 from raypipe.errors import StoreError
 from raypipe.stores.base import MAX_SAMPLE_BYTES, Columns, by_part, stored_names
 from raypipe.stores.numbers import labels_of
+
+
+class StoredColumn(NamedTuple):
+    """A column of a part of a store.
+
+    Attributes:
+        take: rows, int64 (n,), → their values.
+        num_bytes: of its buffers.
+    """
+
+    take: Callable[[np.ndarray], Any]
+    num_bytes: int
 
 
 class TableColumns:
@@ -49,34 +64,44 @@ class TableColumns:
         """Whether a column's bytes are in a struct."""
         return name == "image" and pa.types.is_struct(self.fields[name].type)
 
-    def take(self, name: str, column: pa.ChunkedArray, rows: np.ndarray, path: str) -> Any:
-        """Rows of a column as it stands in a file: numbers, and arrays of one shape, as arrays, others as lists.
+    def opened(self, name: str, column: pa.ChunkedArray, path: str) -> StoredColumn:
+        """A column as it stands in a file, to take rows of."""
+        if self.is_hf_image(name):
+            column = pc.struct_field(column, "bytes")
+        return StoredColumn(self._taker(name, column, path), column.get_total_buffer_size())
+
+    def _taker(self, name: str, column: pa.ChunkedArray, path: str) -> Callable[[np.ndarray], Any]:
+        """What takes rows of a column: numbers, and arrays of one shape, as arrays, others as lists.
 
         Numbers of which some are null are a list too; a null label raises StoreError.
         """
-        if self.is_hf_image(name):
-            column = pc.struct_field(column, "bytes")
+        if name == "image":
+            return _chunked_taker(column)
         array_of = _array_of(column.type)
         if not _is_number(column.type) and array_of is None:
-            return [_python_value(column[row]) for row in rows.tolist()]
+            return lambda rows: [_python_value(column[row]) for row in rows.tolist()]
         if isinstance(column.type, pa.BaseExtensionType):
             column = pa.chunked_array([chunk.storage for chunk in column.chunks], column.type.storage_type)
+        shape = () if array_of is None else array_of[1]
+        numbers = _in_place(column, shape)
+        if numbers is not None:
+            return numbers.__getitem__
+        return partial(self._numbers, name, column, shape, path)
+
+    def _numbers(
+        self, name: str, column: pa.ChunkedArray, shape: tuple[int, ...], path: str, rows: np.ndarray
+    ) -> np.ndarray | list[Any]:
+        """Rows of a column of numbers, or of arrays of them."""
         column = column.take(pa.array(rows))
         if name == "label" and column.null_count:
             raise StoreError(
                 f"{path}, column {self.fields[name].name!r}: a label is null; training on a made-up one would not "
                 "be noticed"
             )
-        if array_of is None:
-            return _with_none(column) if column.null_count else column.to_numpy()
-        values: Any = column.combine_chunks()
-        while pa.types.is_fixed_size_list(values.type) or pa.types.is_list(values.type):
-            if values.null_count:
-                return _with_none(column)
-            values = values.flatten()
-        if values.null_count:
+        values = _flat(column.combine_chunks())
+        if values is None:
             return _with_none(column)
-        return values.to_numpy(zero_copy_only=False).reshape(len(rows), *array_of[1])
+        return np.asarray(values.to_numpy(zero_copy_only=False).reshape(len(rows), *shape))
 
     def join(self, name: str, parts: list[Any], places: np.ndarray) -> Any:
         """Put the parts together as they were asked for: value i is number places[i] of them all."""
@@ -92,23 +117,36 @@ class TableColumns:
 
 
 class TableParts(TableColumns, ABC):
-    """Parts of Arrow tables, one after the other; `bounds`, int64 (parts + 1,), has where each begins."""
+    """Parts of Arrow tables, one after the other.
+
+    Attributes:
+        bounds: int64 (parts + 1,), where each begins.
+        view_bytes: what parts may hold together whose images one read gives as views: who keeps a single image
+            keeps its part in memory. Images of further parts are copied.
+    """
 
     bounds: np.ndarray
+    view_bytes: float = math.inf
 
     def __len__(self) -> int:
         return int(self.bounds[-1])
 
     @abstractmethod
-    def _part(self, number: int, names: tuple[str, ...]) -> tuple[str, dict[str, pa.ChunkedArray]]:
-        """The file of a part, for errors, and columns of the part."""
+    def _part(self, number: int, names: tuple[str, ...]) -> dict[str, StoredColumn]:
+        """Columns of a part."""
 
     def read(self, indices: np.ndarray, columns: tuple[str, ...]) -> Columns:
         parts: dict[str, list[Any]] = {name: [] for name in columns}
+        num_viewed = 0
         for number, positions in by_part(indices, self.bounds):
-            path, part = self._part(number, columns)
+            part, rows = self._part(number, columns), indices[positions] - self.bounds[number]
             for name in columns:
-                parts[name].append(self.take(name, part[name], indices[positions] - self.bounds[number], path))
+                parts[name].append(part[name].take(rows))
+            if "image" in columns:
+                num_viewed += part["image"].num_bytes
+                if num_viewed > self.view_bytes:
+                    images = parts["image"]
+                    images[-1] = [None if image is None else bytes(image) for image in images[-1]]
         places = np.argsort(np.argsort(indices, kind="stable"))
         return {name: self.join(name, parts[name], places) for name in columns}
 
@@ -167,6 +205,59 @@ def _array_of(kind: pa.DataType) -> tuple[pa.DataType, tuple[int, ...]] | None:
         kind, shape = kind.value_type, (*shape, kind.list_size)
     known = _is_number(kind) or pa.types.is_boolean(kind)
     return (kind, shape) if shape and known else None
+
+
+def _chunked_taker(column: pa.ChunkedArray) -> Callable[[np.ndarray], list[memoryview | None]]:
+    """What takes rows of a column of images."""
+    takers = list(map(image_taker, column.chunks))
+    if len(takers) == 1:
+        return takers[0]
+    bounds = np.cumsum([0, *map(len, column.chunks)])
+
+    def take(rows: np.ndarray) -> list[memoryview | None]:
+        images: list[memoryview | None] = [None] * len(rows)
+        for number, positions in by_part(rows, bounds):
+            of_chunk = takers[number](rows[positions] - bounds[number])
+            for position, image in zip(positions.tolist(), of_chunk, strict=True):
+                images[position] = image
+        return images
+
+    return take
+
+
+def image_taker(images: pa.Array) -> Callable[[np.ndarray], list[memoryview | None]]:
+    """What takes images of an array of binaries, as views; None for those that are null."""
+    _, offset_buffer, contents = images.buffers()
+    content = memoryview(contents or b"").cast("B").toreadonly()
+    dtype = np.dtype(np.int64 if pa.types.is_large_binary(images.type) else np.int32)
+    # An array of no rows need have no buffers.
+    offsets = np.frombuffer(offset_buffer or bytes(dtype.itemsize), dtype)[images.offset :]
+    is_null = np.asarray(images.is_null()) if images.null_count else None
+
+    def take(rows: np.ndarray) -> list[memoryview | None]:
+        bounds = zip(offsets[rows].tolist(), offsets[rows + 1].tolist(), strict=True)
+        views: list[memoryview | None] = [content[start:end] for start, end in bounds]
+        if is_null is not None:
+            for position in np.flatnonzero(is_null[rows]).tolist():
+                views[position] = None
+        return views
+
+    return take
+
+
+def _in_place(column: pa.ChunkedArray, shape: tuple[int, ...]) -> np.ndarray | None:
+    """The numbers of a column, (rows, *shape), where they lie; None: in several chunks, packed, or with nulls."""
+    values = _flat(column.chunk(0)) if column.num_chunks == 1 else None
+    if values is None or not _is_number(values.type):
+        return None
+    return np.asarray(values.to_numpy().reshape(len(column), *shape))
+
+
+def _flat(values: pa.Array) -> pa.Array | None:
+    """The numbers in an array of numbers, or of lists of them; None where one is null."""
+    while not values.null_count and pa.types.is_fixed_size_list(values.type):
+        values = values.flatten()
+    return None if values.null_count else values
 
 
 def _with_none(column: pa.ChunkedArray) -> list[Any]:

@@ -22,9 +22,10 @@ from raypipe.lookup import choices
 from raypipe.stores.numbers import exactly
 
 Columns = dict[str, Any]
-"""Columns of n samples: `image` is a list of n `bytes` (or None where the store holds no value); int and float
-columns are numpy arrays of shape (n,), and those of arrays of one shape are (n, …), where the store knows it;
-other columns are lists of n objects, and so are numbers of which some are None, without a value."""
+"""Columns of n samples: `image` is a list of n `bytes`, or of read-only `memoryview` of uint8 where the store has
+them in memory (None where it holds no value); int and float columns are numpy arrays of shape (n,), and those of
+arrays of one shape are (n, …), where the store knows it; other columns are lists of n objects, and so are numbers
+of which some are None, without a value."""
 
 IMAGE_SUFFIXES = frozenset(
     {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".avif", ".heic", ".heif"}
@@ -290,7 +291,7 @@ class MemoryStore:
     """A store that holds its samples, and pickles with them.
 
     Args:
-        images: encoded images, or None for a missing one.
+        images: encoded images, or None for a missing one; views of others' memory are copied.
         labels: one for each image: integers, which are classes, or floats, or arrays of one shape; None = a store
             without labels.
         classes: class names, position = label.
@@ -300,13 +301,15 @@ class MemoryStore:
 
     def __init__(
         self,
-        images: Sequence[bytes | None],
+        images: Sequence[bytes | memoryview | None],
         labels: Sequence[int] | np.ndarray | None,
         classes: Sequence[str] | None = None,
         columns: Mapping[str, Sequence[Any] | np.ndarray] | None = None,
         group_size: int | None = None,
     ) -> None:
-        self._columns: dict[str, Any] = {"image": list(images)}
+        self._columns: dict[str, Any] = {
+            "image": [bytes(image) if isinstance(image, memoryview) else image for image in images]
+        }
         self.label_is_class = True
         if labels is not None:
             numbers = exactly(labels)

@@ -15,6 +15,7 @@ import secrets
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -158,11 +159,14 @@ def _remove_objects(filesystem: pyarrow.fs.FileSystem, paths: Iterable[str]) -> 
 
 # The digits
 
+_HELD_OUT = 360
+
 
 def digits_stores(folder: Path | None = None) -> tuple[str, str]:
     """Addresses of the training and the validation store of the digits; written on first use.
 
-    They are the 1,797 that scikit-learn ships: real scans of 8 x 8 pixels (E. Alpaydin, C. Kaynak, UCI 1998).
+    They are 1,797 real scans of 8 x 8 pixels (E. Alpaydin, C. Kaynak, UCI 1998). 360 are held out, an equal share
+    of each class. raypipe/digits.npz has them, the training samples first: `levels` (N, 8, 8) and `labels` (N).
 
     Args:
         folder: where they are kept; None = the cache folder.
@@ -176,16 +180,13 @@ def digits_stores(folder: Path | None = None) -> tuple[str, str]:
 
 def _write_digits(train: Path, val: Path) -> None:
     import cv2
-    from sklearn.datasets import load_digits
-    from sklearn.model_selection import train_test_split
 
-    data = load_digits()
-    pixels = np.round(data.images * (255 / 16)).astype(np.uint8)  # scanned with 17 grey levels
+    with (files("raypipe") / "digits.npz").open("rb") as file, np.load(file) as digits:
+        pixels = np.round(digits["levels"] * (255 / 16)).astype(np.uint8)  # scanned with 17 grey levels
+        labels = digits["labels"].tolist()
     samples = [
-        {"image": cv2.imencode(".png", image)[1].tobytes(), "label": int(label)}
-        for image, label in zip(pixels, data.target, strict=True)
+        {"image": cv2.imencode(".png", image)[1].tobytes(), "label": label}
+        for image, label in zip(pixels, labels, strict=True)
     ]
-    # 360 are held out, the same share of each class.
-    chosen = train_test_split(samples, test_size=360, random_state=0, stratify=data.target)
-    for path, part in zip((train, val), chosen, strict=True):
+    for path, part in ((train, samples[:-_HELD_OUT]), (val, samples[-_HELD_OUT:])):
         write_atomically(str(path), part, classes=tuple("0123456789"), overwrite=True)

@@ -3,7 +3,6 @@
     bytes, jpeg, png, …       as they are
     str, json, str_int, …     text in UTF-8
     int, uint8, float32, …    little-endian
-    pil                       uint32 width, height and length of the mode's name | name | pixels
     ndarray                   type and axes, as far as the name of the encoding lacks them | values
 
 There is no encoding for pickles: they are programs.
@@ -28,8 +27,6 @@ DAMAGE = (ValueError, LookupError, TypeError, OverflowError, RecursionError, str
 # Name → code of `struct`; that of numpy is the name.
 _NUMBERS = {"uint8": "B", "uint16": "H", "uint32": "I", "uint64": "Q", "int8": "b", "int16": "h", "int32": "i"}
 _NUMBERS |= {"int64": "q", "float16": "e", "float32": "f", "float64": "d"}
-_PIL_HEAD = struct.Struct("<III")
-_PIL_CHANNELS = {b"L": 1, b"RGB": 3, b"RGBA": 4}
 # The types of arrays are numbers in the data.
 _MDS_TYPES = {8: "u1", 9: "i1", 16: "u2", 17: "i2", 18: "f2", 32: "u4", 33: "i4", 34: "f4"}
 _MDS_TYPES |= {64: "u8", 65: "i8", 66: "f8"}
@@ -90,24 +87,6 @@ def _ndarray(rest: str) -> Encoding:
     return whole if dtype is None or shape is None else replace(whole, dtype=dtype, shape=shape)
 
 
-def _png_of(data: bytes) -> bytes:
-    """Pixels as PNG, which loses nothing; ValueError where their mode is neither L, RGB nor RGBA."""
-    import cv2
-
-    width, height, num_letters = _PIL_HEAD.unpack_from(data)
-    start = _PIL_HEAD.size + num_letters
-    mode = data[_PIL_HEAD.size : start]
-    if mode not in _PIL_CHANNELS:
-        raise ValueError(f"pixels of mode {mode[:20]!r}")
-    pixels = np.frombuffer(data, np.uint8, offset=start).reshape(height, width, _PIL_CHANNELS[mode])
-    # OpenCV has blue first. They are made anew at each read, so they are packed quickly rather than well.
-    ordered = pixels[..., [2, 1, 0, 3][: pixels.shape[2]]] if pixels.shape[2] > 1 else pixels
-    ok, png = cv2.imencode(".png", np.ascontiguousarray(ordered), [cv2.IMWRITE_PNG_COMPRESSION, 1])
-    if not ok:
-        raise ValueError(f"pixels of {width} x {height}")
-    return bytes(png.tobytes())
-
-
 def _of_mds(data: bytes, dtype: np.dtype[Any] | None, shape: tuple[int, ...] | None) -> list[Any]:
     start = 0
     if dtype is None:
@@ -132,7 +111,6 @@ ENCODINGS: dict[str, Callable[[str], Encoding | None]] = {
     "str_float": lambda _: Encoding(lambda data: np.float64(data.decode()), np.dtype(np.float64)),
     **dict.fromkeys(("str", "str_decimal"), _text),
     "json": lambda _: Encoding(json.loads),
-    "pil": lambda _: Encoding(_png_of, is_image=True),
     "ndarray": _ndarray,
 }
 """Name → makes the encoding, of the rest of its name in an index; None where that names what is not read."""

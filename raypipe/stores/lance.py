@@ -105,7 +105,7 @@ class _Version(TableColumns):
         if isinstance(column.type, pa.BaseExtensionType):
             column = pa.chunked_array([chunk.storage for chunk in column.chunks], field.type)
         rows = np.arange(len(column))
-        values = self.take(name, column, rows, self._address)
+        values = self.opened(name, column, self._address).take(rows)
         if name == "image":
             values = [None if image is None or len(image) > MAX_SAMPLE_BYTES else image for image in values]
         return self.join(name, [values], rows)

@@ -1,21 +1,15 @@
 """LMDB that others wrote, a source of `raypipe convert`, which reads it once, in the order of its keys. Layouts:
 
-image        every value is an encoded image, as in LSUN; what the keys say is unknown
-scene-text   image-000000001, …, with its text at label-000000001, and num-samples (CRNN, ASTER, PARSeq)
-pickle       every value is a pickled (image, label), as Efficient-PyTorch's folder2lmdb writes it; read as plain
-             data, see `loads`, and only where it is asked for
+image             every value is an encoded image, as in LSUN; what the keys say is unknown
 module:function   yours: (key, value) → {"image": bytes, "label": int, …}, both arguments bytes
 """
 
 from __future__ import annotations
 
-import io
 import itertools
 import logging
-import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from raypipe.errors import StoreError
 from raypipe.lookup import import_name
@@ -26,9 +20,8 @@ from raypipe.stores.record import METADATA_KEY, ColumnValues
 
 logger = logging.getLogger(__name__)
 
-# Entries that tell of the others: what folder2lmdb, the scene-text tools, StyleGAN2's and BasicSR's write.
+# Entries that tell of the others: what StyleGAN2's and BasicSR's write.
 _ABOUT_ALL = (b"__keys__", b"__len__", b"__meta__", b"length", b"meta_info.txt", b"num-samples")
-_PICTURE, _TEXT = b"image-", b"label-"
 _MAGICS = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF8", b"BM", b"II*\0", b"MM\0*")
 _NUM_TRIED = 16  # entries at the start: their values tell the layout, and one must be a sample
 
@@ -53,11 +46,9 @@ def _samples(file: LMDBFile, layout: str) -> Iterator[ColumnValues]:
             f"{file.path} is raypipe's own: convert it without a layout, and apart from files of others"
         )
     layout = _recognized(file) if layout == "auto" else layout
-    parse = _parser(file, layout)
+    parse = _parser(layout)
     num = num_bad = 0
     for key, value in _entries(file):
-        if layout == "scene-text" and not key.startswith(_PICTURE):
-            continue
         num += 1
         try:
             if value is None:
@@ -71,8 +62,7 @@ def _samples(file: LMDBFile, layout: str) -> Iterator[ColumnValues]:
                 break
         yield sample
     if not num:
-        which = ", none that begins with image-, as scene-text has them" if layout == "scene-text" else ""
-        raise StoreError(f"{file.path} holds no samples: {file.num_entries} keys{which}")
+        raise StoreError(f"{file.path} holds no samples: {file.num_entries} keys")
     if num_bad == num:
         raise StoreError(f"{file.path} is not in the layout {layout}: {reason}")
 
@@ -83,15 +73,12 @@ def _entries(file: LMDBFile) -> Iterator[tuple[bytes, memoryview | None]]:
 
 def _recognized(file: LMDBFile) -> str:
     """The layout of a file; raises StoreError where it is not known, or must be asked for."""
-    if file.get(b"num-samples") is not None and file.get(_PICTURE + b"000000001") is not None:
-        return "scene-text"
     entries = [(key, bytes(value or b"")[:16]) for key, value in itertools.islice(_entries(file), _NUM_TRIED)]
     if 4 * sum(_is_image(value) for _, value in entries) >= 3 * len(entries):  # a few may be damaged
         return "image"
     shown = "; ".join(f"{key[:40]!r}: {value!r}" for key, value in entries[:2])
     raise StoreError(
         f"{file.path} has no __raypipe__ record, and its values are no images ({shown}): name its layout. "
-        "--layout pickle reads pickled (image, label), as of Efficient-PyTorch, and runs nothing of them; "
         "--layout module:function names a function of yours that makes a sample of a key and a value"
     )
 
@@ -100,26 +87,12 @@ def _is_image(start: bytes) -> bool:
     return start.startswith(_MAGICS) or (start[:4] == b"RIFF" and start[8:12] == b"WEBP")
 
 
-def _parser(file: LMDBFile, layout: str) -> Callable[[bytes, memoryview], ColumnValues]:
+def _parser(layout: str) -> Callable[[bytes, memoryview], ColumnValues]:
     """What makes a sample of a key and a value; it raises ValueError where they are none."""
-
-    def with_text(key: bytes, value: memoryview) -> ColumnValues:
-        try:
-            content = file.get(_TEXT + key.removeprefix(_PICTURE))
-            text = None if content is None else bytes(content).decode()
-        except (UnicodeDecodeError, StoreError):
-            text = None
-        return {"image": bytes(value), "text": text}
-
-    known: dict[str, Callable[[bytes, memoryview], ColumnValues]] = {
-        "image": lambda _, value: {"image": bytes(value)},
-        "scene-text": with_text,
-        "pickle": _from_pickle,
-    }
-    if layout in known:
-        return known[layout]
+    if layout == "image":
+        return lambda _, value: {"image": bytes(value)}
     if ":" not in layout:
-        raise StoreError(f"layout {layout!r} is none of: auto, {', '.join(known)}, module:function")
+        raise StoreError(f"layout {layout!r} is none of: auto, image, module:function")
     function = import_name(layout, "layout")
 
     def parse(key: bytes, value: memoryview) -> ColumnValues:
@@ -132,28 +105,3 @@ def _parser(file: LMDBFile, layout: str) -> Callable[[bytes, memoryview], Column
         return sample
 
     return parse
-
-
-def _from_pickle(_: bytes, value: memoryview) -> ColumnValues:
-    pickled = loads(value)
-    pair: Any = [pickled.get("image"), pickled.get("label")] if isinstance(pickled, dict) else pickled
-    kinds = [type(part).__name__ for part in pair[:3]] if isinstance(pair, tuple | list) else []
-    if kinds != ["bytes", "int"] or not -(1 << 63) <= pair[1] < 1 << 63:
-        raise ValueError(f"it is a pickled {type(pickled).__name__} of {kinds}, not (image, label)")
-    return {"image": pair[0], "label": pair[1]}
-
-
-def loads(data: bytes | memoryview) -> Any:
-    """What a pickle holds, if it is plain data: numbers, text, bytes, tuples, lists, dicts; ValueError if not.
-
-    A pickle is a program that may name any function and call it. Here no name leads anywhere, so it calls nothing.
-    """
-    try:
-        return _PlainData(io.BytesIO(data), encoding="bytes").load()
-    except Exception as error:  # damage makes it raise anything
-        raise ValueError(f"it is no pickle of plain data: {type(error).__name__}: {error}") from None
-
-
-class _PlainData(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        raise ValueError(f"it names {module}.{name}, which is not unpickled")

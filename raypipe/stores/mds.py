@@ -269,7 +269,7 @@ def _stored_names(
             raise StoreError(f"{address}: {_refusal(place, kinds[place])}")
         encoding = encodings[place]
         if not (encoding.is_image if name == "image" else encoding.dtype is not None or encoding.is_array):
-            needed = "jpeg, png, bytes or pil" if name == "image" else "a number, or an array of them"
+            needed = "jpeg, png or bytes" if name == "image" else "a number, or an array of them"
             raise StoreError(
                 f"{address}: column {place!r} has the encoding {kinds[place]!r}; {name} is {needed}; "
                 f"set {name}_column"

@@ -18,7 +18,7 @@ from raypipe.storage.local_file import OpenFile
 MAX_UNPACKED_BYTES = 1 << 30
 
 # Name in an index → pyarrow's.
-_CODECS = {"zstd": "zstd", "gz": "gzip", "br": "brotli", "bz2": "bz2", "snappy": "snappy"}
+_CODECS = {"zstd": "zstd", "gz": "gzip"}
 
 
 @dataclass(frozen=True)
@@ -118,17 +118,10 @@ def unpacked(file: OpenFile, shard: Shard, name: str) -> bytes:
     try:
         if packed_bytes > MAX_UNPACKED_BYTES:
             raise ValueError(f"{packed_bytes:,} bytes; the limit is {MAX_UNPACKED_BYTES:,}")
-        return _unpacked(file.path.read_bytes(), codec, shard.unpacked_bytes)
+        with pa.CompressedInputStream(pa.BufferReader(file.path.read_bytes()), codec) as stream:
+            content = bytes(stream.read(shard.unpacked_bytes + 1))  # a bomb unpacks no further
+        if len(content) > shard.unpacked_bytes:
+            raise ValueError(f"more than {shard.unpacked_bytes} bytes")
+        return content
     except (pa.ArrowException, OSError, ValueError) as error:
         raise StoreError(f"{name} cannot be unpacked by {codec}: {error}; copy it again") from error
-
-
-def _unpacked(packed: bytes, codec: str, max_bytes: int) -> bytes:
-    """Of snappy, `max_bytes` is the very size."""
-    if codec == "snappy":  # which pyarrow unpacks at once or not at all
-        return bytes(pa.decompress(packed, max_bytes, codec, asbytes=True))
-    with pa.CompressedInputStream(pa.BufferReader(packed), codec) as stream:
-        content = bytes(stream.read(max_bytes + 1))  # a bomb unpacks no further
-    if len(content) > max_bytes:
-        raise ValueError(f"more than {max_bytes} bytes")
-    return content

@@ -23,10 +23,13 @@ from raypipe.storage.files import open_input, read_by
 from raypipe.storage.filesystem import explained, open_filesystem
 from raypipe.storage.patience import in_threads, one_line
 from raypipe.stores.addresses import list_files
-from raypipe.stores.arrow_columns import TableParts
+from raypipe.stores.arrow_columns import StoredColumn, TableParts
 from raypipe.stores.base import FileStore, part_of
 
 DEFAULT_CACHE_BYTES = 1 << 30  # more than a hundred groups of the 8 MiB that ParquetWriter makes
+# Of cache_bytes: what images that are views may keep in memory of row groups that have left the cache. A window of
+# 10 groups of 8 MiB needs a third of that.
+_VIEWED = 4
 
 _MAGIC = b"PAR1"
 _TAIL_BYTES = 8  # uint32 size of the footer, then the magic
@@ -52,7 +55,8 @@ class ParquetStore(FileStore["_Groups"]):
         image_column: the column that becomes `image`.
         label_column: the column of numbers, or of lists of them, that becomes `label`; integers are classes. A
             file without a column `label` is a store without labels; any other name must be there.
-        cache_bytes: decoded row groups that this object keeps; the last one always stays.
+        cache_bytes: decoded row groups that this object keeps; the last one always stays. The images of one read
+            keep a quarter of it at most beyond that, as long as one of them is held.
     """
 
     _has_lock = True
@@ -113,30 +117,32 @@ class _Groups(TableParts):
         self.fingerprint = digest.hexdigest()
         self.groups = self.bounds = np.cumsum([0, *(group.num_rows for group in self._groups)], dtype=np.int64)
         self._cache_bytes = cache_bytes
-        self._cache: OrderedDict[tuple[int, str], pa.ChunkedArray] = OrderedDict()
+        self.view_bytes = cache_bytes // _VIEWED
+        self._cache: OrderedDict[tuple[int, str], StoredColumn] = OrderedDict()
         self._lock = threading.Lock()
 
     def num_bytes(self) -> int:
         """Of the columns that are held now."""
-        return sum(column.get_total_buffer_size() for column in self._cache.values())
+        return sum(column.num_bytes for column in self._cache.values())
 
     def sample_name(self, index: int) -> str:
         number, row = part_of(self.groups, index)
         return f"{self._groups[number]}, row {row}"
 
-    def _part(self, number: int, names: tuple[str, ...]) -> tuple[str, dict[str, pa.ChunkedArray]]:
+    def _part(self, number: int, names: tuple[str, ...]) -> dict[str, StoredColumn]:
         """Columns of a row group, which become the last used."""
         with self._lock:
             missing = [name for name in names if (number, name) not in self._cache]
-            self._cache.update({(number, name): column for name, column in self._load(number, missing).items()})
+            for name, column in self._load(number, missing).items():
+                self._cache[number, name] = column
+            columns = {name: self._cache[number, name] for name in names}
             for name in names:
                 self._cache.move_to_end((number, name))
-            columns = {name: self._cache[number, name] for name in names}
-            while len(self._cache) > len(columns) and self.num_bytes() > self._cache_bytes:
+            while missing and len(self._cache) > len(columns) and self.num_bytes() > self._cache_bytes:
                 self._cache.popitem(last=False)
-            return self._groups[number].path, columns
+            return columns
 
-    def _load(self, number: int, names: list[str]) -> dict[str, pa.ChunkedArray]:
+    def _load(self, number: int, names: list[str]) -> dict[str, StoredColumn]:
         if not names:
             return {}
         group = self._groups[number]
@@ -158,7 +164,7 @@ class _Groups(TableParts):
             raise StoreError(
                 f"{group}, has {table.num_rows} rows, but declares {group.num_rows}; copy or convert it again"
             )
-        return {name: table[stored[name]] for name in names}
+        return {name: self.opened(name, table[stored[name]], group.path) for name in names}
 
 
 def _check_size(group: _Group, leaves: list[str]) -> None:

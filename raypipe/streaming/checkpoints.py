@@ -29,7 +29,7 @@ from raypipe.storage.filesystem import as_uri, exists, explained, join, open_fil
 from raypipe.storage.patience import impatient
 
 if TYPE_CHECKING:
-    from raypipe.metrics.run_log import Folder
+    from raypipe.metrics.records import Folder
 
 STATE_FILE = "state.pt"
 _MANIFEST = "checkpoint.json"
@@ -150,10 +150,10 @@ def find_start(address: str, check: Callable[[Cursor], None], with_state: bool =
     Raises:
         ConfigError: there is none.
     """
-    found, _ = find_newest(as_uri(address), check, with_state)
-    if found is None:
+    newest, _ = find_newest(as_uri(address), check, with_state)
+    if newest is None:
         raise ConfigError(f"start_from: there is no checkpoint of raypipe's at {address}, or in that folder")
-    return found._replace(metrics={})
+    return newest._replace(metrics={})
 
 
 def find_newest(
@@ -188,10 +188,10 @@ def find_newest(
     for name in names:
         try:
             folder = open_filesystem(join(run_uri, name))
-            found = _look(folder)._replace(address=join(run_uri, name))
-            check(found.cursor)
-            state = _content(folder, STATE_FILE, found.digest) if with_state else b""
-            return found._replace(state=state), passed_over
+            checkpoint = _look(folder)._replace(address=join(run_uri, name))
+            check(checkpoint.cursor)
+            state = _content(folder, STATE_FILE, checkpoint.digest) if with_state else b""
+            return checkpoint._replace(state=state), passed_over
         except CursorError as error:
             foreign, passed_over[name] = foreign or error, str(error)
         except (_DamageError, ConfigError) as error:
@@ -233,15 +233,15 @@ def _place(name: str) -> tuple[int, ...]:
 def _look(folder: Folder) -> Checkpoint:
     """A checkpoint, without its address: manifest and cursor are as they were written, and state.pt as long."""
     try:
-        manifest = _read(folder, _MANIFEST)
+        content = _read(folder, _MANIFEST)
     except _DamageError:
         raise _DamageError(_CUT_OFF) from None
     try:
-        found = json.loads(manifest)
-        files, metrics = found["files"], dict(found["metrics"])
+        manifest = json.loads(content)
+        files, metrics = manifest["files"], dict(manifest["metrics"])
         expected = {file: (files[file]["bytes"], files[file]["blake2b"]) for file in (STATE_FILE, CURSOR_FILE)}
     except (KeyError, TypeError, ValueError):
-        raise _DamageError(f"its {_MANIFEST} is {'damaged' if manifest else 'empty'}") from None
+        raise _DamageError(f"its {_MANIFEST} is {'damaged' if content else 'empty'}") from None
     for file, (num_bytes, _) in expected.items():
         if (size := _read(folder, file, pa.NativeFile.size)) != num_bytes:
             raise _DamageError(f"its {file} has {size} bytes instead of {num_bytes}")

@@ -25,8 +25,7 @@ import ray
 
 from raypipe.errors import RaypipeError
 from raypipe.logs import progress
-from raypipe.metrics.records import STATUS
-from raypipe.metrics.run_log import Folder, RunLog
+from raypipe.metrics.records import STATUS, Folder, RunLog
 from raypipe.storage.files import write_synced, write_text
 from raypipe.storage.patience import impatient
 from raypipe.streaming.supervisor import follow

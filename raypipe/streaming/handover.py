@@ -17,7 +17,7 @@ import torch
 
 from raypipe.config import AtLeast1, AugmentConfig
 from raypipe.errors import ConfigError
-from raypipe.metrics.run_log import Folder
+from raypipe.metrics.records import Folder
 from raypipe.plan.places import Cursor
 from raypipe.plan.schedule import lanes
 from raypipe.rayext.iteration import begun

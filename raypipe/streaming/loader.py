@@ -14,29 +14,26 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from raypipe import __version__
 from raypipe.config import AugmentConfig
 from raypipe.device.augment import DeviceAugment
 from raypipe.device.mixing import check_mixable
 from raypipe.device.prefetcher import Batch
 from raypipe.errors import CursorError, RaypipeError
-from raypipe.logs import STAGES, configure_logs, log_place
-from raypipe.metrics.meter import Meter
-from raypipe.metrics.prometheus import TrainerMetrics
-from raypipe.metrics.run_log import Folder
-from raypipe.metrics.timing import StageTimes, diagnose
+from raypipe.logs import configure_logs, log_place
+from raypipe.metrics.records import Folder
+from raypipe.metrics.timing import StageTimes
 from raypipe.plan.places import CURSOR_FILE, Cursor, MicroBatchId, Split
 from raypipe.plan.schedule import Segment
 from raypipe.rayext.trainer_notice import Notice
 from raypipe.storage.files import write_text
 from raypipe.storage.filesystem import join
+from raypipe.streaming.account import Account
 from raypipe.streaming.arrival import Feed, augmented, judge, moved
 from raypipe.streaming.bad_samples import BadSampleBudget
-from raypipe.streaming.chronicle import Chronicle
 from raypipe.streaming.digest import settings_of
 from raypipe.streaming.epochs import Epoch, Pass
 from raypipe.streaming.running import EXHAUSTED, Running
@@ -50,14 +47,6 @@ _logger = logging.getLogger(__name__)
 
 _INTERVAL_S = 10.0
 _Rest = tuple[Segment | None, Iterator[Batch]]
-
-
-class Interval(NamedTuple):
-    """A stretch of training: images of all ranks, seconds, and how many of these rank 0 waited for data."""
-
-    images: int
-    seconds: float
-    wait_s: float
 
 
 class Loader:
@@ -81,14 +70,11 @@ class Loader:
         world_size: W, the number of ranks.
         keep: batches that stay valid besides the newest.
         cursor: the place after the last step of which all batches were handed out.
-        num_bad: bad samples that this rank has seen.
-        num_fallback: samples that the host decoded for the device.
         jpeg_decoder: the library that decodes on the device, with its version; empty where actors decode all.
-        exported: what this rank exports as metrics; a training loop may add its loss and the like.
-        chronicle: what rank 0 tells and records.
+        account: what this rank measures, exports, tells and records; a training loop may add its loss.
         notice: when nodes of the trainers are about to go.
-        interval_s: seconds between two records of the training; infinity = the loop makes them, by `interval`
-            and `diagnose`.
+        interval_s: seconds between two records of the training; infinity = the loop makes them, by
+            `Account.interval` and `Account.diagnose`.
     """
 
     def __init__(
@@ -116,8 +102,6 @@ class Loader:
             device, augment, dtype, depth, keep: see `raypipe.loader`.
         """
         configure_logs(spec.log, run=spec.run, rank=rank)
-        info = {"version": __version__, "plan": spec.plan.fingerprint, "workers": str(world_size)}
-        self.exported = TrainerMetrics(spec.run, rank, **info)
         self.plan = spec.plan
         self.device = device or torch.device("cpu")
         targets, views = bool(spec.transform.target_columns), makes_views(spec.transforms["train"])
@@ -125,18 +109,16 @@ class Loader:
             check_mixable(augment, target.dtype, target.shape)
         self.augment: DeviceAugment | None = None
         self.rank, self.world_size = rank, world_size
-        self.num_bad = self.num_fallback = 0
         self.jpeg_decoder = ""
         self._spec, self._open_at, self._depth, self.keep = spec, open_at, depth, keep
         self._start_from = start_from
-        self._meter = Meter(self.device)
+        self.account = Account(spec, self.device, rank, world_size, augment, folder)
         self._budget = BadSampleBudget(spec.transform.max_bad_fraction, spec.transform.bad_grace)
-        self.chronicle = Chronicle(world_size, rank, folder)
-        self._running = Running(self.chronicle.close)
+        self._running = Running(self.account.chronicle.close)
         self._running.close_with(self)
-        self.interval_s, self._actors = _INTERVAL_S, 0
+        self.interval_s = _INTERVAL_S
         self._supervisor: Any = None
-        self.notice = Notice(functools.partial(_tell_notice, self.chronicle, self.exported))
+        self.notice = Notice(self.account.tell_notice)
         self._go_to(cursor or self.plan.start())
         if cursor:
             self._open()
@@ -162,16 +144,18 @@ class Loader:
                 "all %d epochs are done, and nothing is left to train; to go on, set a larger plan.epochs",
                 self.num_epochs,
             )
-        self._meter.begin()
-        self.exported.begin()
+        self.account.begin(self._start)
         # Of the feed no more is held than these: its execution is to be collected once it has ended.
         feed = self._open_at(self._start)
-        self._supervisor, self._actors = feed.supervisor, feed.actors
-        clocks = self._meter.clocks
-        self._batches, self.jpeg_decoder = moved(feed, self._spec, self.device, clocks, self._depth, self.keep)
+        self._supervisor, has_actors = feed.supervisor, feed.supervisor is not None
+        account, spec = self.account, self._spec
+        account.actors = feed.actors
+        account.readers = spec.pool.executions if has_actors and "train" in spec.readers() else 0
+        self._batches, self.jpeg_decoder = moved(feed, spec, self.device, account.clocks, self._depth, self.keep)
         closes = (functools.partial(_close, generator) for generator in (feed.batches, self._batches))
-        has_actors, unfollow = feed.supervisor is not None, self.chronicle.unfollow
-        self._running.begin(has_actors, feed.end, self.exported.end, unfollow, *closes)
+        self._running.begin(
+            has_actors, feed.end, self.account.exported.end, self.account.chronicle.unfollow, *closes
+        )
 
     def epochs(self) -> Epochs:
         """The remaining epochs, each once; of the first, the rest of it.
@@ -182,14 +166,14 @@ class Loader:
 
     def _stand_at(self, cursor: Cursor) -> None:
         self.cursor = cursor
-        self.chronicle.step = self.global_step
+        self.account.chronicle.step = self.global_step
 
     def _each_epoch(self) -> Iterator[tuple[int, list[_Rest]]]:
         """Number of each epoch, and what is left of its training and of its validation."""
         at, total = self.cursor, self.plan.config.epochs * self.plan.steps_per_epoch
-        begins = {"workers": self.world_size, "actors": self._actors, "from_step": self.global_step}
+        begins = {"workers": self.world_size, "actors": self.account.actors, "from_step": self.global_step}
         validates = at.step == self.plan.steps_per_epoch and self.plan.has_val(at.epoch)
-        self.chronicle.begin(
+        self.account.chronicle.begin(
             validates,
             functools.partial(settings_of, self._spec, **begins, to_step=total),
             self._supervisor,
@@ -207,7 +191,7 @@ class Loader:
 
     def _skip(self, batches: Iterator[Batch]) -> None:
         for _ in batches:
-            self._meter.skips = True
+            self.account.skips = True
 
     def state_dict(self) -> dict[str, Any]:
         """The run's place after the last step of which all batches were handed out; plain numbers and text."""
@@ -241,22 +225,13 @@ class Loader:
         Raises:
             ConfigError: a part is sharded.
         """
-        with self.saving(lambda: "Ray Train writes it, or other ranks have not reported yet"):
+        with self.account.saving(lambda: "Ray Train writes it, or other ranks have not reported yet"):
             report(metrics, parts, self.rank, self.cursor)
-        self.exported.checkpointed()
-        self.chronicle.record("report", values=numbers_in(metrics))
-        if self.chronicle.log:
-            self.chronicle.log.sync()
-
-    @contextlib.contextmanager
-    def saving(self, whom: Callable[[], str]) -> Iterator[None]:
-        """Count the time within as waiting for a checkpoint, not as compute; rank 0 tells of a long wait.
-
-        Args:
-            whom: names what holds it up.
-        """
-        with self._meter.checkpoint(), self.chronicle.waiting("the checkpoint", whom):
-            yield
+        self.account.exported.checkpointed()
+        chronicle = self.account.chronicle
+        chronicle.record("report", values=numbers_in(metrics))
+        if chronicle.log:
+            chronicle.log.sync()
 
     def should_checkpoint(self) -> bool:
         """Tell all ranks alike whether to make a checkpoint now, since a node of the trainers is about to go.
@@ -286,12 +261,12 @@ class Loader:
         A later `raypipe.loader` continues from there.
         """
         write_text(join(str(folder), CURSOR_FILE), self.cursor.to_json())
-        self.exported.checkpointed()
+        self.account.exported.checkpointed()
 
     @property
     def first_batch_s(self) -> float:
         """Seconds from the start of the stream to its first batch; 0 before it."""
-        return self._meter.first_batch_s
+        return self.account.first_batch_s
 
     @property
     def columns(self) -> SampleColumns:
@@ -311,7 +286,7 @@ class Loader:
     @property
     def global_step(self) -> int:
         """Training steps done, through all epochs, according to the cursor."""
-        return self.cursor.epoch * self.plan.steps_per_epoch + self.cursor.step
+        return self.account.step_of(self.cursor)
 
     def close(self) -> None:
         """End the stream and its record now. One whose loop was left, or that was dropped, needs no closing."""
@@ -329,73 +304,15 @@ class Loader:
 
         Transfers are counted with "train". On CUDA the newest micro-batches may be missing.
         """
-        return self._meter.times(split)
-
-    def _export(self) -> None:
-        epoch, step = self.cursor.epoch, self.cursor.step
-        self.exported.record(
-            {split: self.times(split) for split in self._meter.clocks},
-            first_batch_s=self.first_batch_s,
-            steps=self.global_step - self._start.epoch * self.plan.steps_per_epoch - self._start.step,
-            trainer_step=self.global_step,
-            trainer_epoch=epoch,
-            trainer_augment_strength=self.strength(epoch, step),
-        )
-
-    def interval(self, **learnt: float) -> Interval:
-        """Record the training since the last call, or since the epoch began; with a loss, also tell it.
-
-        Args:
-            learnt: loss, lr, …
-        """
-        epoch, step, (times, seconds) = self.cursor.epoch, self.cursor.step, self._meter.interval()
-        self._meter.begin_interval()
-        images, wait = times.images * self.world_size, min(1.0, times.wait_s / seconds)
-        line = (
-            f"epoch {epoch + 1}/{self.num_epochs}  step {step}/{self.plan.steps_per_epoch}  "
-            f"loss {learnt.get('loss', 0.0):.4f}  {images / seconds:,.0f} images/s  waiting for data {wait:.0%}"
-        )
-        self.chronicle.record(
-            "train",
-            line if "loss" in learnt else "",
-            epoch=epoch,
-            **learnt,
-            images_per_s=images / seconds,
-            wait_fraction=wait,
-            **{f"{stage}_s": getattr(times, f"{stage}_s") for stage in STAGES if stage != "wait"},
-            **({"strength": self.strength(epoch, step - 1)} if self.augment else {}),
-            num_bad=self.num_bad,
-            num_fallback=self.num_fallback,
-        )
-        return Interval(images, seconds, times.wait_s)
-
-    def diagnose(self, epoch: int, times: StageTimes | None = None) -> None:
-        """Record at the end of an epoch where the time of the run went, and tell it at the end of the last.
-
-        Args:
-            times: sums over all ranks; None = this rank's.
-        """
-        last, spec = epoch + 1 == self.num_epochs, self._spec
-        readers = spec.pool.executions if self._supervisor is not None and "train" in spec.readers() else 0
-        times, device = times or self.times(), self.device.type
-        sentences = diagnose(
-            times, world_size=self.world_size, actors=self._actors, device=device, readers=readers
-        )
-        text = " ".join(sentences)
-        self.chronicle.record("diagnosis", text if last else "", **asdict(times), text=text)
-
-    def strength(self, epoch: int, step: int) -> float:
-        """The strength of the augmentation at a training step."""
-        if self.augment is None:
-            return 0.0
-        return self.augment.config.strength.at(self.plan.progress(epoch, step))
+        return self.account.times(split)
 
     def _deliver(self, segment: Segment) -> Iterator[Batch]:
         """This rank's micro-batches of a segment."""
         split, epoch, per_step = segment.split, segment.epoch, self.plan.config.per_step
-        self._meter.skips, records = False, math.isfinite(self.interval_s)
+        account, records = self.account, math.isfinite(self.interval_s)
+        account.skips = False
         if split == "train":
-            self._meter.begin_interval()
+            account.begin_interval()
         for step in range(segment.first_step, segment.num_steps):
             self.notice.begin_step()
             for micro in range(self.rank, per_step, self.world_size):
@@ -407,12 +324,12 @@ class Loader:
                     self._stand_at(Cursor(epoch + 1, 0, self.plan.fingerprint))
                 yield replace(batch, ends_step=ends_step)
                 is_last = step + 1 == segment.num_steps
-                is_due = is_last or self._meter.interval_age_s >= self.interval_s
-                if ends_step and split == "train" and is_due and records and not self._meter.skips:
-                    self.interval()
-        self._export()
+                is_due = is_last or account.interval_age_s >= self.interval_s
+                if ends_step and split == "train" and is_due and records and not account.skips:
+                    account.interval(self.cursor)
+        account.export(self.cursor)
         if records and (split == "val" or not self.plan.has_val(epoch)):
-            self.diagnose(epoch)
+            account.diagnose(epoch)
 
     def _next(self, expected: MicroBatchId) -> Batch:
         if self._batches is None:
@@ -421,37 +338,33 @@ class Loader:
                 "loader.save(folder), or call loader.load_state_dict before the first batch; to begin anew all "
                 "the same, raypipe.loader(spec, cursor=spec.plan.start())"
             )
-        asked = self._meter.asked()
-        awaited = functools.partial(self.chronicle.awaited, self._supervisor)
-        with self.chronicle.waiting(str(expected) if self.first_batch_s else "the first batch", awaited):
+        account = self.account
+        asked = account.asked()
+        awaited = functools.partial(self.account.chronicle.awaited, self._supervisor)
+        with self.account.chronicle.waiting(str(expected) if self.first_batch_s else "the first batch", awaited):
             batch = next(self._batches, None)
         if batch is None:
             self._check_running()
-        arrived = self._meter.arrived(expected.split, asked)
+        arrived = account.arrived(expected.split, asked)
         if batch is None or batch.at != expected:
             got = "ended" if batch is None else f"brought {batch.at}"
             raise RaypipeError(
                 f"rank {self.rank} expected {expected}, the stream {got}: please report this as a bug"
             )
         log_place(split=expected.split, epoch=expected.epoch, step=self.plan.global_step(expected))
-        if self.exported.is_due():
-            self._export()
-        self.num_bad += batch.num_bad
-        self.num_fallback += batch.num_fallback
+        if self.account.exported.is_due():
+            account.export(self.cursor)
+        account.num_bad += batch.num_bad
+        account.num_fallback += batch.num_fallback
         judge(batch, self._spec, self._budget)
         if self.plan.sources:
             batch = replace(batch, source=self.plan.source_of(batch.index))
         if self.augment is not None:
-            batch = augmented(batch, self.augment, self.strength)
+            batch = augmented(batch, self.augment, account.strength)
         num_images = int((batch.index >= 0).sum())
         counts = StageTimes(images=num_images, read_s=batch.read_s, work_s=batch.work_s)
-        self._meter.handed_out(expected.split, arrived, counts)
+        account.handed_out(expected.split, arrived, counts)
         return batch
-
-
-def _tell_notice(chronicle: Chronicle, exported: TrainerMetrics, text: str) -> None:
-    chronicle.record("fault", f"fault: {text}", text=text)
-    exported.add({"stream_faults_total": 1}, kind="notice")
 
 
 def _close(batches: Any) -> None:

@@ -29,7 +29,6 @@ from raypipe.transform.batch import (
     Attempt,
     Candidate,
     MicroBatchTransform,
-    Sample,
 )
 from raypipe.transform.columns import ColumnMaker
 from raypipe.transform.contents import build_content
@@ -37,7 +36,7 @@ from raypipe.transform.fields import IMAGE, BlockMemory, MicroBatch, chroma_of, 
 from raypipe.transform.presets import is_preset
 from raypipe.transform.process_state import process_kept
 from raypipe.transform.sample_cache import open_caches
-from raypipe.transform.samples import NO_LABEL, EncodedSample, read_samples
+from raypipe.transform.samples import NO_LABEL, Decoded, EncodedSample, Samples, read_samples
 from raypipe.transform.sizes import Size, has_sizes, sides_of, size_in, sizes_of
 
 if TYPE_CHECKING:
@@ -116,7 +115,7 @@ class MicroBatchMaker:
     def block(
         self,
         places: Sequence[MicroBatchId],
-        reads: Sequence[Sequence[EncodedSample]] | None = None,
+        reads: Sequence[Samples] | None = None,
         read_s: float = 0.0,
         attempt: Callable[[MicroBatchId], Attempt] = lambda _: FIRST_ATTEMPT,
     ) -> tuple[list[Outcome], BlockMemory | None]:
@@ -142,7 +141,7 @@ class MicroBatchMaker:
     def make(
         self,
         at: MicroBatchId,
-        read: Sequence[EncodedSample] | None = None,
+        read: Samples | None = None,
         read_s: float = 0.0,
         attempt: Attempt = FIRST_ATTEMPT,
         memory: BlockMemory | None = None,
@@ -163,9 +162,7 @@ class MicroBatchMaker:
         indices, transform = draws.indices, self._transform(at, draws)
         cache = self.caches.get(at.split)
         kept = cache.find(indices) if cache else {}
-        samples: list[Sample] = self._samples(at.split, indices, attempt, [*kept]) if read is None else [*read]
-        for row, decoded in kept.items():
-            samples[row] = decoded
+        samples = self._samples(at.split, indices, attempt, kept) if read is None else read
         if read is None:
             read_s = time.perf_counter() - started
 
@@ -185,15 +182,18 @@ class MicroBatchMaker:
         batch = MicroBatch(at, rows.index, rows.weight, fields, len(bad), read_s, work_s)
         return Outcome(batch, bad, len(kept))
 
-    def _samples(self, split: Split, indices: np.ndarray, attempt: Attempt, kept: list[int]) -> list[Sample]:
-        """The samples of a micro-batch but those that are kept: read, or to be read one by one."""
+    def _samples(
+        self, split: Split, indices: np.ndarray, attempt: Attempt, kept: dict[int, Decoded]
+    ) -> Samples | list[Callable[[], EncodedSample]]:
+        """The samples of a micro-batch: kept, read, or to be read one by one."""
         if attempt.before_sample:  # each by itself, once it is announced: to read it may be what kills
             return [functools.partial(self._read, split, index) for index in indices.tolist()]
         wanted = indices.copy()
-        wanted[kept] = PADDING
+        wanted[[*kept]] = PADDING
         if attempt.bad:  # it would not come back
             wanted[np.isin(indices, list(attempt.bad))] = PADDING
-        return [*read_samples(self._stores[split], wanted, self._spec.wanted)]
+        samples = read_samples(self._stores[split], wanted, self._spec.wanted)
+        return samples.replaced(kept) if kept else samples
 
     def _compare_with_val(self, shape: tuple[int, ...]) -> None:
         """Compare the size of training images with that of a validation's first sample, before the first step."""
@@ -223,7 +223,8 @@ class MicroBatchMaker:
         log_place(split=at.split, epoch=at.epoch, step=self.plan.global_step(at))
 
     def _read(self, split: Split, index: int) -> EncodedSample:
-        (sample,) = read_samples(self._stores[split], np.array([index]), self._spec.wanted)
+        sample = read_samples(self._stores[split], np.array([index]), self._spec.wanted)[0]
+        assert isinstance(sample, EncodedSample)
         return sample
 
     def _first_samples(self, split: Split) -> Iterator[EncodedSample]:
@@ -314,8 +315,7 @@ def try_samples(spec: StreamSpec, num_classes: int, channels: int = 3) -> dict[S
         samples = read_samples(store, indices, spec.wanted)
         titles = [title_of(store.address, index, name_of(store, index)) for index in indices.tolist()]
         if spec.columns.target is None:
-            labels = np.array([sample.label for sample in samples], np.int64)
-            check_labels(labels, num_classes, titles.__getitem__)
+            check_labels(samples.labels, num_classes, titles.__getitem__)
         bad = []
         keys = spec.plan.sample_keys(split, draws)[first_rows].tolist()
         for sample, index, title, key in zip(samples, indices.tolist(), titles, keys, strict=True):

@@ -175,7 +175,7 @@ def _opened(store: Store | str | Path, options: Mapping[str, str]) -> Store:
 
 
 def with_digits(run: RunConfig) -> RunConfig:
-    """The run, on the digits that scikit-learn ships where it names no store; they are written on first use."""
+    """The run, on the digits that raypipe ships where it names no store; they are written on first use."""
     if run.store.train:
         return run
     from raypipe.stores.destination import digits_stores  # which imports what writes

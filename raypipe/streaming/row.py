@@ -21,7 +21,6 @@ import json
 import pickle
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
-from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -29,9 +28,10 @@ import pyarrow as pa
 
 from raypipe.plan.places import MicroBatchId, Split
 from raypipe.rayext.iteration import rows
+from raypipe.stores.arrow_columns import image_taker
 from raypipe.streaming.blocks import Block
 from raypipe.transform.fields import BlockMemory, MicroBatch, Ragged
-from raypipe.transform.samples import EncodedSample
+from raypipe.transform.samples import Samples
 
 if TYPE_CHECKING:
     from ray.data import DataIterator
@@ -61,7 +61,7 @@ class SourceRow(NamedTuple):
     """
 
     block: Block
-    reads: list[list[EncodedSample]] | None = None
+    reads: list[Samples] | None = None
     read_s: float = 0.0
 
     def packed(self) -> pa.Table:
@@ -73,25 +73,24 @@ class SourceRow(NamedTuple):
             "micro": [at.micro for at in self.block],
         }
         if self.reads is not None:
-            samples = list(chain.from_iterable(self.reads))
-            row |= {"image": [sample.image for sample in samples], "label": [sample.label for sample in samples]}
-            row["read_s"] = self.read_s
-            if any(sample.columns for sample in samples):
-                row["columns"] = pickle.dumps([dict(sample.columns) for sample in samples])
+            samples = Samples.joined(self.reads)
+            row |= {"image": samples.images, "label": samples.labels.tolist(), "read_s": self.read_s}
+            if samples.columns:
+                row["columns"] = pickle.dumps(dict(samples.columns))
         return pa.Table.from_pylist([row], SOURCE_SCHEMA)
 
     @staticmethod
     def unpacked(table: pa.Table) -> SourceRow:
-        """The row that `packed` made."""
-        (row,) = table.to_pylist()
+        """The row that `packed` made; its images are views of the table's memory."""
+        (row,) = table.drop_columns("image").to_pylist()
         block = _places(row["split"], row["epoch"], row["step"], row["micro"])
-        if row["image"] is None:
+        images = table["image"].combine_chunks()
+        if images.null_count:
             return SourceRow(block)
-        images, labels = row["image"], row["label"]
-        columns = pickle.loads(row["columns"]) if row["columns"] else [{}] * len(images)
-        samples, size = list(map(EncodedSample, images, labels, columns)), len(images) // len(block)
-        reads = [samples[first : first + size] for first in range(0, len(samples), size)]
-        return SourceRow(block, reads, row["read_s"])
+        columns = pickle.loads(row["columns"]) if row["columns"] else {}
+        views = image_taker(images.flatten())(np.arange(len(row["label"])))
+        samples = Samples(list(views), np.array(row["label"], np.int64), columns)
+        return SourceRow(block, samples.split(len(block)), row["read_s"])
 
 
 def _places(split: int, epoch: int, steps: list[int], micros: list[int]) -> Block:

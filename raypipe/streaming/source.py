@@ -15,6 +15,7 @@ import functools
 import itertools
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,7 +34,7 @@ from raypipe.stores import open_store
 from raypipe.stores.base import Store, check_columns, name_of
 from raypipe.streaming.blocks import MAX_BYTES, cut, most, tasks
 from raypipe.streaming.row import SOURCE_SCHEMA, SourceRow
-from raypipe.transform.samples import EncodedSample, Wanted, read_samples
+from raypipe.transform.samples import Samples, Wanted, read_samples
 
 if TYPE_CHECKING:
     from ray.data import Dataset
@@ -127,12 +128,14 @@ class MicroBatchSource(Datasource):
         if task:
             self._supervisor.has_read.remote(task)
 
-    def _read(self, at: MicroBatchId, task: str) -> list[EncodedSample]:
+    def _read(self, at: MicroBatchId, task: str) -> Samples:
         """Read the samples of a micro-batch; a task that is given announces what it reads."""
         store, indices = self._readers[at.split], self._plan.indices(at)
         if task:
             self._announce(task, at, store, indices)
-        return read_samples(store, indices, self._wanted)
+        samples = read_samples(store, indices, self._wanted)
+        # Copies: a block's micro-batches are held at a time, whose views might keep many row groups in memory.
+        return replace(samples, images=[image and bytes(image) for image in samples.images])
 
     def _announce(self, task: str, at: MicroBatchId, store: Store, indices: np.ndarray) -> None:
         """Read what a micro-batch needs of a store in groups; the Supervisor hears of each before, should it kill.

@@ -12,7 +12,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from raypipe.errors import ConfigError
-from raypipe.metrics.run_log import Folder
+from raypipe.metrics.records import Folder
 from raypipe.plan.places import Cursor
 from raypipe.storage.filesystem import as_uri, open_filesystem
 from raypipe.streaming.checkpoints import read_state, write_files

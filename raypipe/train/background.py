@@ -10,13 +10,10 @@ between would lose a checkpoint that is whole.
 
 from __future__ import annotations
 
-import copy
 import logging
 import threading
 from collections.abc import Callable
 from typing import Any
-
-import torch
 
 from raypipe.storage.filesystem import is_remote
 from raypipe.storage.patience import impatient
@@ -29,33 +26,8 @@ logger = logging.getLogger(__name__)
 _LOOK_S, _LOOK_REMOTE_S = 1.0, 3.0
 
 
-def host_copy(state: Any, copies: dict[int, torch.UntypedStorage] | None = None) -> Any:
-    """Copy a state of dicts, lists and tuples of tensors to host memory; of anything else make a deep copy.
-
-    Tensors that share memory share that of their copies, so that what is saved of a copy is what would be saved of
-    the state, byte for byte.
-
-    Args:
-        copies: of the storages that were copied so far, by their identity.
-    """
-    copies = {} if copies is None else copies
-    if isinstance(state, torch.Tensor):
-        storage = state.untyped_storage()
-        if storage._cdata not in copies:
-            copies[storage._cdata] = torch.UntypedStorage(storage.nbytes()).copy_(storage)
-        tensor = torch.empty(0, dtype=state.dtype)
-        return tensor.set_(copies[storage._cdata], state.storage_offset(), state.size(), state.stride())  # type: ignore[call-overload]
-    if isinstance(state, dict):
-        copied = copy.copy(state)  # with its type and attributes (`_metadata`)
-        copied.update((key, host_copy(value, copies)) for key, value in state.items())
-        return copied
-    if type(state) in (list, tuple):
-        return type(state)(host_copy(value, copies) for value in state)
-    return copy.deepcopy(state)
-
-
 class CheckpointWriter:
-    """Serialises and writes states, in a thread, one at a time.
+    """Writes states in a thread, one at a time.
 
     An error of the thread's is raised by the next call of any method, once.
     """
@@ -70,16 +42,15 @@ class CheckpointWriter:
         return self._thread is not None and self._thread.is_alive()
 
     def save(self, state: Any, write: Callable[[memoryview], None]) -> None:
-        """Take a state as it is now, and let the thread write it; waits for the one before.
+        """Serialise a state as it is now, and let the thread write it; waits for the one before.
 
         Args:
-            state: what torch.save takes, and `host_copy`.
+            state: what torch.save takes.
             write: puts the bytes where they belong; called in the thread.
         """
         self.wait()
-        copied = host_copy(state)
         self._thread = threading.Thread(
-            target=self._write, args=(copied, write), daemon=True, name="raypipe-checkpoint"
+            target=self._write, args=(saved(state), write), daemon=True, name="raypipe-checkpoint"
         )
         self._thread.start()
 
@@ -96,9 +67,9 @@ class CheckpointWriter:
             self._thread = None
         self.check()
 
-    def _write(self, state: Any, write: Callable[[memoryview], None]) -> None:
+    def _write(self, state: memoryview, write: Callable[[memoryview], None]) -> None:
         try:
-            write(saved(state))
+            write(state)
         except BaseException as error:
             self._error = error
 

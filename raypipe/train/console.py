@@ -1,18 +1,22 @@
-"""The progress of a run, where its user looks: one live bar in a terminal or a notebook, else some plain lines."""
+"""What a run tells its user: at its start its settings and what was derived from them, then its progress."""
 
 from __future__ import annotations
 
-import datetime
 import threading
 import time
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
+import yaml
 
+from raypipe.config import RunConfig
+from raypipe.rayext.allocation import Allocation
 from raypipe.rayext.console import show_progress
+from raypipe.storage.files import read_whole
+from raypipe.storage.filesystem import join
+from raypipe.streaming.spec import StreamSpec
+from raypipe.train.run_folder import CONFIG_FILE, as_plain
+from raypipe.transform.jpeg import missing_extension
 
 _LINE_EVERY_S = 10.0  # beside those of each epoch
 _END_S = 3.0  # for the trainers' last lines, which Ray brings after a while
@@ -21,10 +25,10 @@ _END_S = 3.0  # for the trainers' last lines, which Ray brings after a while
 class RunConsole:
     """Within, progress that the trainers of a run relay is shown.
 
-    A line for each epoch; in a terminal or a notebook a bar below them, else lines of an epoch that takes long.
+    A line for each epoch, and one every ten seconds of an epoch that takes long.
 
     Args:
-        epochs, steps_per_epoch: of the run.
+        steps_per_epoch: of the run.
         validates: whether a validation follows an epoch, by its number.
         relays: whether the trainers are to relay it; else they print it.
 
@@ -32,85 +36,99 @@ class RunConsole:
         relays: whether they are, and can.
     """
 
-    def __init__(
-        self, epochs: int, steps_per_epoch: int, validates: Callable[[int], bool], relays: bool = True
-    ) -> None:
-        self._validates, self.relays = validates, relays
-        self._epochs, self._steps_per_epoch = epochs, steps_per_epoch
-        self._bar = _bar() if relays else None
+    def __init__(self, steps_per_epoch: int, validates: Callable[[int], bool], relays: bool = True) -> None:
+        self._steps_per_epoch, self._validates, self.relays = steps_per_epoch, validates, relays
         self._ended = threading.Event()
-        self._held, self._printed_at = "", -_LINE_EVERY_S
-        self._begun: tuple[float, int] | None = None
+        self._epoch_line, self._printed_at = "", -_LINE_EVERY_S
 
     def __enter__(self) -> RunConsole:
         self.relays = self.relays and show_progress(self.show)
-        if self._bar and self.relays:
-            self._bar.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self.relays and kind is None:
             self._ended.wait(_END_S)
         show_progress(None)
-        self._print_held()
-        if self._bar:
-            self._bar.stop()
+        self._print_epoch()
 
     def show(self, text: str, values: dict[str, Any]) -> None:
         """One line of the trainers; in a thread of Ray's."""
         kind = values.get("kind")
+        if kind == "val" and self._epoch_line:  # the same epoch's: its number is told already
+            self._epoch_line += "  " + text.partition("  ")[2]
+            text = ""
+        self._print_epoch()
         if kind == "end":
             self._ended.set()
         elif kind == "train":
             self._show_step(text, values)
-        elif kind == "val" and self._held:  # the same epoch's: its number is told already
-            self._held += "  " + text.partition("  ")[2]
-            self._print_held()
-        else:
-            self._print_held()
+        elif text:
             print(text, flush=True)
 
     def _show_step(self, text: str, values: dict[str, Any]) -> None:
-        self._print_held()
-        step, now = values["step"], time.monotonic()
-        ends_epoch = step == (values["epoch"] + 1) * self._steps_per_epoch
+        now = time.monotonic()
+        ends_epoch = values["step"] == (values["epoch"] + 1) * self._steps_per_epoch
         if ends_epoch and self._validates(values["epoch"]):
-            self._held = text  # until it has
-        elif ends_epoch:
+            self._epoch_line = text  # until it has
+        elif ends_epoch or now - self._printed_at >= _LINE_EVERY_S:
             print(text, flush=True)
-        elif self._bar is None and now - self._printed_at >= _LINE_EVERY_S:
-            print(text, flush=True)
-            self._printed_at = now
-        if self._bar is None:
-            return
-        total = self._epochs * self._steps_per_epoch
-        if self._begun is None:
-            self._begun = now, step
-            self._bar.add_task("", total=total, epochs=self._epochs, epoch=0, steps=self._steps_per_epoch, told="")
-        since, first = self._begun
-        left = f"{_clock((now - since) / (step - first) * (total - step))} left" if step > first else ""
-        told = (
-            f"step {step - values['epoch'] * self._steps_per_epoch}/{self._steps_per_epoch}  "
-            f"{values['images_per_s']:,.0f} images/s  waiting {values['wait_fraction']:.0%}  {left}"
+            self._printed_at = self._printed_at if ends_epoch else now
+
+    def _print_epoch(self) -> None:
+        if self._epoch_line:
+            print(self._epoch_line, flush=True)
+            self._epoch_line = ""
+
+
+def changes(run: RunConfig, run_uri: str) -> str:
+    """The settings that a resume has otherwise than the run, with both values; empty = none, or not known."""
+    try:
+        before = yaml.safe_load(read_whole(join(run_uri, CONFIG_FILE)) or b"") or {}
+    except yaml.YAMLError:
+        return ""
+    then, now = _flat(before), _flat(as_plain(run))
+    names = [name for name in now if name in then and then[name] != now[name]]
+    return ", ".join(f"{name}={now[name]} (was {then[name]})" for name in names)
+
+
+def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """By their whole names, as `plan.seed`."""
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return flat
+
+
+def describe(run: RunConfig, spec: StreamSpec, allocation: Allocation, run_uri: str) -> str:
+    """What is about to run, for people: the settings that are not the defaults, and what was derived from them."""
+    plan = spec.plan
+    left_out = sum(kept.num_left_out for kept in plan.kept.values())
+    slower = missing_extension()
+    trainers = f"{allocation.workers} x {'GPU' if allocation.gpu else f'{allocation.cpus_per_worker:g} CPU'}"
+    if allocation.min_workers:
+        trainers = f"{allocation.min_workers} to {trainers}"
+    if allocation.idle_gpus:
+        all_gpus = allocation.workers + allocation.idle_gpus
+        all_at_once = all_gpus * plan.config.micro_batch_size
+        trainers += (
+            f"\nidle GPUs  {allocation.idle_gpus} of {all_gpus}, since the number of workers must divide the "
+            f"{plan.config.per_step} micro-batches of a step: set plan.global_batch_size to {all_at_once} or a "
+            f"multiple of it, or train.num_workers={allocation.workers} if this is meant"
         )
-        self._bar.update(self._bar.task_ids[0], completed=step, epoch=values["epoch"] + 1, told=told)
-
-    def _print_held(self) -> None:
-        if self._held:
-            print(self._held, flush=True)
-            self._held = ""
-
-
-def _clock(seconds: float) -> str:
-    return str(datetime.timedelta(seconds=round(seconds)))
-
-
-def _bar() -> Progress | None:
-    """Where there is a place for one: what is printed meanwhile is printed above it."""
-    console = Console()
-    # Without ipywidgets rich has no live display in a notebook.
-    is_live = console.is_terminal and not console.is_dumb_terminal
-    if not (find_spec("ipywidgets") if console.is_jupyter else is_live):
-        return None
-    epoch, told = TextColumn("epoch {task.fields[epoch]}/{task.fields[epochs]}"), TextColumn("{task.fields[told]}")
-    return Progress(epoch, BarColumn(20), told, console=console, transient=True)
+    actors = f"{run.pool.least_actors} to {allocation.max_actors} actors"
+    if run.pool.executions > 1:
+        actors += f" in {run.pool.executions} executions"
+    if run.pool.engine == "inline":
+        actors = "in the trainers themselves (pool.engine=inline)"
+    defaults = _flat(as_plain(RunConfig()))
+    settings = [f"{name}={value}" for name, value in _flat(as_plain(run)).items() if value != defaults.get(name)]
+    return (
+        f"settings   {', '.join(settings)}\n"
+        f"run        {run_uri}, whose config.yaml has all settings\n"
+        f"plan       {plan.fingerprint}: {plan.config.epochs} epochs of {plan.steps_per_epoch} steps of "
+        f"{plan.config.per_step} x {plan.config.micro_batch_size} = {plan.global_batch_size} samples "
+        f"({plan.num_train} train, {plan.num_val} val"
+        f"{f'; {left_out} left out' if left_out else ''})\n"
+        f"trainers   {trainers}\n"
+        f"transform  {actors}" + (f"\nslower     {slower}" if slower else "")
+    )

@@ -36,7 +36,6 @@ class Interrupts:
         self._asked_at: float | None = None
         self._request: Callable[[], None] | None = None
         self._is_answered: Callable[[], bool] = lambda: True
-        self._has_begun: Callable[[], bool] = lambda: True
         self._asking: threading.Thread | None = None
         self._ended = threading.Event()
         self._before: dict[int, Any] = {}
@@ -70,20 +69,14 @@ class Interrupts:
         if self._asked_at is not None:
             raise KeyboardInterrupt
 
-    def hand_over(
-        self,
-        request: Callable[[], None],
-        is_answered: Callable[[], bool] = lambda: True,
-        has_begun: Callable[[], bool] = lambda: True,
-    ) -> None:
+    def hand_over(self, request: Callable[[], None], is_answered: Callable[[], bool] = lambda: True) -> None:
         """From now on the run can be asked to end by itself, and is, if there was a signal already.
 
         Args:
             request: asks it.
             is_answered: whether it is about to end. A run that is not, some seconds later, is aborted.
-            has_begun: whether its trainers run; before, there is nothing to keep, and it is aborted at once.
         """
-        self._request, self._is_answered, self._has_begun = request, is_answered, has_begun
+        self._request, self._is_answered = request, is_answered
         self.stand()
         if self._asked_at is not None:
             self._ask()
@@ -98,7 +91,7 @@ class Interrupts:
         deadline = time.monotonic() + _PATIENCE_S
         try:
             self._request()
-            while self._has_begun() and time.monotonic() < deadline:
+            while time.monotonic() < deadline:
                 if self._is_answered() or self._ended.wait(0.2):
                     return
         except Exception as error:

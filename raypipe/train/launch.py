@@ -12,15 +12,14 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from raypipe.config import AugmentConfig, RunConfig, TrainConfig
+from raypipe.config import AugmentConfig, RunConfig
 from raypipe.errors import ConfigError, CursorError, OutageError, RaypipeError, RunError
 from raypipe.logs import begin_phases, configure_logs, end_phases, phase, progress
-from raypipe.lookup import import_name
-from raypipe.metrics.records import METRICS, START, read_records
+from raypipe.metrics.records import METRICS
 from raypipe.pages.report import write_report
 from raypipe.rayext.allocation import Allocation, check_elastic, preflight
 from raypipe.rayext.cluster import connect, started_here
-from raypipe.rayext.failures import cause_of, told
+from raypipe.rayext.failures import cause_of, explanation
 from raypipe.rayext.waiting import Wait, is_head_lost, only_start
 from raypipe.storage.files import read_json, write_text
 from raypipe.storage.filesystem import exists, is_remote, join, open_filesystem
@@ -29,10 +28,9 @@ from raypipe.streaming.maker import differing, try_samples
 from raypipe.streaming.opening import spec_of
 from raypipe.streaming.pipeline import check_memory
 from raypipe.streaming.spec import StreamSpec
-from raypipe.train.console import RunConsole
-from raypipe.train.description import changes, describe
+from raypipe.train.console import RunConsole, changes, describe
 from raypipe.train.interrupts import Interrupts, Stopped
-from raypipe.train.learning import num_classes_of
+from raypipe.train.models import check_code, num_classes_of
 from raypipe.train.run_folder import (
     FIGURES_FILE,
     located,
@@ -82,7 +80,7 @@ def _train(run: RunConfig, run_uri: str, lease: str) -> dict[str, Any]:
     configure_logs(run.log, run=run.name)
     spec, num_classes = _checked(run, run_uri)
     stop_was_asked = stop_requested(run_uri)  # of the run before it was stopped, and now goes on
-    newest, passed_over = _found(run, run_uri, spec)
+    newest = _newest(run, run_uri, spec)
     if newest and _has_ended(spec, newest):
         progress(logger, f"this run has ended already, with {newest.name}: nothing is left to do")
         _leave_traces(run_uri)  # its process may have been killed before it did
@@ -98,10 +96,7 @@ def _train(run: RunConfig, run_uri: str, lease: str) -> dict[str, Any]:
         phase(logger, f"starting {allocation.workers} trainer{'s' if allocation.workers > 1 else ''}")
         loop = {"run": run, "spec": spec, "num_classes": num_classes, "max_actors": allocation.max_actors}
         loop |= {"run_uri": run_uri, "lease": lease, "start": start, "begun": begin_phases()}
-        loop |= {"told": [*passed_over]}
-        console = RunConsole(
-            run.plan.epochs, spec.plan.steps_per_epoch, spec.plan.has_val, relays=run.log == "text"
-        )
+        console = RunConsole(spec.plan.steps_per_epoch, spec.plan.has_val, relays=run.log == "text")
         try:
             with console:
                 result = _fit(loop | {"relays": console.relays}, allocation, interrupts)
@@ -129,24 +124,22 @@ def _checked(run: RunConfig, run_uri: str) -> tuple[StreamSpec, int]:
     return spec, num_classes
 
 
-def _found(run: RunConfig, run_uri: str, spec: StreamSpec) -> tuple[Checkpoint | None, dict[str, str]]:
-    """The checkpoint that a run goes on from, if any, and why newer ones are passed over; tells of both."""
+def _newest(run: RunConfig, run_uri: str, spec: StreamSpec) -> Checkpoint | None:
+    """The checkpoint that a run goes on from, if any; the trainers tell why newer ones are passed over."""
     changed = changes(run, run_uri) if run.resume else ""
     find = functools.partial(find_newest, run_uri, spec.plan.check, start_from=run.train.start_from)
     try:
-        newest, passed_over = find()
+        newest, _ = find()
         if _has_ended(spec, newest):  # no trainer will read the state
-            newest, passed_over = find(with_state=True)
+            newest, _ = find(with_state=True)
     except CursorError as error:
         raise CursorError(f"{error}{changed and f'. Changed: {changed}'}") from error
-    for name, reason in passed_over.items():
-        progress(logger, f"not resumed from {name}: {reason}")
     if run.resume:
         where = newest.name if newest else "the beginning"
         progress(logger, f"resumed from {where}{changed and f', with {changed}'}")
     elif newest:
         progress(logger, f"starts from {newest.address}")
-    return newest, passed_over
+    return newest
 
 
 def _allocated(
@@ -219,18 +212,6 @@ def check_augment(config: AugmentConfig) -> None:
         DeviceAugment(config, torch.device("cpu"))
 
 
-def check_code(config: TrainConfig, channels: int) -> None:
-    """Raise ConfigError where a setting names a model, or a function, that there is not, or a model of images of
-    another number of channels."""
-    if config.model != "small":
-        from raypipe.train.learning import check_model
-
-        check_model(config.model, channels)
-    for name in ("loss", "optimizer", "schedule"):
-        if ":" in (address := getattr(config, name)):
-            import_name(address, f"train.{name}")
-
-
 def _fit(loop: dict[str, Any], allocation: Allocation, interrupts: Interrupts) -> dict[str, Any]:
     """Train on the resources that were allocated; `loop` has the arguments of `raypipe.train.loop.Trainer`."""
     from ray.train.v2.api import config as ray_config
@@ -244,7 +225,6 @@ def _fit(loop: dict[str, Any], allocation: Allocation, interrupts: Interrupts) -
         progress(logger, "stopping with a checkpoint; once more aborts")
         request_stop(run_uri)
 
-    starts = -1 if is_remote(run_uri) else _num_starts(run_uri)  # to a bucket a start is brought later
     sizes: dict[str, Any] = {"num_workers": allocation.workers}
     if allocation.min_workers:
         allowed = (allocation.min_workers, allocation.workers)
@@ -262,9 +242,7 @@ def _fit(loop: dict[str, Any], allocation: Allocation, interrupts: Interrupts) -
         run_uri=run_uri,
         log=run.log,
         timeout_s=run.pool.stall_timeout_s,
-        take_signals=lambda: interrupts.hand_over(
-            on_interrupt, lambda: stop_answered(run_uri), lambda: _num_starts(run_uri) > starts
-        ),
+        take_signals=lambda: interrupts.hand_over(on_interrupt, lambda: stop_answered(run_uri)),
         train_loop_config=loop,
         scaling_config=ray_config.ScalingConfig(
             **sizes,
@@ -282,25 +260,19 @@ def _fit(loop: dict[str, Any], allocation: Allocation, interrupts: Interrupts) -
     try:
         trainer.fit()
     except Exception as error:
-        raise _told(error, run_uri) from error
+        raise _as_run_error(error, run_uri) from error
     return read_json(join(run_uri, FIGURES_FILE))
 
 
-def _num_starts(run_uri: str) -> int:
-    """How often a run's trainers have been started."""
-    records = read_records(run_uri)
-    return 0 if records is None else sum(record.get("kind") == START for record in records.kept)
-
-
-def _told(error: Exception, run_uri: str) -> RaypipeError:
+def _as_run_error(error: Exception, run_uri: str) -> RaypipeError:
     """What has ended a run: an error of ours as it is; any other as its message alone, and the rest in a file."""
     cause = cause_of(error)
     if isinstance(cause, RaypipeError):
         return cause
     if is_head_lost():
         return RunError(
-            f"the head of the Ray cluster does not answer any more ({told(error)}): start the cluster again, then "
-            f"go on by: {_command(run_uri)}"
+            f"the head of the Ray cluster does not answer any more ({explanation(error)}): start the cluster "
+            f"again, then go on by: {_command(run_uri)}"
         )
     where = join(run_uri, _ERROR_FILE)
     try:
@@ -308,4 +280,4 @@ def _told(error: Exception, run_uri: str) -> RaypipeError:
         rest = f"its traceback is in {where.removeprefix('file://')}"
     except (ConfigError, OutageError) as unwritten:
         rest = f"its traceback is lost: {unwritten}"
-    return RunError(f"{told(error)} ({rest})")
+    return RunError(f"{explanation(error)} ({rest})")

@@ -1,4 +1,4 @@
-"""What learns: models, their optimizer and averages. Knows torch, not Ray.
+"""What learns: a model, its optimizer and averages. Knows torch, not Ray.
 
 Each micro-batch is its own forward and backward; gradients are averaged over the M of a step, over this
 rank's by scaling the loss and over ranks by DDP. So one worker with accumulation and M workers without
@@ -9,171 +9,21 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
-import math
 import warnings
-from collections.abc import Callable
-from difflib import get_close_matches
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from raypipe.config import RunConfig, TrainConfig
-from raypipe.device.mixing import check_mixable, mixed_losses
+from raypipe.config import RunConfig
+from raypipe.device.mixing import mixed_losses
 from raypipe.device.prefetcher import Batch
 from raypipe.errors import ConfigError
-from raypipe.lookup import import_name
 from raypipe.plan.order import Domain, derive_keys
 from raypipe.streaming.maker import NO_VIEWS, check_labels
-from raypipe.streaming.spec import StreamSpec
+from raypipe.train.models import build_loss, build_model, build_optimizer, fit_state
 from raypipe.train.ordered import OrderedGradients, StepBatchNorm
-from raypipe.transform.columns import ColumnType
-from raypipe.transform.views import makes_views
-
-Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Outputs (B, num_classes), targets int64 (B,), or (B, …) as their column holds them → losses (B,)."""
-
-Schedule = Callable[[int, int, int, float], float]
-"""Step in [0, total), total steps, steps of warm-up, peak → learning rate."""
-
-
-def check_model(name: str, channels: int = 3) -> None:
-    """Raise ConfigError where there is no such model of so many channels, before anything is started for it."""
-    if ":" in name:
-        import_name(name, "train.model")
-        return
-    if name == "small":  # without the import, which takes 2 s of a core
-        return
-    import torchvision
-
-    known = ["small", *torchvision.models.list_models(module=torchvision.models)]
-    if name.lower() not in known:
-        near = ", ".join(get_close_matches(name, known) or known[:6])
-        raise ConfigError(
-            f"train.model={name!r} is neither 'small' nor a torchvision classification model ({near}, …) nor "
-            "module:function"
-        )
-    if channels != 3:
-        raise ConfigError(
-            f"train.model={name!r} takes three channels, and augment.mean is of {channels}: use 'small' or a "
-            "module:function"
-        )
-
-
-def build_model(name: str, num_classes: int, channels: int = 3) -> nn.Module:
-    """A classifier with new weights: "small", a torchvision model by name, or what `module:function` makes of
-    `num_classes`.
-
-    Args:
-        channels: of the images; torchvision's models take three.
-
-    Raises:
-        ConfigError: there is no such model.
-    """
-    check_model(name, channels)
-    if name == "small":
-        return small_model(num_classes, channels=channels)
-    if ":" in name:
-        model = import_name(name, "train.model")(num_classes=num_classes)
-        if not isinstance(model, nn.Module):
-            raise ConfigError(f"train.model={name} made {type(model).__name__}, which is no torch.nn.Module")
-        return model
-    import torchvision
-
-    # One output and one loss for every model. What the heads at half depth were for, BatchNorm does (Szegedy et
-    # al. 2015 found the lower one to change nothing), and that of inception_v3 takes no small images.
-    more = {"aux_logits": False, "init_weights": True} if name.lower() in ("googlenet", "inception_v3") else {}
-    return torchvision.models.get_model(name, weights=None, num_classes=num_classes, **more)
-
-
-def small_model(num_classes: int, width: int = 32, channels: int = 3) -> nn.Module:
-    """A convolutional net for tiny images, 8 to 64 pixels a side: about 0.3 M parameters at width 32."""
-
-    def block(channels_in: int, channels_out: int, stride: int) -> nn.Sequential:
-        return nn.Sequential(
-            nn.Conv2d(channels_in, channels_out, 3, stride, 1, bias=False),
-            nn.BatchNorm2d(channels_out),
-            nn.ReLU(inplace=True),
-        )
-
-    return nn.Sequential(
-        block(channels, width, 1),
-        block(width, 2 * width, 2),
-        block(2 * width, 2 * width, 1),
-        block(2 * width, 4 * width, 2),
-        block(4 * width, 4 * width, 1),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        nn.Dropout(0.1),
-        nn.Linear(4 * width, num_classes),
-    )
-
-
-def build_optimizer(model: nn.Module, config: TrainConfig, fused: bool = False) -> torch.optim.Optimizer:
-    """SGD with Nesterov momentum, AdamW, or what `module:function` makes of two groups of parameters and `lr`; no
-    weight decay on biases and normalisation layers.
-
-    Args:
-        model: on its device.
-        config: the settings.
-        fused: one kernel for all parameters; for CUDA, where fp16 would else wait for the device in each step.
-    """
-    decay = [p for p in model.parameters() if p.ndim > 1]
-    rest = [p for p in model.parameters() if p.ndim <= 1]
-    groups = [{"params": decay, "weight_decay": config.weight_decay}, {"params": rest, "weight_decay": 0.0}]
-    optimizer: torch.optim.Optimizer
-    if config.optimizer == "sgd":
-        nesterov = config.momentum > 0
-        optimizer = torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=nesterov, fused=fused)
-    elif config.optimizer == "adamw":
-        optimizer = torch.optim.AdamW(groups, lr=config.lr, fused=fused)
-    else:
-        return import_name(config.optimizer, "train.optimizer")(groups, lr=config.lr)
-    _fit_state(optimizer)
-    return optimizer
-
-
-def _fit_state(optimizer: torch.optim.Optimizer) -> None:
-    """Give the state of an optimizer of this module the form that its kernels rely on and do not check.
-
-    - Each tensor has its parameter's strides: the fused kernels walk through both in the order of memory.
-    - `step` is on the device for the fused kernels and on the host for the others, which else wait for the device.
-    - The fused SGD has its momentum from the start. It would make it of uninitialised memory at the first step,
-      and leave it so where that step's gradients are not finite. Of zeros the first momentum is the gradient, too.
-    """
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            state = optimizer.state[parameter]
-            if group["fused"] and group.get("momentum"):
-                state.setdefault("momentum_buffer", torch.zeros_like(parameter))
-            for name, value in state.items():
-                if name == "step":
-                    state[name] = value.to(parameter.device if group["fused"] else "cpu")
-                else:
-                    state[name] = torch.empty_like(parameter).copy_(value)
-
-
-def build_schedule(config: TrainConfig) -> Schedule:
-    return learning_rate if config.schedule == "cosine" else import_name(config.schedule, "train.schedule")
-
-
-def build_loss(config: TrainConfig, *, smooth: bool = True) -> Loss:
-    """As `train.loss` says; a validation's is without the label smoothing of the run's own."""
-    if config.loss != "cross_entropy":
-        return import_name(config.loss, "train.loss")
-    smoothing = config.label_smoothing if smooth else 0.0
-    return functools.partial(cross_entropy, reduction="none", label_smoothing=smoothing)
-
-
-def learning_rate(step: int, total_steps: int, warmup_steps: int, peak: float) -> float:
-    """Linear warm-up to `peak`, then half a cosine to zero (Loshchilov & Hutter 2017); step in [0, total)."""
-    if step < warmup_steps:
-        return peak * (step + 1) / warmup_steps
-    progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)
-    return peak * 0.5 * (1 + math.cos(math.pi * progress))
 
 
 class Ema:
@@ -191,8 +41,8 @@ class Ema:
         self.model = copy.deepcopy(model).eval().requires_grad_(False)
         self._decay = decay
         self._own, self._theirs = (
-            [state for state in (*each.parameters(), *each.buffers()) if state.is_floating_point()]
-            for each in (self.model, model)
+            [state for state in (*module.parameters(), *module.buffers()) if state.is_floating_point()]
+            for module in (self.model, model)
         )
 
     @torch.no_grad()
@@ -345,7 +195,7 @@ class Learner:
         except RuntimeError as error:
             raise ConfigError(f"the checkpoint is of another model: {error}") from error
         saved = state["optimizer"]["state"]
-        names = {name for each in saved.values() for name in each}
+        names = {name for of_parameter in saved.values() for name in of_parameter}
         own = self._config.optimizer in ("sgd", "adamw")
         if own and names and ("exp_avg" in names) != (self._config.optimizer == "adamw"):
             raise ConfigError(
@@ -353,9 +203,8 @@ class Learner:
                 f"({'adamw' if 'exp_avg' in names else 'sgd'})"
             )
         groups = self._optimizer.state_dict()["param_groups"]
-        then, now = (
-            [len(group["params"]) for group in each] for each in (state["optimizer"]["param_groups"], groups)
-        )
+        then = [len(group["params"]) for group in state["optimizer"]["param_groups"]]
+        now = [len(group["params"]) for group in groups]
         if then != now:
             raise ConfigError(
                 f"the checkpoint's optimizer has groups of {then} parameters, and this run's of {now}: make them "
@@ -363,7 +212,7 @@ class Learner:
             )
         self._optimizer.load_state_dict({"state": saved, "param_groups": groups})
         if own:
-            _fit_state(self._optimizer)
+            fit_state(self._optimizer)
         if state.get("scaler"):  # empty where it was not enabled
             self._scaler.load_state_dict(state["scaler"])
         if self._ema:
@@ -375,54 +224,3 @@ def amp_dtype(name: str, device: torch.device) -> torch.dtype | None:
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else None
     return {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
-
-
-def num_classes_of(run: RunConfig, spec: StreamSpec) -> int:
-    """Classes of the classifier that a run trains, or outputs of its model where targets are no classes.
-
-    Raises:
-        ConfigError: they are not to be told; or the run has no loss or no mixture for its targets.
-    """
-    if run.transform.target_columns:
-        raise ConfigError(
-            f"a run trains a classifier, which has no use for {run.transform.target_settings}: leave it out, or "
-            "write a loop of your own around raypipe.loader, as docs/targets.md does"
-        )
-    for split, transform in spec.transforms.items():
-        if makes_views(transform):
-            raise ConfigError(f"transform.{split} {NO_VIEWS}")
-    if not spec.columns.has_target:
-        raise ConfigError(
-            "a run trains on targets, and store.label_column is '': name a column, or write a loop of your own "
-            "around raypipe.loader, as docs/views.md does"
-        )
-    if target := spec.columns.target:
-        return _num_outputs(run, target)
-    store = spec.stores["train"]
-    classes = store.classes
-    if run.train.num_classes:
-        return run.train.num_classes
-    if classes is None:
-        raise ConfigError(f"{store.address} does not name its classes: set train.num_classes")
-    val = spec.stores.get("val")
-    if val is not None and val.classes is not None and val.classes != classes:
-        raise ConfigError(
-            f"{store.address} has {len(classes)} classes and {run.store.val} has {len(val.classes)} others, "
-            "or in another order: their labels mean different things. Convert both with the same classes"
-        )
-    return len(classes)
-
-
-def _num_outputs(run: RunConfig, target: ColumnType) -> int:
-    """Of a model whose targets are no classes."""
-    check_mixable(run.augment, target.dtype, target.shape)
-    num = run.train.num_classes or {0: 1, 1: target.shape[-1] if target.shape else 0}.get(len(target.shape), 0)
-    if not num:
-        raise ConfigError(f"targets are {target}: set train.num_classes, the number of the model's outputs")
-    # Of floats, probabilities of the classes, it has a meaning.
-    if run.train.loss == "cross_entropy" and not (target.dtype.startswith("float") and target.shape == (num,)):
-        raise ConfigError(
-            f"targets are {target}, and train.loss=cross_entropy is of classes, or of their probabilities: set "
-            "train.loss to a module:function of outputs and targets"
-        )
-    return num

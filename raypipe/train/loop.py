@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import ray
@@ -33,7 +33,8 @@ from raypipe.streaming.loader import Loader
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.stateful import loaded
 from raypipe.train.background import CheckpointWriter, StopPoll
-from raypipe.train.learning import Learner, amp_dtype, build_schedule
+from raypipe.train.learning import Learner, amp_dtype
+from raypipe.train.models import build_schedule
 from raypipe.train.run_folder import FIGURES_FILE, answer_stop
 
 logger = logging.getLogger(__name__)
@@ -82,7 +83,6 @@ class Trainer:
         run_uri: the run's folder.
         lease: by which the run has its folder; empty = it needs none.
         start: an actor to be killed once every rank has what it needs; None = there is none.
-        told: names of the checkpoints that the driver has passed over.
         device: where it trains; empty = the device that Ray Train gave this worker.
     """
 
@@ -95,40 +95,39 @@ class Trainer:
         run_uri: str,
         lease: str = "",
         start: Any = None,
-        told: Collection[str] = (),
         device: str = "",
     ) -> None:
         self.run, self.plan, self._start = run, spec.plan, start
         self.run_uri, self.stopping, self._lease = run_uri, False, lease
         self._check_lease()
         # All ranks start from what rank 0 finds, so that no two of them find different ones.
-        ranks, found, content = ray.train.get_context(), None, b""
-        if ranks.get_world_rank() == 0 and (found := self._find(told)):
-            found, content = found._replace(state=b""), found.state
+        ranks, checkpoint, content = ray.train.get_context(), None, b""
+        if ranks.get_world_rank() == 0 and (checkpoint := self._newest()):
+            checkpoint, content = checkpoint._replace(state=b""), checkpoint.state
         if ranks.get_world_size() > 1:
-            found = broadcast_from_rank_zero(found)
-        self._checkpoint = found.name if found else ""
+            checkpoint = broadcast_from_rank_zero(checkpoint)
+        self._checkpoint = checkpoint.name if checkpoint else ""
         self.device = torch.device(device) if device else ray.train.torch.get_device()
         # First of all the stream: its pool starts while the model is built.
         self.loader: Loader = loader(
             spec,
             max_actors=max_actors or None,
             device=self.device,
-            cursor=found.cursor if found else spec.plan.start(),
+            cursor=checkpoint.cursor if checkpoint else spec.plan.start(),
             augment=run.augment,
             dtype=amp_dtype(run.train.amp, self.device) or torch.float32,
             run_dir=run_uri,
         )
-        self.loader.interval_s = math.inf
-        self.loader.exported.checkpointed()
+        self.loader.interval_s, self._account = math.inf, self.loader.account
+        self._account.exported.checkpointed()
         self.world_size = self.loader.world_size
         has_classes = spec.columns.target is None
         self.learner = Learner(run, num_classes, self.device, self.world_size, has_classes)
         self._schedule = build_schedule(run.train)
         self.metrics: dict[str, Any] = {"val_accuracy": None, "train_s": 0.0, "wait_s": 0.0, "images": 0}
-        if found:
-            self.learner.load(loaded(content or read_state(open_filesystem(found.address))))
-            self.metrics |= found.metrics
+        if checkpoint:
+            self.learner.load(loaded(content or read_state(open_filesystem(checkpoint.address))))
+            self.metrics |= checkpoint.metrics
             del content
         self._agreed_at, self._steps_since, self._steps_between = time.perf_counter(), 0, 1
         self._saved_at = time.perf_counter()
@@ -169,7 +168,7 @@ class Trainer:
             if self._poll:
                 ends.callback(self._poll.close)
             ends.callback(self.loader.close)
-            ends.enter_context(self.loader.saving(self._awaited))
+            ends.enter_context(self._account.saving(self._awaited))
             ends.callback(self._writer.wait)  # which brings the record to the run's address as well
 
     def _summed(self, sums: torch.Tensor) -> torch.Tensor:
@@ -184,21 +183,21 @@ class Trainer:
         total = plan.config.epochs * plan.steps_per_epoch
         warmup = round(config.warmup_epochs * plan.steps_per_epoch)
         losses: list[torch.Tensor] = []  # on the device, so that nothing waits for it
-        seen: list[tuple[MicroBatchId, list[int]]] = []
+        samples: list[tuple[MicroBatchId, list[int]]] = []
         begins_step, first, lr = True, not self.loader.times().images, 0.0
         for batch in batches:
             if begins_step:
-                lr, seen = self._schedule(plan.global_step(batch.at), total, warmup, config.lr), []
+                lr, samples = self._schedule(plan.global_step(batch.at), total, warmup, config.lr), []
                 self.learner.begin_step(lr)
             begins_step = batch.ends_step
-            seen.append((batch.at, batch.index.tolist()))
+            samples.append((batch.at, batch.index.tolist()))
             losses.append(self.learner.backward(batch, last=batch.ends_step))
             if not batch.ends_step:
                 continue
             done, step = self.loader.global_step, batch.at.step + 1
             self.learner.end_step(done)
             if config.log_samples:
-                self._log_samples(seen)
+                self._log_samples(samples)
             end = step == batches.segment.num_steps
             checkpoint = bool(config.checkpoint_steps) and done % config.checkpoint_steps == 0
             # And the first: what is slow in a run, and what is wrong with its loss, is seen at once.
@@ -217,12 +216,12 @@ class Trainer:
                     losses = []
                 self._report()
 
-    def _log_samples(self, seen: list[tuple[MicroBatchId, list[int]]]) -> None:
-        ranks = [seen]
+    def _log_samples(self, samples: list[tuple[MicroBatchId, list[int]]]) -> None:
+        ranks = [samples]
         if self.world_size > 1:
             ranks = [[] for _ in range(self.world_size)]
-            dist.all_gather_object(ranks, seen)
-        if log := self.loader.chronicle.log:
+            dist.all_gather_object(ranks, samples)
+        if log := self._account.chronicle.log:
             rows = sorted((row for rank in ranks for row in rank), key=lambda row: row[0].micro)
             log.write_samples(rows, self.loader.global_step)
 
@@ -231,9 +230,9 @@ class Trainer:
         for term in losses:
             loss_sum += term
         loss = self._summed(loss_sum).item() / (len(losses) * self.world_size)
-        self.loader.exported.learnt(trainer_loss=loss, trainer_learning_rate=lr)
+        self._account.exported.learnt(trainer_loss=loss, trainer_learning_rate=lr)
         # After the sums, for which the host has waited.
-        done = self.loader.interval(loss=loss, lr=lr)
+        done = self._account.interval(self.loader.cursor, loss=loss, lr=lr)
         self.metrics["images"] += done.images
         self.metrics["train_s"] += done.seconds
         self.metrics["wait_s"] += done.wait_s
@@ -260,8 +259,8 @@ class Trainer:
             if self.loader.rank == 0:
                 steps = max(1, int(_AGREE_S / ((time.perf_counter() - self._agreed_at) / self._steps_since)))
                 steps = 1 if notice.is_near() else steps
-            found = torch.tensor([asked, steps, due, notice.is_last], dtype=torch.float64, device=self.device)
-            asked, steps, due, last = self._summed(found).tolist()
+            terms = torch.tensor([asked, steps, due, notice.is_last], dtype=torch.float64, device=self.device)
+            asked, steps, due, last = self._summed(terms).tolist()
             notice.is_last = last > 0
             self._agreed_at, self._steps_since, self._steps_between = time.perf_counter(), 0, int(steps)
         self.stopping = asked > 0
@@ -299,8 +298,8 @@ class Trainer:
             shown = f"loss {loss:.4f}"
         self.metrics |= {f"val_{name}": value for name, value in values.items()}
         learnt = {f"validation_{name}": value for name, value in values.items() if name != "samples"}
-        self.loader.exported.learnt(**learnt)
-        self.loader.chronicle.record(
+        self._account.exported.learnt(**learnt)
+        self._account.chronicle.record(
             "val",
             f"epoch {epoch + 1}/{self.plan.config.epochs}  validation {shown} ({int(count)} samples)",
             epoch=epoch,
@@ -315,7 +314,7 @@ class Trainer:
             times,
             **{name: int(getattr(times, name)) for name in ("images", "micro_batches", "drained")},
         )
-        self.loader.diagnose(epoch, times)
+        self._account.diagnose(epoch, times)
 
     def _report(self) -> None:
         """Checkpoint, on rank 0, and metrics; all ranks meet here.
@@ -323,7 +322,7 @@ class Trainer:
         The state is taken now and written by a thread. It counts once it is whole: until then a resume finds the
         checkpoint before.
         """
-        with self.loader.saving(self._awaited):
+        with self._account.saving(self._awaited):
             self._save()
 
     def _awaited(self) -> str:
@@ -335,14 +334,14 @@ class Trainer:
     def _save(self) -> None:
         metrics, self._saved_at = self.figures(), time.perf_counter()
         notice, begun_at = self.loader.notice, self._saved_at
-        if log := self.loader.chronicle.log:
+        if log := self._account.chronicle.log:
             at = self.loader.cursor
 
             def write(state: memoryview) -> None:
                 log.sync()
                 self._check_lease()
                 self._checkpoint = write_checkpoint(self.run_uri, at, state, metrics, before=self._checkpoint)
-                self.loader.exported.checkpointed()
+                self._account.exported.checkpointed()
                 notice.saved_in(time.perf_counter() - begun_at)
 
             self._writer.save(self.learner.state(), write)
@@ -350,16 +349,16 @@ class Trainer:
                 self._writer.wait()
         ray.train.report(metrics)
 
-    def _find(self, told: Collection[str]) -> Checkpoint | None:
-        """The newest checkpoint, with its state; the driver has not read any, so this tells of damage there."""
-        found, passed_over = find_newest(
+    def _newest(self) -> Checkpoint | None:
+        """The newest checkpoint, with its state; tells of those that are passed over."""
+        newest, passed_over = find_newest(
             self.run_uri, self.plan.check, with_state=True, start_from=self.run.train.start_from
         )
-        if new := {name: reason for name, reason in passed_over.items() if name not in told}:
-            for name, reason in new.items():
-                progress(logger, f"not resumed from {name}: {reason}")
-            progress(logger, f"resumed from {found.name if found else 'the beginning'}")
-        return found
+        for name, reason in passed_over.items():
+            progress(logger, f"not resumed from {name}: {reason}")
+        if passed_over:
+            progress(logger, f"resumed from {newest.name if newest else 'the beginning'}")
+        return newest
 
     def _check_lease(self) -> None:
         if self._lease and not is_held(self.run_uri, self._lease):

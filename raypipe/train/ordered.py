@@ -37,20 +37,20 @@ class OrderedSum:
         # Two terms that are added first share a slot.
         self._num_slots = max(1, even // 2) if even == num_local else even
         self._slots: list[torch.Tensor] = []
-        self._taken = 0
+        self._num_terms = 0
         self._ranks: list[torch.Tensor] = []  # the sum of each, or of all
         self._sent: Any = None
 
     def add(self, term: torch.Tensor) -> None:
         """The term of the rank's next micro-batch; it is written to. All ranks meet at the last of a step."""
-        if self._taken < self._num_slots:
+        if self._num_terms < self._num_slots:
             self._slots.append(term)
         else:
-            self._slots[self._taken % self._num_slots] += term
-        self._taken += 1
-        if self._taken == self._num_local:
+            self._slots[self._num_terms % self._num_slots] += term
+        self._num_terms += 1
+        if self._num_terms == self._num_local:
             self._send(tree_sum(self._slots))
-            self._slots, self._taken = [], 0
+            self._slots, self._num_terms = [], 0
 
     def _send(self, total: torch.Tensor) -> None:
         self._ranks = [total]
@@ -146,14 +146,15 @@ class StepBatchNorm:
             return
         means = self._sum.finish() / self._per_step
         blended, live = torch.lerp(self._before, means, self._momenta), self._live()
-        torch._foreach_copy_(live, blended.split([each.numel() for each in live]))
+        torch._foreach_copy_(live, blended.split([statistic.numel() for statistic in live]))
         counters = [m.num_batches_tracked for m in self._layers if m.num_batches_tracked is not None]
         if self._of_others and counters:
             torch._foreach_add_(counters, self._of_others)
 
     def _live(self) -> list[torch.Tensor]:
         """Running mean and variance of each layer: the layers' own, which a model that is moved replaces."""
-        return [each for m in self._layers for each in (m.running_mean, m.running_var) if each is not None]
+        statistics = (statistic for m in self._layers for statistic in (m.running_mean, m.running_var))
+        return [statistic for statistic in statistics if statistic is not None]
 
     def _flat(self) -> torch.Tensor:
         return torch.cat(self._live())

@@ -6,7 +6,6 @@ RUN/metrics.jsonl      one object per log interval ("train"), per validation ("v
                        see `raypipe.metrics.records`, and `raypipe.streaming.chronicle`, which writes them
 RUN/status.json        where its loop stands, and whom it waits for, written every few seconds
 RUN/samples.jsonl      with train.log_samples: which samples each micro-batch had
-RUN/tensorboard/       the same as events
 RUN/stop               is made to end the run within seconds, with a checkpoint; the run removes it
 RUN/figures.json       sums over the training, the newest validation, and where it stands, once it has ended
 RUN/error.txt          the traceback of what has ended the run, where that was other code's
@@ -43,7 +42,7 @@ from raypipe.storage.filesystem import (
     open_filesystem,
     split,
 )
-from raypipe.storage.lease import RunExistsError, check_owner, taken
+from raypipe.storage.lease import RunExistsError, check_owner, leased
 from raypipe.streaming.checkpoints import has_checkpoints
 from raypipe.streaming.opening import with_digits
 from raypipe.transform.transform_steps import config_without_files
@@ -117,7 +116,7 @@ def located(run: RunConfig, prefix: str = "") -> Iterator[tuple[RunConfig, str, 
         run = dataclasses.replace(run, train=dataclasses.replace(run.train, start_from=as_uri(start_from)))
     run = with_digits(run)
     run = dataclasses.replace(run, transform=config_without_files(run.transform))
-    with taken(run_uri) as lease:
+    with leased(run_uri) as lease:
         check_run_folder(run_uri, bool(run.resume))  # once more: nobody else can make it one now
         yield run, run_uri, lease
 

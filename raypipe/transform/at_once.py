@@ -28,7 +28,7 @@ from raypipe.transform.jpeg import jpeg_orientation, scaled_boxes
 from raypipe.transform.kernel import DONE, Job
 from raypipe.transform.ops import Op
 from raypipe.transform.program import Program
-from raypipe.transform.samples import Decoded, EncodedSample
+from raypipe.transform.samples import Decoded, Samples
 
 _MAX_DECODED = 32 << 20  # bytes of pixels that are decoded before a call
 
@@ -101,7 +101,8 @@ class ProgramsAtOnce:
 
     def make(
         self,
-        samples: Sequence[EncodedSample | Decoded | None],
+        samples: Samples,
+        wanted: np.ndarray,
         keys: np.ndarray,
         arrays: Mapping[str, np.ndarray],
         cached: Callable[[int], Decoded | None] | None = None,
@@ -109,7 +110,7 @@ class ProgramsAtOnce:
         """Make the images of B samples.
 
         Args:
-            samples: None = none is wanted for this row.
+            wanted: bool (B,), the rows that are.
             keys: uint64 (B, 2).
             arrays: by field, (B, …).
             cached: decodes the sample of a row, to keep it.
@@ -124,25 +125,25 @@ class ProgramsAtOnce:
             np.zeros((len(samples), 2), np.int32),
         )
         if cached is None:
-            encoded = [sample.image if isinstance(sample, EncodedSample) else None for sample in samples]
-            self._run(encoded, self._sizes(encoded), keys, arrays, made, self._target)
-        for decoded in self._decoded(samples, made.rows, cached):
+            sizes = self._sizes(samples.images)
+            sizes[~wanted] = 0
+            self._run(samples.images, sizes, keys, arrays, made, self._target)
+        for decoded in self._decoded(samples, wanted & ~made.rows, cached):
             sizes = np.array([(0, 0) if image is None else image.shape[:2] for image in decoded])
             self._run(decoded, sizes, keys, arrays, made)
         return made
 
-    def _sizes(self, encoded: Sequence[bytes | None]) -> np.ndarray:
+    def _sizes(self, images: Sequence[bytes | memoryview | np.ndarray | None]) -> np.ndarray:
         """(height, width), int32 (B, 2), of those that the kernel decodes; zeros of others.
 
-        Those are also others that are turned upright, or decoded at a reduced scale as a whole.
+        Those are also others that are turned upright, or decoded at a reduced scale as a whole; and pixels.
         """
-        sizes, least = kernel.sizes(encoded), self._config.decode_min_side
-        if least:
+        sizes, has_exif = kernel.sizes(images)
+        if least := self._config.decode_min_side:
             sizes[sizes.min(axis=1) >= 2 * least] = 0
         if self._config.apply_exif:
-            for row in np.flatnonzero(sizes[:, 0]).tolist():
-                data = encoded[row] or b""
-                if b"Exif\0\0" in data and 2 <= jpeg_orientation(data) <= 8:
+            for row in np.flatnonzero(has_exif).tolist():
+                if 2 <= jpeg_orientation(bytes(images[row] or b"")) <= 8:
                     sizes[row] = 0
         return sizes
 
@@ -163,6 +164,9 @@ class ProgramsAtOnce:
         (rows,) = np.nonzero(sizes[:, 0])
         if not rows.size:
             return
+        if len(rows) < len(images):
+            is_run = (sizes[:, 0] > 0).tolist()
+            images = [image if wanted else None for image, wanted in zip(images, is_run, strict=True)]
         jobs = []
         for crop in self._crops:
             drawn, _ = crop.program.draw(crop.keys(keys[rows]), sizes[rows])
@@ -191,15 +195,15 @@ class ProgramsAtOnce:
 
     def _decoded(
         self,
-        samples: Sequence[EncodedSample | Decoded | None],
-        made: np.ndarray,
+        samples: Samples,
+        wanted: np.ndarray,
         cached: Callable[[int], Decoded | None] | None,
     ) -> Iterator[list[np.ndarray | None]]:
-        """The pixels of rows that are not made, where they can be had, by row; not too many at a time."""
+        """The pixels of the rows that are wanted, where they can be had, by row; not too many at a time."""
         images: list[np.ndarray | None] = [None] * len(samples)
         num_bytes = 0
-        for row in np.flatnonzero(~made).tolist():
-            pixels = self._pixels(samples[row], row, cached)
+        for row in np.flatnonzero(wanted).tolist():
+            pixels = self._pixels(samples.images[row], row, cached)
             if pixels is None:
                 continue
             images[row], num_bytes = pixels, num_bytes + pixels.nbytes
@@ -210,18 +214,19 @@ class ProgramsAtOnce:
             yield images
 
     def _pixels(
-        self, sample: EncodedSample | Decoded | None, row: int, cached: Callable[[int], Decoded | None] | None
+        self,
+        image: bytes | memoryview | np.ndarray | None,
+        row: int,
+        cached: Callable[[int], Decoded | None] | None,
     ) -> np.ndarray | None:
-        if isinstance(sample, EncodedSample) and cached is not None:
-            sample = cached(row) or sample
-        if isinstance(sample, Decoded):
-            return sample.pixels
-        if sample is None or not sample.image:
-            return None
-        if self._target and sample.image.startswith(b"\xff\xd8\xff"):
-            return None  # a crop's scale follows from the box: `one` decodes it
+        if isinstance(image, np.ndarray):
+            return image
+        if cached is not None and (decoded := cached(row)):
+            return decoded.pixels
+        if not image or (self._target and image[:3] == b"\xff\xd8\xff"):
+            return None  # by a target, a crop's scale follows from the box: `one` decodes it
         try:
-            return decode(sample.image, min_side=self._config.decode_min_side, exif=self._config.apply_exif)
+            return decode(image, min_side=self._config.decode_min_side, exif=self._config.apply_exif)
         except SampleError:
             return None
 

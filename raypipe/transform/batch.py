@@ -14,7 +14,7 @@ from raypipe.stores.base import title_of
 from raypipe.transform.columns import ColumnMaker
 from raypipe.transform.draws import Key
 from raypipe.transform.fields import LABEL, BlockMemory, Drawn, Field, MadeAtOnce, Rows
-from raypipe.transform.samples import NO_LABEL, WRONG_LABEL, Decoded, EncodedSample
+from raypipe.transform.samples import NO_LABEL, WRONG_LABEL, Decoded, EncodedSample, Samples
 
 Sample = EncodedSample | Decoded | Callable[[], EncodedSample]
 """Of a store, of a cache, or read when it is its turn."""
@@ -47,7 +47,8 @@ class Content(Protocol):
 
     def at_once(
         self,
-        samples: Sequence[EncodedSample | Decoded | None],
+        samples: Samples,
+        wanted: np.ndarray,
         keys: np.ndarray,
         arrays: dict[str, np.ndarray],
         cached: Callable[[int], Decoded | None] | None,
@@ -55,7 +56,7 @@ class Content(Protocol):
         """Make the images of a micro-batch in the arrays of its fields, as far as one call can make them.
 
         Args:
-            samples: B; None = none is wanted for this row.
+            wanted: bool (B,), the rows that are.
             keys: uint64 (B, 2).
             arrays: by field, (B, …).
             cached: decodes the sample of a row, to keep it.
@@ -108,7 +109,7 @@ class MicroBatchTransform:
         exact: bool = False,
         store_address: str = "",
         sample_name: Callable[[int], str] = lambda _: "",
-        decoded: Callable[[int, int, bytes | None], Decoded | None] | None = None,
+        decoded: Callable[[int, int, bytes | memoryview | None], Decoded | None] | None = None,
         columns: ColumnMaker | None = None,
         probe: Callable[[], Iterable[EncodedSample]] = tuple,
     ) -> None:
@@ -123,7 +124,7 @@ class MicroBatchTransform:
 
     def run(
         self,
-        samples: Sequence[Sample],
+        samples: Samples | Sequence[Callable[[], EncodedSample]],
         indices: np.ndarray,
         keys: np.ndarray,
         substitutes: Substitutes | None = None,
@@ -133,7 +134,7 @@ class MicroBatchTransform:
         """Make one micro-batch.
 
         Args:
-            samples: B; that of padding is not looked at.
+            samples: B, read, or to be read when it is their turn; that of padding is not looked at.
             indices: int64 (B,), PADDING among them.
             keys: uint64 (B, 2), one key per sample.
             substitutes: the stand-ins for a bad sample, the first good one of which is taken.
@@ -152,14 +153,14 @@ class MicroBatchTransform:
         rows, bad = Rows(memory or BlockMemory(self.content.fields), len(indices)), []
         made = self._at_once(rows, samples, indices, keys, attempt)
         is_filled = self._fill(rows, samples, indices, made)
-        for row, (sample, index, key) in enumerate(zip(samples, indices.tolist(), keys.tolist(), strict=True)):
-            if is_filled[row]:
-                continue
+        for row in np.flatnonzero(~is_filled).tolist():
+            index, key = int(indices[row]), keys[row].tolist()
             if index == PADDING:
                 rows.leave_out(row)
                 continue
             try:
-                rows.put(row, index, self.one(sample, index, key, attempt, rows.image(row), made.drawn(row)))
+                sample = self.one(samples[row], index, key, attempt, rows.image(row), made.drawn(row))
+                rows.put(row, index, sample)
             except SampleError as error:
                 record = self._record(index, error)
                 bad.append(record)
@@ -182,30 +183,31 @@ class MicroBatchTransform:
         return rows, bad
 
     def _at_once(
-        self, rows: Rows, samples: Sequence[Sample], indices: np.ndarray, keys: np.ndarray, attempt: Attempt
+        self, rows: Rows, samples: Samples | Sequence[Any], indices: np.ndarray, keys: np.ndarray, attempt: Attempt
     ) -> MadeAtOnce:
         """Have the images of all rows made in one call, as far as possible; see `Content.at_once`."""
-        if attempt.before_sample or not rows.has_begun:
+        if not isinstance(samples, Samples) or attempt.before_sample or not rows.has_begun:
             return MadeAtOnce.nothing(len(indices))
-        wanted = [
-            None if callable(sample) or index == PADDING or index in attempt.bad else sample
-            for sample, index in zip(samples, indices.tolist(), strict=True)
-        ]
+        wanted = indices != PADDING
+        if attempt.bad:
+            wanted &= ~np.isin(indices, list(attempt.bad))
 
         def cached(row: int) -> Decoded | None:
             assert self._decoded is not None
-            sample = wanted[row]
-            assert isinstance(sample, EncodedSample)
-            return self._decoded(int(indices[row]), sample.label, sample.image)
+            image = samples.images[row]
+            assert not isinstance(image, np.ndarray)
+            return self._decoded(int(indices[row]), int(samples.labels[row]), image)
 
-        return self.content.at_once(wanted, keys, rows.arrays, cached if self._decoded else None)
+        return self.content.at_once(samples, wanted, keys, rows.arrays, cached if self._decoded else None)
 
-    def _fill(self, rows: Rows, samples: Sequence[Sample], indices: np.ndarray, made: MadeAtOnce) -> list[bool]:
-        """Fill the rows that need no more than their label; which they are."""
-        if self._columns is not None or not self.content.makes_images_alone or not made.rows.any():
-            return [False] * len(indices)
-        labels = [NO_LABEL if callable(sample) else sample.label for sample in samples]
-        return rows.put_labels(made.rows, indices, np.array(labels, np.int64), NO_LABEL).tolist()
+    def _fill(
+        self, rows: Rows, samples: Samples | Sequence[Any], indices: np.ndarray, made: MadeAtOnce
+    ) -> np.ndarray:
+        """Fill the rows that need no more than their label; which they are, bool (B,)."""
+        needs_more = self._columns is not None or not self.content.makes_images_alone
+        if needs_more or not isinstance(samples, Samples) or not made.rows.any():
+            return np.zeros(len(indices), bool)
+        return rows.put_labels(made.rows, indices, samples.labels, NO_LABEL)
 
     def one(
         self,

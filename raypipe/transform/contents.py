@@ -11,7 +11,7 @@ Rows that are left out are black, without a class (IGNORE), and without boxes an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ from raypipe.transform import kernel
 from raypipe.transform.at_once import Crop, ProgramsAtOnce, shapes_of
 from raypipe.transform.batch import Content
 from raypipe.transform.columns import NO_COLUMNS, SampleColumns
-from raypipe.transform.decode import decode
+from raypipe.transform.decode import decode, stored_bytes
 from raypipe.transform.decode_array import decode_array
 from raypipe.transform.draws import Key
 from raypipe.transform.encoded import ENCODED_FIELDS, EncodedTransform
@@ -32,7 +32,7 @@ from raypipe.transform.follow import follow
 from raypipe.transform.jpeg import open_for_crop
 from raypipe.transform.presets import build_transform
 from raypipe.transform.sample_transform import SampleTransform
-from raypipe.transform.samples import Decoded, EncodedSample
+from raypipe.transform.samples import Decoded, EncodedSample, Samples
 from raypipe.transform.sizes import Size, Undecoded, cut
 from raypipe.transform.targets import TARGETS, decode_targets
 from raypipe.transform.user_code import NOT_OF_A_SAMPLE, failed
@@ -147,7 +147,8 @@ class Images:
 
     def at_once(
         self,
-        samples: Sequence[EncodedSample | Decoded | None],
+        samples: Samples,
+        wanted: np.ndarray,
         keys: np.ndarray,
         arrays: dict[str, np.ndarray],
         cached: Callable[[int], Decoded | None] | None,
@@ -155,7 +156,7 @@ class Images:
         """Make the images of a micro-batch in one call, as far as programs can; see `ProgramsAtOnce.make`."""
         if self._at_once is None:
             return MadeAtOnce.nothing(len(samples))
-        return self._at_once.make(samples, keys, arrays, cached)
+        return self._at_once.make(samples, wanted, keys, arrays, cached)
 
     def following(self, sample: EncodedSample | Decoded, drawn: Drawn) -> dict[str, Any]:
         """What goes with an image that `at_once` has made."""
@@ -228,10 +229,11 @@ class Images:
             if self._crop_target:
                 return pixels.shape[:2], lambda box: cut(pixels, box).copy()
             return pixels if pixels.flags.writeable else pixels.copy()
+        encoded = stored_bytes(sample.image)
         if self._is_array:
-            return decode_array(sample.image)
-        jpeg = open_for_crop(sample.image, self._config, self._crop_target) if self._crop_target else None
-        return jpeg or decode(sample.image, min_side=self._config.decode_min_side, exif=self._config.apply_exif)
+            return decode_array(encoded)
+        jpeg = open_for_crop(encoded, self._config, self._crop_target) if self._crop_target else None
+        return jpeg or decode(encoded, min_side=self._config.decode_min_side, exif=self._config.apply_exif)
 
 
 def _crops_of(transform: SampleTransform | ViewsTransform, has_targets: bool) -> list[Crop]:

@@ -31,6 +31,7 @@ from raypipe.errors import SampleError
 from raypipe.stores.numbers import NPY
 from raypipe.transform.image_header import damage_in, image_kind, jpeg_size, open_pillow, plain_size
 from raypipe.transform.jpeg import decode_jpeg, jpeg_orientation, upright
+from raypipe.transform.seekable import check_checksum
 
 _CV2_FLAGS = cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION
 _BAND_PIXELS = 1 << 20  # that are converted at a time
@@ -62,6 +63,7 @@ def decode(
         if size is not None:
             image = decode_jpeg(encoded, size, min_side)
             return upright(image, jpeg_orientation(encoded)) if exif and b"Exif\0\0" in encoded else image
+        check_checksum(encoded)
     elif plain_size(encoded, kind) is not None:
         with contextlib.suppress(Exception):  # Pillow has the last word
             plain = cv2.imdecode(np.frombuffer(encoded, np.uint8), _CV2_FLAGS)

@@ -58,17 +58,18 @@ def decode_array(data: bytes | bytearray | memoryview | None) -> np.ndarray:
     return decode(encoded)
 
 
-def decode_any(data: bytes | None, min_side: int | None = None) -> np.ndarray:
+def decode_any(data: bytes | memoryview | None, min_side: int | None = None) -> np.ndarray:
     """An image as `decode` gives it; what that refuses and is a .npy or a TIFF, as `decode_array` does."""
     try:
         return decode(data, min_side=min_side)
     except SampleError:
-        if data and (data.startswith(NPY) or image_kind(data) == "TIFF"):
-            return decode_array(data)
+        encoded = bytes(data or b"")
+        if encoded.startswith(NPY) or image_kind(encoded) == "TIFF":
+            return decode_array(encoded)
         raise
 
 
-def header_size(data: bytes | None, exif: bool = False) -> tuple[int, int]:
+def header_size(data: bytes | memoryview | None, exif: bool = False) -> tuple[int, int]:
     """(height, width) that `decode`, or else `decode_array`, gives, by the header; raises SampleError."""
     try:
         return image_size(data, exif=exif)
@@ -76,7 +77,7 @@ def header_size(data: bytes | None, exif: bool = False) -> tuple[int, int]:
         return array_size(data)
 
 
-def array_size(data: bytes | None) -> tuple[int, int]:
+def array_size(data: bytes | memoryview | None) -> tuple[int, int]:
     """(height, width) of a .npy or a TIFF, by its header; raises SampleError for all else."""
     encoded = stored_bytes(data)
     if encoded.startswith(NPY):

@@ -1,8 +1,8 @@
 """Encoded images for the training device to decode, and what it is to cut from them: `transform.decode="gpu"`.
 
 Of an image for the device only the header is read, so that nearly all of its cost is left to the GPU. A sample is
-bad when its header cannot be read, or a JPEG is cut short; what is damaged further in shows on the device. The
-boxes:
+bad when its header cannot be read, a JPEG is cut short, or the checksum of a seekable one is wrong; other damage
+shows on the device. The boxes:
 
     preset    box                                                        flip
     light     RandomResizedCrop: area 8 to 100 %, sides 3:4 to 4:3       half of them
@@ -17,7 +17,6 @@ not hang on the order in which Albumentations draws): the same key gives another
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,8 @@ from raypipe.errors import ConfigError
 from raypipe.transform.decode import image_size
 from raypipe.transform.draws import Key, KeyedGenerator
 from raypipe.transform.fields import Field, MadeAtOnce
-from raypipe.transform.samples import Decoded, EncodedSample
+from raypipe.transform.samples import Decoded, EncodedSample, Samples
+from raypipe.transform.seekable import check_checksum
 from raypipe.transform.sizes import Box, Size, sides_of
 
 DATA, CROP, FLIP = "encoded.data", "encoded.crop", "encoded.flip"
@@ -80,7 +80,7 @@ class EncodedTransform:
         self._preset, self._size, self._exif = transform, sides_of(size or config.final_size), config.apply_exif
         self._keyed = KeyedGenerator()
 
-    def at_once(self, samples: Sequence[Any], *_: Any) -> MadeAtOnce:
+    def at_once(self, samples: Samples, *_: Any) -> MadeAtOnce:
         """Nothing: the device makes the images."""
         return MadeAtOnce.nothing(len(samples))
 
@@ -89,8 +89,9 @@ class EncodedTransform:
         return {}
 
     def one(self, sample: EncodedSample | Decoded, key: Key, out: np.ndarray | None = None) -> dict[str, Any]:
-        """The encoded fields of one image; raises SampleError as `image_size` does."""
+        """The encoded fields of one image; raises SampleError as `image_size` and `check_checksum` do."""
         assert isinstance(sample, EncodedSample)
+        check_checksum(sample.image or b"")
         height, width = image_size(sample.image, exif=self._exif)
         box: Box = (0, 0, height, width)
         flip = False

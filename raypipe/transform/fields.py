@@ -145,11 +145,11 @@ class MicroBatch:
         return {name: values for name, values in fields.items() if isinstance(values, np.ndarray)}
 
     def in_rgb(self) -> MicroBatch:
-        """The same with RGB where images travel as planes."""
-        chroma, arrays = self.arrays(CHROMA), self.arrays()
-        images = {name: rgb(arrays[name], of_image) for name, of_image in chroma.items()}
+        """The same with its images as RGB, however they have traveled."""
+        arrays = self.arrays()
+        images = {name: rgb(arrays[name], chroma) for name, chroma in self.arrays(CHROMA).items()}
         others = {name: values for name, values in self.fields.items() if not name.startswith(f"{CHROMA}.")}
-        return replace(self, fields=others | images)
+        return replace(self, fields={**others, **images})
 
     def __getitem__(self, name: str) -> np.ndarray:
         """An array among the fields."""

@@ -14,9 +14,10 @@ import numpy as np
 
 from raypipe.plan.places import Sides
 from raypipe.transform import reference
-from raypipe.transform.native_steps import NEAREST, Step
-from raypipe.transform.ops import Op
+from raypipe.transform.geometry_steps import NEAREST
+from raypipe.transform.ops import Op, sizes_behind
 from raypipe.transform.program import Program
+from raypipe.transform.step import Step
 
 _LEAST = 1 - 1e-6  # pixels of a box's width and height
 _POINTS = ("bboxes", "keypoints")
@@ -39,29 +40,18 @@ def follow(
     if "keypoints" in moved:
         moved["keypoints"][:, :2] += 0.5
     for step, op, numbers in program.applied(params):
-        new_size = _size_behind(op, numbers, size)
+        height, width = sizes_behind(op, np.array(numbers), np.array(size)).tolist()
         for name, value in moved.items():
             if name == "keypoints":
                 value[:, :2] = _points(value[:, :2], op, numbers, size)
             elif name == "bboxes":
-                moved[name] = _cut(_boxes(value, op, numbers, size), new_size)
+                moved[name] = _cut(_boxes(value, op, numbers, size), (height, width))
             else:
                 moved[name] = _mask(value, step, op, numbers)
-        size = new_size
+        size = height, width
     if "keypoints" in moved:
         moved["keypoints"][:, :2] -= 0.5
     return moved
-
-
-def _size_behind(op: Op, p: list[int], size: Sides) -> Sides:
-    height, width = size
-    if op == Op.CROP:
-        return p[2], p[3]
-    if op == Op.RESIZE:
-        return p[0], p[1]
-    if op == Op.PAD:
-        return height + p[0] + p[1], width + p[2] + p[3]
-    return (width, height) if op == Op.TURN and p[0] & 4 else size
 
 
 def _points(points: np.ndarray, op: Op, p: list[int], size: Sides) -> np.ndarray:
@@ -135,5 +125,5 @@ def _mask(mask: np.ndarray, step: Step, op: Op, p: list[int]) -> np.ndarray:
         for top, left, bottom, right in np.array(p[4 : 4 + 4 * p[3]]).reshape(-1, 4).tolist():
             mask[top:bottom, left:right] = step.mask_fill
     if op in (Op.CROP, Op.TURN):
-        return reference.GEOMETRY[op](mask[:, :, None], p)[:, :, 0]
+        return reference.OPERATIONS[op](mask[:, :, None], p)[:, :, 0]
     return mask

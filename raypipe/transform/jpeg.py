@@ -25,6 +25,7 @@ from raypipe.errors import SampleError
 from raypipe.plan.places import Sides
 from raypipe.transform.image_header import jpeg_size, open_pillow
 from raypipe.transform.kernel import EXTRA_COLUMNS, SCALES, WHOLE, decode_crop, why_no_kernel
+from raypipe.transform.seekable import check_checksum
 from raypipe.transform.sizes import Box, Undecoded, cut
 
 _MIN_SCALED_SIDE = 16  # pixels: below, two scales can give the same size, by which simplejpeg is told the scale
@@ -45,6 +46,7 @@ def decode_jpeg_at(data: bytes, short_side: int) -> np.ndarray:
         short_side: pixels; the scale is the smallest of 1/8, 2/8, … at which the short side has as many, and
             none above 4/8; 0 = full size.
     """
+    check_checksum(data)
     try:
         factor = 2.0 if short_side else 1.0
         return simplejpeg.decode_jpeg(data, "RGB", min_height=short_side, min_width=short_side, min_factor=factor)
@@ -53,14 +55,14 @@ def decode_jpeg_at(data: bytes, short_side: int) -> np.ndarray:
         raise SampleError(f"{damage} JPEG: {error} ({len(data)} bytes)") from error
 
 
-def open_for_crop(data: bytes | None, config: TransformConfig, target: tuple[int, int]) -> Undecoded | None:
+def open_for_crop(data: bytes, config: TransformConfig, target: tuple[int, int]) -> Undecoded | None:
     """A JPEG by its header; None: decode it whole, as those that `exif` turns or `decode_min_side` reduces.
 
     Args:
         target: (height, width) to which the crop is resized, pixels.
     """
     scaled = config.crop_decode == "scaled"
-    if not ((scaled or not why_no_kernel()) and isinstance(data, bytes) and data.startswith(b"\xff\xd8\xff")):
+    if not ((scaled or not why_no_kernel()) and data.startswith(b"\xff\xd8\xff")):
         return None
     try:
         size = jpeg_size(data)

@@ -21,6 +21,7 @@ import simplejpeg
 
 from raypipe import native
 from raypipe.transform import reference, wire
+from raypipe.transform.ops import Op
 
 WHOLE = 8
 """Eighths: full scale."""
@@ -52,11 +53,12 @@ class Job(NamedTuple):
     chroma: np.ndarray | None = None
 
 
-def sizes(images: Sequence[Image]) -> np.ndarray:
-    """Height and width of each image, int32 (B, 2); 0, 0 of those that `run` does not take."""
+def sizes(images: Sequence[Image]) -> tuple[np.ndarray, np.ndarray]:
+    """Heights and widths of JPEGs, int32 (B, 2), 0, 0 of what `run` takes not; and which have EXIF, bool (B,)."""
     if not available():
-        return np.zeros((len(images), 2), np.int32)
-    return np.frombuffer(bytearray(_extension().sizes(images)), np.int32).reshape(-1, 2)
+        return np.zeros((len(images), 2), np.int32), np.zeros(len(images), bool)
+    headers = np.frombuffer(_extension().sizes(images), np.int32).reshape(-1, 3)
+    return headers[:, :2].copy(), headers[:, 2] != 0
 
 
 def run(images: Sequence[Image], jobs: Sequence[Job], threads: int = 1, to_end: bool = True) -> np.ndarray:
@@ -113,6 +115,15 @@ def why_no_kernel() -> str:
     return "" if _resizes_alike() else "it gives other pixels than OpenCV"
 
 
+def to_seekable(data: bytes) -> bytes:
+    """A JPEG as a seekable one, with the same pixels (csrc/jpeg_transcode.h). There is a kernel.
+
+    Raises:
+        ValueError: it is of an unusual kind, or damaged.
+    """
+    return _extension().to_seekable(data)
+
+
 def decode_crop(*arguments: Any) -> int:
     """The module's function of this name; see csrc/kernel.c. There is a kernel."""
     return _extension().decode_crop(*arguments)
@@ -125,9 +136,13 @@ def _extension() -> ModuleType:
 
 
 def _decodes_alike(sampling: str) -> bool:
-    """Whether it gives simplejpeg's pixels, at all scales, on noise, which uses all coefficients."""
+    """Whether it gives simplejpeg's pixels, at all scales, on noise, which uses all coefficients; seekable too."""
     noise = np.random.default_rng(0).integers(0, 256, (69, 85, 3), np.uint8)
     data = simplejpeg.encode_jpeg(noise, 95, "RGB", sampling)
+    try:
+        seekable = to_seekable(data)
+    except Exception:
+        return False
     for eighths in (*SCALES, WHOLE):
         short = -(-69 * eighths // WHOLE) if eighths < WHOLE else 0  # libjpeg rounds up
         factor = 2.0 if short else 1.0
@@ -135,13 +150,14 @@ def _decodes_alike(sampling: str) -> bool:
         rows, columns = whole.shape[:2]
         top, left, height, width = rows // 3, columns // 2, rows // 2, columns // 3
         pixels = np.empty((height, width + EXTRA_COLUMNS, 3), np.uint8)
-        try:
-            first = decode_crop(data, left, top, width, height, eighths, True, pixels, width + EXTRA_COLUMNS)
-        except Exception:
-            return False
-        part = pixels[:, first : first + width]
-        if not np.array_equal(part, whole[top : top + height, left : left + width]):
-            return False
+        for file in (data, seekable):
+            try:
+                first = decode_crop(file, left, top, width, height, eighths, True, pixels, width + EXTRA_COLUMNS)
+            except Exception:
+                return False
+            part = pixels[:, first : first + width]
+            if not np.array_equal(part, whole[top : top + height, left : left + width]):
+                return False
     return True
 
 
@@ -151,7 +167,7 @@ def _resizes_alike() -> bool:
     for height, width in ((20, 21), (64, 90), (111, 30)):
         out = np.zeros((1, height, width, 3), np.uint8)
         row = [height, width, reference.LINEAR]
-        job = Job(np.array([[reference.RESIZE, 0]], np.int32), np.array([[1, *row]], np.int64), out)
+        job = Job(np.array([[Op.RESIZE, 0]], np.int32), np.array([[1, *row]], np.int64), out)
         if _extension().run([noise], [job], 1, True) != b"\0":
             return False
         if not np.array_equal(out[0], reference.resize(noise, row)):

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from enum import IntEnum
 
+import numpy as np
+
 MAX_RADIUS = 32
 """Of a separable filter, pixels."""
 MAX_FILTER = 15
@@ -21,7 +23,7 @@ class Op(IntEnum):
     CROP_SCALED = 2  # the same at a scale of eighths/8, eighths
     RESIZE = 3  # height, width, interpolation
     PAD = 4  # top, bottom, left, right, border, fill × 3
-    TURN = 5  # code, see `native_steps.Turn`
+    TURN = 5  # code, see `geometry_steps.Turn`
     AFFINE = 6  # the matrix of the inverse in Q32 × 6, interpolation, border, fill × 3
     DROPOUT = 7  # fill × 3, number of boxes, (top, left, bottom, right) × that
     JITTER = 8  # order × 4, factors in Q16 × 3, hue in Q16 sextants
@@ -47,3 +49,21 @@ NUM_PARAMS = {
     Op.FILTER: 2 + MAX_FILTER**2,
 }
 """Beside `apply`; of a dropout it depends on how many boxes the program draws at most."""
+
+
+def sizes_behind(op: int, params: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """(height, width) of images behind an operation that applies to them, int64 (…, 2).
+
+    Args:
+        params: of the operation, beside `apply`, (…, n).
+        sizes: of the images before it, (…, 2).
+    """
+    if op == Op.CROP:
+        return params[..., 2:4]
+    if op == Op.RESIZE:
+        return params[..., :2]
+    if op == Op.PAD:
+        return sizes + params[..., [0, 2]] + params[..., [1, 3]]
+    if op == Op.TURN:
+        return np.where(params[..., :1] & 4, sizes[..., ::-1], sizes)
+    return sizes

@@ -27,7 +27,7 @@ from raypipe.transform.sizes import Size, sides_of
 from raypipe.transform.targets import IGNORE
 from raypipe.transform.transform_steps import Steps, build_steps, is_file, without_files
 from raypipe.transform.user_code import NOT_OF_A_SAMPLE, place_of
-from raypipe.transform.views import VIEW_PRESETS, PresetSteps, View, find_views, makes_views
+from raypipe.transform.views import VIEW_PRESETS, PresetSteps, View, find_views, jitter, makes_views
 
 Transform = Callable[..., Any]
 
@@ -175,7 +175,7 @@ _STEPS: dict[str, Callable[[Size], Steps]] = {
     "heavy": lambda size: [
         *_crop_and_flip(size),
         {"MotionBlur": {"p": 0.2}},
-        {"ColorJitter": {"brightness": 0.2, "contrast": 0.2, "saturation": 0.2, "hue": 0.1, "p": 1}},
+        jitter((0.2, 0.2, 0.2, 0.1), 1),
     ],
     "center": lambda size: [_smallest(size), _box("CenterCrop", size)],
     "resize": lambda size: [_box("Resize", size)],

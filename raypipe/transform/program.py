@@ -11,14 +11,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
 
 from raypipe.plan.places import Sides
+from raypipe.transform.colour_steps import COLOUR_STEPS
 from raypipe.transform.draws import uniforms
-from raypipe.transform.native_steps import CenterCrop, RandomCrop, RandomResizedCrop, Step, native_step
-from raypipe.transform.ops import Op
+from raypipe.transform.geometry_steps import GEOMETRY_STEPS, TURNS, FixedCrop, RandomResizedCrop, Turn
+from raypipe.transform.ops import Op, sizes_behind
+from raypipe.transform.step import SIZING, Step
+
+_KINDS = {kind.__name__: kind for kind in (*GEOMETRY_STEPS, *COLOUR_STEPS)}
 
 
 class Program:
@@ -68,18 +73,19 @@ class Program:
         sizes, column, place = sizes.astype(np.int64), 0, 0
         for step in self.steps:
             applies = u[:, place] < step.p
-            numbers, resized = step.draw(u[:, place + 1 : place + 1 + step.num_uniforms], sizes)
+            parts = iter(step.draw(u[:, place + 1 : place + 1 + step.num_uniforms], sizes))
             place += 1 + step.num_uniforms
-            parts = iter(numbers)
+            resized = sizes
             for op in step.ops:
                 params[:, column] = applies
-                column, end = column + 1, column + 1 + step.num_params(op)
-                while column < end:
+                first = column = column + 1
+                while column < first + step.num_params(op):
                     part = next(parts)
                     columns = part[:, None] if isinstance(part, np.ndarray) and part.ndim == 1 else part
                     width = columns.shape[1] if isinstance(columns, np.ndarray) else 1
                     params[:, column : column + width] = columns
                     column += width
+                resized = sizes_behind(op, params[:, first:column], resized)
             sizes = resized if step.p >= 1 else np.where(applies[:, None], resized, sizes)
         return params, sizes
 
@@ -95,19 +101,22 @@ class Program:
 
     def no_room(self, size: Sides) -> str:
         """Why an image of this size is too small for a crop; empty = it is not."""
-        sizes = np.array([size])
-        for step in self.steps:
-            if reason := step.no_room((int(sizes[0, 0]), int(sizes[0, 1]))):
-                return reason
-            if step.p >= 1:  # all steps that make a size of their own apply always
-                _, sizes = step.draw(np.zeros((1, step.num_uniforms)), sizes)
+        behind, (params, _) = np.array(size), self.draw(np.zeros((1, 2), np.uint64), np.array([size]))
+        for _, op, numbers in self.applied(params[0]):
+            if op == Op.CROP and (behind < numbers[2:4]).any():
+                return (
+                    "Crop size (height, width) exceeds image dimensions (height, width): "
+                    f"{tuple(numbers[2:4])} vs {tuple(behind.tolist())}"
+                )
+            if op != Op.TURN:  # by which no image loses room surely
+                behind = sizes_behind(op, np.array(numbers), behind)
         return ""
 
     @property
     def crops_first(self) -> bool:
         """Whether the first step that makes a size of its own is a crop, for which an image may be too small."""
         sizing = (step for step in self.steps if {Op.CROP, Op.RESIZE} & {*step.ops})
-        return isinstance(next(sizing, None), RandomCrop | CenterCrop)
+        return isinstance(next(sizing, None), FixedCrop)
 
     def _find_size(self) -> Sides | None:
         """The size of all results: the same for images of two sizes, whatever is drawn."""
@@ -117,6 +126,22 @@ class Program:
         )
         height, width = sizes[0].tolist()
         return (height, width) if (sizes == sizes[0]).all() else None
+
+
+def native_step(name: str, arguments: Mapping[str, Any]) -> Step | None:
+    """The step of a name; None: the name, or the value of an argument, is not known here.
+
+    Args:
+        arguments: as a transform of the library keeps them; those that are of no use for an image are ignored.
+    """
+    if name in TURNS:
+        codes, p = TURNS[name]
+        return Turn(codes=codes, p=arguments.get("p", p))
+    kind = _KINDS.get(name)
+    if kind is None:
+        return None
+    step = kind(**{field.name: arguments[field.name] for field in fields(kind) if field.name in arguments})
+    return step if step.is_known and (step.p >= 1 or not SIZING & {*step.ops}) else None
 
 
 def program_of(steps: Sequence[Mapping[str, Mapping[str, Any]]]) -> Program:
@@ -148,9 +173,9 @@ def find_program(pipeline: Any) -> tuple[Program | None, list[Any]]:
     native = list[Step]()
     for step in steps:
         name = type(step).__name__
-        found = native_step(name, vars(step)) if type(step) is getattr(library, name, None) else None
-        if found is None:
+        known = native_step(name, vars(step)) if type(step) is getattr(library, name, None) else None
+        if known is None:
             break
-        native.append(found)
+        native.append(known)
     program, rest = Program(native), steps[len(native) :]
     return (program, rest) if native and program.size else (None, [])

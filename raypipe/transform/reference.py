@@ -7,33 +7,30 @@ against each other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import cv2
 import numpy as np
 
-from raypipe.transform import reference_colour
 from raypipe.transform.limits import MAX_PIXELS
 from raypipe.transform.ops import Op
+from raypipe.transform.reference_colour import COLOUR, Params, check, check_border
 
-CROP, CROP_SCALED, RESIZE, PAD, TURN, AFFINE, DROPOUT = tuple(Op)[:7]
-"""Codes of operations."""
 NEAREST, LINEAR, CUBIC, AREA = range(4)
 """Interpolations, as cv2 numbers them."""
 
-Params = Sequence[int]
 Operation = Callable[[np.ndarray, Params], np.ndarray]
 
 _MAX_SIDE = 65_500  # pixels, MAX_SIDE of csrc/image.h
 _COEFFICIENT_BITS = 11
-_CONSTANT, _REPLICATE, _REFLECT, _WRAP, _REFLECT_101 = range(5)
+_CONSTANT, _REPLICATE, _REFLECT, _WRAP = range(4)  # borders, as cv2 numbers them
 
 
 def crop(image: np.ndarray, params: Params) -> np.ndarray:
     """Cut out a box: top, left, height, width. A view."""
     top, left, height, width = params[:4]
     rows, columns = image.shape[:2]
-    _check(0 <= top <= rows - height and 0 <= left <= columns - width and height >= 1 and width >= 1, "box")
+    check(0 <= top <= rows - height and 0 <= left <= columns - width and height >= 1 and width >= 1, "box")
     return image[top : top + height, left : left + width]
 
 
@@ -41,7 +38,7 @@ def resize(image: np.ndarray, params: Params) -> np.ndarray:
     """Resize to height, width by an interpolation: cv2.resize, but for cubic, which is in integers here."""
     height, width, interpolation = params[:3]
     _check_size(height, width)
-    _check(NEAREST <= interpolation <= AREA, "interpolation")
+    check(NEAREST <= interpolation <= AREA, "interpolation")
     if interpolation == CUBIC:
         return _resize_cubic(image, height, width)
     return cv2.resize(image, (width, height), interpolation=interpolation)
@@ -79,8 +76,8 @@ def _cubic_taps(source: int, result: int) -> tuple[np.ndarray, np.ndarray]:
 def pad(image: np.ndarray, params: Params) -> np.ndarray:
     """Add borders: top, bottom, left, right, border (cv2's number), r, g, b."""
     top, bottom, left, right, border = params[:5]
-    _check(all(0 <= side <= _MAX_SIDE for side in (top, bottom, left, right)), "side")
-    _check_border(border, params[5:8])
+    check(all(0 <= side <= _MAX_SIDE for side in (top, bottom, left, right)), "side")
+    check_border(border, params[5:8])
     _check_size(image.shape[0] + top + bottom, image.shape[1] + left + right)
     rows = _border_at(np.arange(-top, image.shape[0] + bottom), image.shape[0], border)
     columns = _border_at(np.arange(-left, image.shape[1] + right), image.shape[1], border)
@@ -90,7 +87,7 @@ def pad(image: np.ndarray, params: Params) -> np.ndarray:
 def turn(image: np.ndarray, params: Params) -> np.ndarray:
     """Transpose if code & 4, then turn upside down if code & 2, then reverse the columns if code & 1."""
     code = params[0]
-    _check(0 <= code <= 7, "code")
+    check(0 <= code <= 7, "code")
     if code & 4:
         image = image.transpose(1, 0, 2)
     return np.ascontiguousarray(image[:: -1 if code & 2 else 1, :: -1 if code & 1 else 1])
@@ -99,8 +96,8 @@ def turn(image: np.ndarray, params: Params) -> np.ndarray:
 def affine(image: np.ndarray, params: Params) -> np.ndarray:
     """Pixel (X, Y) comes from x = a X + b Y + c, y = d X + e Y + f, Q32; interpolation, border, r, g, b."""
     interpolation, border, colour = params[6], params[7], params[8:11]
-    _check(interpolation in (NEAREST, LINEAR), "interpolation")
-    _check_border(border, colour)
+    check(interpolation in (NEAREST, LINEAR), "interpolation")
+    check_border(border, colour)
     a, b, c, d, e, f = np.array(params[:6], np.int64)
     height, width = image.shape[:2]
     rows, columns = np.arange(height, dtype=np.int64)[:, None], np.arange(width, dtype=np.int64)
@@ -125,8 +122,8 @@ def affine(image: np.ndarray, params: Params) -> np.ndarray:
 def dropout(image: np.ndarray, params: Params) -> np.ndarray:
     """Fill boxes: r, g, b, their number, then top, left, bottom, right of each, clipped to the image."""
     num = params[3]
-    _check_border(_CONSTANT, params[:3])
-    _check(0 <= num <= (len(params) - 4) // 4, "number of boxes")
+    check(all(0 <= value <= 255 for value in params[:3]), "colour")
+    check(0 <= num <= (len(params) - 4) // 4, "number of boxes")
     image = image.copy()
     for hole in range(num):
         top, left, bottom, right = (max(0, at) for at in params[4 + 4 * hole : 8 + 4 * hole])
@@ -134,23 +131,24 @@ def dropout(image: np.ndarray, params: Params) -> np.ndarray:
     return image
 
 
-GEOMETRY: dict[int, Operation] = {
-    CROP: crop,
-    RESIZE: resize,
-    PAD: pad,
-    TURN: turn,
-    AFFINE: affine,
-    DROPOUT: dropout,
+OPERATIONS: dict[int, Operation] = {
+    Op.CROP: crop,
+    Op.RESIZE: resize,
+    Op.PAD: pad,
+    Op.TURN: turn,
+    Op.AFFINE: affine,
+    Op.DROPOUT: dropout,
+    **COLOUR,
 }
 """By code; CROP_SCALED is the decoder's."""
 
 
 def apply_all(image: np.ndarray, ops: np.ndarray, params: np.ndarray) -> np.ndarray:
     """Carry out a program on one image: ops int32 (n, 2), params int64 (P,), see `raypipe.transform.ops`."""
-    operations = GEOMETRY | reference_colour.COLOUR
     for code, at in ops.tolist():
         if params[at]:
-            image = operations[code](image, params[at + 1 :].tolist())
+            check(code in OPERATIONS, "code")
+            image = OPERATIONS[code](image, params[at + 1 :].tolist())
     return np.ascontiguousarray(image)
 
 
@@ -175,15 +173,6 @@ def _pixels_at(image: np.ndarray, columns: np.ndarray, rows: np.ndarray, colour:
     return pixels
 
 
-def _check(is_good: bool, name: str) -> None:
-    if not is_good:
-        raise ValueError(f"an operation of the kernel has a bad {name}")
-
-
 def _check_size(height: int, width: int) -> None:
     is_good = 1 <= height <= _MAX_SIDE and 1 <= width <= _MAX_SIDE and height * width <= MAX_PIXELS
-    _check(is_good, f"size, {height}x{width}")
-
-
-def _check_border(border: int, colour: Params) -> None:
-    _check(_CONSTANT <= border <= _REFLECT_101 and all(0 <= value <= 255 for value in colour), "border")
+    check(is_good, f"size, {height}x{width}")

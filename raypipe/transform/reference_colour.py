@@ -1,6 +1,7 @@
 """Colours, blurs and filters of the kernel by NumPy: the pixels of csrc/colour.h and csrc/filter.h, to the bit.
 
-Each function takes an image, uint8 (H, W, 3), which it does not write to, and the params behind `apply`.
+Each function takes an image, uint8 (H, W, 3), which it does not write to, and the params behind `apply`. It raises
+ValueError where the kernel has the status BAD_PARAMS.
 """
 
 from __future__ import annotations
@@ -10,16 +11,27 @@ from collections.abc import Callable, Sequence
 import cv2
 import numpy as np
 
-from raypipe.transform.ops import Op
+from raypipe.transform.ops import MAX_FILTER, MAX_RADIUS, POSTERIZE, SOLARIZE, Op
 
-JITTER, GREY, TABLE, BLUR, FILTER = tuple(Op)[7:]
-"""Codes of operations."""
 BRIGHTNESS, CONTRAST, SATURATION, HUE = range(4)
 """What a jitter does, by number."""
 
 Params = Sequence[int]
 _ONE = 1 << 16  # in Q16
-_BORDERS = (cv2.BORDER_CONSTANT, cv2.BORDER_REPLICATE, cv2.BORDER_REFLECT, cv2.BORDER_WRAP, cv2.BORDER_REFLECT_101)
+_Q14 = 1 << 14
+_MAX_FACTOR, _HUE_CIRCLE = 64 * _ONE, 6 * _ONE  # those of csrc/colour.h
+
+
+def check(is_good: bool, name: str) -> None:
+    """Raise ValueError for a param that is not good."""
+    if not is_good:
+        raise ValueError(f"an operation of the kernel has a bad {name}")
+
+
+def check_border(border: int, colour: Params = ()) -> None:
+    """Raise ValueError unless a border is one of cv2's numbers, 0 to 4, and its colour of bytes."""
+    is_known = cv2.BORDER_CONSTANT <= border <= cv2.BORDER_REFLECT_101
+    check(is_known and all(0 <= value <= 255 for value in colour), "border")
 
 
 def grey_of(image: np.ndarray) -> np.ndarray:
@@ -30,6 +42,9 @@ def grey_of(image: np.ndarray) -> np.ndarray:
 
 def jitter(image: np.ndarray, params: Params) -> np.ndarray:
     """Brightness, contrast, saturation (factors in Q16) and hue (Q16 sextants) in an order, -1 for none."""
+    factors, hue = params[4:7], params[7]
+    check(all(0 <= factor <= _MAX_FACTOR for factor in factors) and 0 <= hue < _HUE_CIRCLE, "factor or hue")
+    check(all(-1 <= operation < len(_JITTERS) for operation in params[:4]), "order")
     for operation in params[:4]:
         if operation >= 0:
             image = _JITTERS[operation](image, params[4 + operation])
@@ -80,9 +95,12 @@ def grey(image: np.ndarray, params: Params) -> np.ndarray:
 
 
 def table(image: np.ndarray, params: Params) -> np.ndarray:
-    """Kind 0: invert values from a threshold on; kind 1: keep the bits of a mask for each channel."""
+    """SOLARIZE: invert values from a threshold on; POSTERIZE: keep the bits of a mask for each channel."""
     kind, *numbers = params[:4]
-    if kind == 0:
+    most = (256 if kind == SOLARIZE else 255, 255, 255)
+    check(kind in (SOLARIZE, POSTERIZE), "kind")
+    check(all(0 <= number <= limit for number, limit in zip(numbers, most, strict=True)), "threshold or mask")
+    if kind == SOLARIZE:
         return np.where(image >= numbers[0], 255 - image, image).astype(np.uint8)
     return image & np.array(numbers, np.uint8)
 
@@ -90,8 +108,13 @@ def table(image: np.ndarray, params: Params) -> np.ndarray:
 def blur(image: np.ndarray, params: Params) -> np.ndarray:
     """Separable: radius, border, then the coefficients of the middle and to each side of it, in Q14."""
     radius, border = params[:2]
-    taps = np.array([params[2 + abs(k)] for k in range(-radius, radius + 1)], np.int64)
-    padded = cv2.copyMakeBorder(image, radius, radius, radius, radius, _BORDERS[border]).astype(np.int64)
+    check(0 <= radius <= MAX_RADIUS, "radius")
+    check_border(border)
+    middle, *sides = params[2 : 3 + radius]
+    adds_up = all(0 <= tap <= _Q14 for tap in (middle, *sides)) and middle + 2 * sum(sides) == _Q14
+    check(adds_up, "coefficient")
+    taps = np.array([*reversed(sides), middle, *sides], np.int64)
+    padded = cv2.copyMakeBorder(image, radius, radius, radius, radius, border).astype(np.int64)
     height, width = image.shape[:2]
     across = (sum(padded[:, k : k + width] * tap for k, tap in enumerate(taps)) + 32) >> 6
     total = sum(across[k : k + height] * tap for k, tap in enumerate(taps))
@@ -101,18 +124,21 @@ def blur(image: np.ndarray, params: Params) -> np.ndarray:
 def filtered(image: np.ndarray, params: Params) -> np.ndarray:
     """side, border, then side * side coefficients in Q14, row by row."""
     side, border = params[:2]
+    check(1 <= side <= MAX_FILTER and side % 2 == 1, "side")
+    check_border(border)
+    check(all(-_Q14 <= tap <= _Q14 for tap in params[2 : 2 + side * side]), "coefficient")
     taps = np.array(params[2 : 2 + side * side], np.int64).reshape(side, side)
     radius, (height, width) = side // 2, image.shape[:2]
-    padded = cv2.copyMakeBorder(image, radius, radius, radius, radius, _BORDERS[border]).astype(np.int64)
+    padded = cv2.copyMakeBorder(image, radius, radius, radius, radius, border).astype(np.int64)
     total = sum(padded[y : y + height, x : x + width] * taps[y, x] for y, x in zip(*np.nonzero(taps), strict=True))
     return np.clip((total + (1 << 13)) >> 14, 0, 255).astype(np.uint8)
 
 
 COLOUR: dict[int, Callable[[np.ndarray, Params], np.ndarray]] = {
-    JITTER: jitter,
-    GREY: grey,
-    TABLE: table,
-    BLUR: blur,
-    FILTER: filtered,
+    Op.JITTER: jitter,
+    Op.GREY: grey,
+    Op.TABLE: table,
+    Op.BLUR: blur,
+    Op.FILTER: filtered,
 }
 """By code."""

@@ -93,7 +93,7 @@ class SampleCache:
                 samples[position] = Decoded(pixels.reshape(height, width, 3), label)
         return samples
 
-    def decoded(self, index: int, label: int, data: bytes | None) -> Decoded | None:
+    def decoded(self, index: int, label: int, data: bytes | memoryview | None) -> Decoded | None:
         """Decode a sample, and keep it; None: there is no room for more, or it is a bad one."""
         if self.full:
             return None

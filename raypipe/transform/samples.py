@@ -1,9 +1,10 @@
-"""Samples as a store has them, or a cache: what they are before they are transformed, and reading them."""
+"""Samples as a store or a cache has them, before they are transformed: one, and those of a micro-batch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -23,9 +24,12 @@ _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class EncodedSample(NamedTuple):
-    """What a store holds of one sample; `columns` has what is read beside image and label, by its names there."""
+    """What a store holds of one sample; `columns` has what is read beside image and label, by its names there.
 
-    image: bytes | None
+    An image may be a view of memory that the store keeps for it: samples are not held beyond their micro-batch.
+    """
+
+    image: bytes | memoryview | None
     label: int = 0
     columns: Mapping[str, Any] = _NOTHING
 
@@ -35,6 +39,72 @@ class Decoded(NamedTuple):
 
     pixels: np.ndarray
     label: int
+
+
+@dataclass(frozen=True)
+class Samples:
+    """The samples of a micro-batch, by column; a row becomes a sample of its own where it is asked for.
+
+    Attributes:
+        images: B, each encoded, or the pixels that a cache has, uint8 (H, W, 3); None where there is none.
+        labels: int64 (B,), NO_LABEL among them.
+        columns: what is read beside these, by its names in the store, B values of each.
+    """
+
+    images: list[bytes | memoryview | np.ndarray | None]
+    labels: np.ndarray
+    columns: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, row: int) -> EncodedSample | Decoded:
+        image, label = self.images[row], int(self.labels[row])
+        if isinstance(image, np.ndarray):
+            return Decoded(image, label)
+        return EncodedSample(image, label, {name: values[row] for name, values in self.columns.items()})
+
+    def __iter__(self) -> Iterator[EncodedSample | Decoded]:
+        return map(self.__getitem__, range(len(self)))
+
+    def replaced(self, rows: Mapping[int, Decoded]) -> Samples:
+        """The same with other samples in some rows."""
+        images, labels = self.images.copy(), self.labels.copy()
+        for row, (pixels, label) in rows.items():
+            images[row], labels[row] = pixels, label
+        return Samples(images, labels, self.columns)
+
+    @staticmethod
+    def of(samples: Sequence[EncodedSample | Decoded]) -> Samples:
+        """Of samples; where one lacks a column of others, it has None."""
+        images = [sample.pixels if isinstance(sample, Decoded) else sample.image for sample in samples]
+        columns = [sample.columns if isinstance(sample, EncodedSample) else _NOTHING for sample in samples]
+        names = dict.fromkeys(itertools.chain.from_iterable(columns))
+        labels = np.array([sample.label for sample in samples], np.int64)
+        return Samples(images, labels, {name: [row.get(name) for row in columns] for name in names})
+
+    @staticmethod
+    def joined(parts: Sequence[Samples]) -> Samples:
+        """Those of several micro-batches, one after the other."""
+        images = list(itertools.chain.from_iterable(part.images for part in parts))
+        columns = {
+            name: list(itertools.chain.from_iterable(part.columns[name] for part in parts))
+            for name in parts[0].columns
+        }
+        return Samples(images, np.concatenate([part.labels for part in parts]), columns)
+
+    def split(self, num: int) -> list[Samples]:
+        """The parts of as many micro-batches; the inverse of `joined`."""
+        size = len(self) // num
+        parts = [slice(first, first + size) for first in range(0, len(self), size)]
+        return [
+            Samples(
+                self.images[part],
+                self.labels[part],
+                {name: values[part] for name, values in self.columns.items()},
+            )
+            for part in parts
+        ]
 
 
 @dataclass(frozen=True)
@@ -50,27 +120,35 @@ class Wanted:
     columns: tuple[str, ...] = ()
 
 
-def read_samples(store: Store, indices: np.ndarray, wanted: Wanted = Wanted()) -> list[EncodedSample]:
+def read_samples(store: Store, indices: np.ndarray, wanted: Wanted = Wanted()) -> Samples:
     """Samples of int64 indices (n,); those of padding have no image, and label 0.
 
     Raises:
         ConfigError: labels are no classes.
         StoreError: as `Store.read`.
     """
-    real = indices != PADDING
-    stored = store.read(indices[real], ("image", *((LABEL,) if wanted.label else ()), *wanted.columns))
-    samples = [EncodedSample(None)] * len(indices)
-    labels = _classes(store, stored[LABEL]) if wanted.label else [0] * len(stored["image"])
-    rows = zip(*(stored[name] for name in wanted.columns), strict=True) if wanted.columns else ()
-    columns: list[Any] = [dict(zip(wanted.columns, row, strict=True)) for row in rows] or [_NOTHING] * len(labels)
-    read = zip(np.flatnonzero(real).tolist(), stored["image"], labels, columns, strict=True)
-    for position, *of_sample in read:
-        samples[position] = EncodedSample(*of_sample)
-    return samples
+    is_real = indices != PADDING
+    stored = store.read(indices[is_real], ("image", *((LABEL,) if wanted.label else ()), *wanted.columns))
+    columns = {name: stored[name] for name in ("image", *wanted.columns)}
+    labels = np.zeros(len(indices), np.int64)
+    if wanted.label:
+        labels[is_real] = _classes(store, stored[LABEL])
+    if not is_real.all():
+        rows = np.flatnonzero(is_real).tolist()
+        columns = {name: _spread(values, rows, len(indices)) for name, values in columns.items()}
+    return Samples(list(columns.pop("image")), labels, columns)
 
 
-def _classes(store: Store, labels: Any) -> list[int]:
-    """Labels as classes; NO_LABEL where one is none."""
+def _spread(values: Sequence[Any], rows: Sequence[int], num: int) -> list[Any]:
+    """A column with its values in these of so many rows, None in others."""
+    column: list[Any] = [None] * num
+    for row, value in zip(rows, values, strict=True):
+        column[row] = value
+    return column
+
+
+def _classes(store: Store, labels: Any) -> np.ndarray:
+    """Labels as classes, int64 (n,); NO_LABEL where one is none."""
     if isinstance(labels, np.ndarray) and (labels.ndim != 1 or labels.dtype.kind == "f"):
         raise ConfigError(
             f"{store.address} has labels of {labels.dtype} {labels.shape[1:]}, which are no classes: name label "
@@ -78,5 +156,5 @@ def _classes(store: Store, labels: Any) -> list[int]:
         )
     labels = labels_of(labels)
     if isinstance(labels, np.ndarray):
-        return labels.tolist()
-    return [NO_LABEL if label is None else label for label in labels]
+        return labels
+    return np.array([NO_LABEL if label is None else label for label in labels], np.int64)

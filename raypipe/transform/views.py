@@ -14,7 +14,7 @@ has the sample's key, and draws all of its views from one generator.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,10 +53,17 @@ def _crop(size: int, scale: list[float]) -> dict[str, Any]:
     return {"RandomResizedCrop": {"size": [size, size], "scale": scale, "interpolation": cubic}}
 
 
-def _colours(brightness: float, contrast: float, saturation: float, hue: float) -> list[dict[str, Any]]:
+def jitter(strengths: Sequence[float], p: float) -> dict[str, Any]:
+    """A ColorJitter by how far its factors go from 1, and by how far the hue turns."""
+    *factors, hue = strengths
+    names = ("brightness", "contrast", "saturation")
+    limits = {name: (1 - factor, 1 + factor) for name, factor in zip(names, factors, strict=True)}
+    return {"ColorJitter": {**limits, "hue": (-hue, hue), "p": p}}
+
+
+def _colours(*strengths: float) -> list[dict[str, Any]]:
     """A flip, and the distortion of colours: jitter in 8 of 10, grey in 2 of 10."""
-    jitter = {"brightness": brightness, "contrast": contrast, "saturation": saturation, "hue": hue, "p": 0.8}
-    return [{"HorizontalFlip": {"p": 0.5}}, {"ColorJitter": jitter}, {"ToGray": {"p": 0.2}}]
+    return [{"HorizontalFlip": {"p": 0.5}}, jitter(strengths, 0.8), {"ToGray": {"p": 0.2}}]
 
 
 def _blur(p: float) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from raypipe.config import PoolConfig, TransformConfig
 from raypipe.errors import ConfigError
 from raypipe.stores import open_store
 
-from conftest import samples  # isort: skip
+from pictures import samples  # isort: skip
 
 STREAM = {"images_per_s": 900.0, "first_batch_s": 5.0, "micro_batch_bytes": 1_000_000}
 CEILING = {

@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import ray
+from PIL import Image
 
 from raypipe.commands import cli, tasks
 from raypipe.commands.convert import convert as _convert
@@ -26,9 +27,11 @@ from raypipe.errors import ConfigError, ResourceError, SampleError, StoreError
 from raypipe.stores import open_store
 from raypipe.stores.base import MemoryStore, Store
 from raypipe.stores.destination import new_path, write_atomically
+from raypipe.transform import kernel
 from raypipe.transform.decode import decode
+from raypipe.transform.seekable import is_seekable
 
-from conftest import CLASSES, picture  # isort: skip
+from pictures import CLASSES, picture  # isort: skip
 
 # More than two chunks, and classes in runs, as folders and tars have them.
 NUM = 150
@@ -88,6 +91,22 @@ def make_hugging_face(folder: Path) -> Store:
 
 
 SOURCES: list[Callable[[Path], Store]] = [make_memory, make_folder, make_tar, make_hugging_face]
+
+
+needs_kernel = pytest.mark.skipif(bool(kernel.why_no_kernel()), reason="no extension")
+
+
+def cmyk(data: bytes) -> bytes:
+    out = io.BytesIO()
+    Image.open(io.BytesIO(data)).convert("CMYK").save(out, "JPEG")
+    return out.getvalue()
+
+
+def test_seekable_jpegs_need_the_extension(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "why_no_kernel", lambda: "not built")
+    with pytest.raises(ConfigError, match=r"seekable JPEGs need the compiled extension, .*: not built"):
+        convert(MemoryStore(IMAGES[:3], LABELS[:3]), tmp_path / "copy.lmdb", seekable=True)
+    assert names(tmp_path) == []
 
 
 @pytest.mark.cluster
@@ -166,6 +185,26 @@ class TestConvert:
                 assert max(decode(image).shape[:2]) == pytest.approx(max(size) * short / min(size), abs=1)
         few, many = (contents(open_store(tmp_path / f"q{q}.lmdb"))["image"] for q in (30, 95))
         assert sum(map(len, few)) < sum(map(len, many)) * 0.6
+
+    @needs_kernel
+    @pytest.mark.parametrize("suffix", [".lmdb", ".parquet"])
+    def test_seekable_jpegs_have_the_pixels_of_the_source(self, suffix: str, tmp_path: Path) -> None:
+        png = cv2.imencode(".png", np.zeros((90, 70, 3), np.uint8))[1].tobytes()
+        images = [picture(1, 50, 70), png, kernel.to_seekable(picture(2, 40, 20)), cmyk(picture(3, 9, 9))]
+        convert(MemoryStore(images, range(4), "abcd"), tmp_path / f"copy{suffix}", seekable=True)
+        copy = contents(open_store(tmp_path / f"copy{suffix}"))["image"]
+        assert is_seekable(copy[0]) and copy[1:] == images[1:]
+        assert np.array_equal(decode(copy[0]), decode(images[0]))
+        convert(MemoryStore(images, range(4)), tmp_path / f"small{suffix}", seekable=True, short_side=16)
+        small = contents(open_store(tmp_path / f"small{suffix}"))["image"]
+        assert all(map(is_seekable, small)) and min(decode(small[0]).shape[:2]) == 16
+
+    @needs_kernel
+    def test_a_damaged_jpeg_cannot_be_made_seekable(self, tmp_path: Path) -> None:
+        source = MemoryStore([IMAGES[0], IMAGES[1][:200]], LABELS[:2])
+        with pytest.raises(SampleError, match=r"sample 1: truncated JPEG.*--on-bad-sample skip"):
+            convert(source, tmp_path / "copy.lmdb", seekable=True)
+        assert convert(source, tmp_path / "copy.lmdb", seekable=True, on_bad_sample="skip")["skipped"] == 1
 
     # Bad samples
 
@@ -527,6 +566,7 @@ def command(large: Path, tmp_path: Path) -> Iterator[Callable[..., Command]]:
             one.signal(signal.SIGKILL)
 
 
+@pytest.mark.system
 @pytest.mark.cluster
 @pytest.mark.usefixtures("ray_cluster")
 def test_ctrl_c_leaves_nothing(command: Callable[..., Command], tmp_path: Path) -> None:
@@ -539,6 +579,7 @@ def test_ctrl_c_leaves_nothing(command: Callable[..., Command], tmp_path: Path) 
     assert names(tmp_path) == []
 
 
+@pytest.mark.system
 @pytest.mark.cluster
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_killed_conversion_leaves_no_store_and_the_next_one_succeeds(

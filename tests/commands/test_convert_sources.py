@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import pickle
 import zipfile
 from pathlib import Path
 from typing import Any
 
-import lmdb
 import numpy as np
 import pytest
 import webdataset
@@ -20,7 +18,8 @@ from raypipe.stores import open_store
 from raypipe.stores.base import Store
 from raypipe.transform.decode import decode
 
-from conftest import picture  # isort: skip
+from pictures import picture  # isort: skip
+from shard_writers import write_lmdb  # isort: skip
 
 DATA = Path(__file__).parents[1] / "stores" / "data"
 IMAGES = [picture(i, 8, 8) for i in range(30)]
@@ -42,31 +41,31 @@ def contents(store: Store) -> dict[str, list[Any]]:
     return {name: list(values) for name, values in store.read(np.arange(len(store)), columns).items()}
 
 
-def write_lmdb(path: Path, entries: dict[bytes, bytes]) -> Path:
-    with lmdb.open(str(path), subdir=False, lock=False) as env, env.begin(write=True) as txn:
-        for key, value in entries.items():
-            txn.put(key, value)
-    return path
+def labelled_entry(key: bytes, value: bytes) -> dict[str, Any]:
+    """A layout of a user's."""
+    if value == b"damaged":
+        raise ValueError("damaged")
+    return {"image": value[1:], "label": value[0]}
 
 
-def test_lmdb_of_images_and_of_pickles(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lmdb_of_images_and_of_a_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     src = write_lmdb(tmp_path / "a.lmdb", {b"%040x" % i: image for i, image in enumerate(IMAGES)})
     assert contents(converted(capsys, src, tmp_path / "b.parquet")) == {"image": IMAGES}
-    pickled = {b"%02d" % i: pickle.dumps((image, i)) for i, image in enumerate(IMAGES)}
-    src = write_lmdb(tmp_path / "c.lmdb", pickled | {b"__len__": pickle.dumps(30)})
-    store = converted(capsys, src, tmp_path / "d.lmdb", "--layout=pickle")
+    entries = {b"%02d" % i: bytes([i]) + image for i, image in enumerate(IMAGES)}
+    src = write_lmdb(tmp_path / "c.lmdb", entries | {b"__len__": b"30"})
+    store = converted(capsys, src, tmp_path / "d.lmdb", f"--layout={__name__}:labelled_entry")
     assert contents(store) == {"image": IMAGES, "label": list(range(30))}
     with pytest.raises(SystemExit):
         cli.main(["convert", str(src), str(tmp_path / "e.lmdb")])
-    assert "--layout pickle" in capsys.readouterr().err
+    assert "--layout module:function" in capsys.readouterr().err
 
 
 def test_a_damaged_entry_is_skipped_where_that_is_asked_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    entries = {b"%d" % i: pickle.dumps((image, i)) for i, image in enumerate(IMAGES[:8])}
+    entries = {b"%d" % i: bytes([i]) + image for i, image in enumerate(IMAGES[:8])}
     src = write_lmdb(tmp_path / "a.lmdb", entries | {b"7": b"damaged"})
-    command = ["convert", str(src), f"{tmp_path}/b.lmdb", "--layout=pickle"]
+    command = ["convert", str(src), f"{tmp_path}/b.lmdb", f"--layout={__name__}:labelled_entry"]
     with pytest.raises(SystemExit):
         cli.main(command)
     assert "sample 7: it has no bytes" in capsys.readouterr().err

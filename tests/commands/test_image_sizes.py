@@ -20,7 +20,7 @@ from raypipe.stores.base import MemoryStore
 from raypipe.stores.filter import matching
 from raypipe.transform.decode import decode
 
-from conftest import picture  # isort: skip
+from pictures import picture  # isort: skip
 
 
 def on_its_side(height: int, width: int) -> bytes:

@@ -20,7 +20,7 @@ from raypipe.stores.base import MemoryStore
 from raypipe.stores.destination import write_atomically
 from raypipe.streaming.opening import open_stream
 
-from conftest import CLASSES, picture  # isort: skip
+from pictures import CLASSES, picture  # isort: skip
 
 BAD: dict[int, bytes] = {3: b"", 300: picture(300)[:-100], 599: b"no image"}
 NUM = 600

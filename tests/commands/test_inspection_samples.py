@@ -19,7 +19,7 @@ from raypipe.stores import open_store
 from raypipe.stores.base import MemoryStore, Store
 from raypipe.streaming.opening import run_columns
 
-from conftest import CLASSES, picture  # isort: skip
+from pictures import CLASSES, picture  # isort: skip
 
 NUM = 100
 IMAGES = [picture(i) for i in range(NUM)]
@@ -33,9 +33,9 @@ def damaged(store: Store) -> dict[int, str]:
 def test_a_sample_is_described_by_its_bytes_and_pixels() -> None:
     store = MemoryStore([picture(0, 30, 50), b"no image", None], [0, 0, 0])
     assert list(check_samples(store, np.arange(3))) == [
-        CheckedSample(0, picture(0, 30, 50), 30, 50, ""),
-        CheckedSample(1, b"no image", 0, 0, "not an image: starts with 6e 6f 20"),
-        CheckedSample(2, None, 0, 0, "no value"),
+        CheckedSample(0, "JPEG", len(picture(0, 30, 50)), 30, 50, ""),
+        CheckedSample(1, "unknown", 8, 0, 0, "not an image: starts with 6e 6f 20"),
+        CheckedSample(2, "unknown", 0, 0, 0, "no value"),
     ]
     assert list(check_samples(store, np.arange(0))) == []
 

@@ -12,6 +12,7 @@ import cv2
 import numpy as np
 import pytest
 import torch
+from pictures import CLASSES, picture
 from PIL import Image
 from process_state import undisturbed
 
@@ -25,7 +26,6 @@ from raypipe.stores.base import MemoryStore
 from raypipe.transform.decode import decode
 from raypipe.transform.presets import build_transform
 from raypipe.transform.sample_transform import SampleTransform
-from tests.conftest import CLASSES, picture
 
 SIZE, B = 24, 8
 FLIP = AugmentConfig(preset="light")  # the cheapest that draws anything

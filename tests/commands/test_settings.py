@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
+from pictures import CLASSES, picture
 from small_runs import parse_run
 
 from raypipe.commands.cli import main
@@ -17,7 +18,6 @@ from raypipe.commands.settings import parse_command
 from raypipe.config import RunConfig
 from raypipe.errors import ConfigError
 from raypipe.train.run_folder import CONFIG_HEAD
-from tests.conftest import CLASSES, picture
 
 ROOT = Path(__file__).parents[2]
 PLANTED = ("planted", "cv2", "lmdb", "albumentations", "pickle", "struct")

@@ -12,7 +12,7 @@ import pytest
 from raypipe.commands.cli import main
 from raypipe.commands.status import standing
 from raypipe.storage.filesystem import open_filesystem
-from raypipe.storage.lease import taken
+from raypipe.storage.lease import leased
 from raypipe.streaming.chronicle import Chronicle
 
 WROTE: dict[str, Any] = {
@@ -48,7 +48,7 @@ def test_the_command_tells_as_text_and_json_what_a_run_has_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     chronicle = Chronicle(2, 0, open_filesystem(tmp_path.as_uri()))
-    with taken(tmp_path.as_uri()):
+    with leased(tmp_path.as_uri()):
         chronicle.begin(False, lambda: {"to_step": 90}, None)
         chronicle.step = 40
         chronicle.record("train", images_per_s=10.0, epoch=1)

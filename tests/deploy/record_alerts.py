@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests/deploy")]
+sys.path[:0] = [str(ROOT / "tests/support"), str(ROOT / "tests/deploy")]
 from local_head import RAY_ON_THIS_MACHINE  # noqa: E402
 
 SCRAPE_S, SCRAPES, STOPPED_AFTER, SLOWER = 2.0, 28, 6, 20
@@ -32,7 +32,7 @@ import numpy as np  # noqa: E402
 import psutil  # noqa: E402
 import ray  # noqa: E402
 from alert_rules import selected  # noqa: E402
-from conftest import CLASSES, picture  # noqa: E402
+from pictures import CLASSES, picture  # noqa: E402
 from prometheus_client.parser import text_string_to_metric_families  # noqa: E402
 
 SELECTED = selected()

@@ -8,8 +8,8 @@ import cv2
 import numpy as np
 import pytest
 import torch
-from conftest import picture
 from micro_batches import cuts_to_decode
+from pictures import picture
 from PIL import Image
 
 from raypipe.config import TransformConfig

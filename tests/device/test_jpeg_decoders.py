@@ -11,7 +11,7 @@ import bombs
 import numpy as np
 import pytest
 import torch
-from conftest import picture
+from pictures import picture
 from PIL import Image
 
 from raypipe.device import jpeg_decoders

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import picture
 from micro_batches import run, samples_of, transform_of, with_fields
+from pictures import picture
 
 from raypipe.config import TransformConfig
 from raypipe.device.device_decode import DeviceDecoder

@@ -21,9 +21,10 @@ import micro_batches as made_batches
 import numpy as np
 import pytest
 import torch
-from conftest import picture
 from micro_batches import samples_of, to_decode, transform_of
+from pictures import picture
 from simulated_cuda import CUDA, Cuda
+from tiers import is_soak
 
 import raypipe.device.device_decode
 import raypipe.device.prefetcher
@@ -287,7 +288,7 @@ def run(code: Code, program: Callable[[Code, Cuda], None], seed: int) -> Cuda:
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_no_schedule_goes_wrong(program: Any, request: pytest.FixtureRequest) -> None:
-    for seed in range(1000 if request.config.getoption("--soak") else 60):
+    for seed in range(1000 if is_soak(request.config) else 60):
         cuda = run(AS_IT_STANDS, program, seed)
         assert not cuda.errors, f"seed {seed}: {cuda.errors[0]}"
 

@@ -27,7 +27,7 @@ from typing import Any
 
 from local_nodes import Nodes, cluster, kill  # isort: skip  first of all: it says where Ray keeps its files
 
-sys.path.append(str(Path(__file__).parents[1]))
+sys.path.append(str(Path(__file__).parents[1] / "support"))
 import cv2
 import numpy as np
 import ray.train

@@ -1,4 +1,4 @@
-"""The fault bench in short; `pytest --soak tests/faults` runs the long form and prints its table."""
+"""The fault bench in short; `pytest --tier soak tests/faults` runs the long form and prints its table."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tiers import is_soak
 
 BENCH = Path(__file__).parent / "bench.py"
 
@@ -18,7 +19,7 @@ BENCH = Path(__file__).parent / "bench.py"
 def test_whatever_dies_or_hangs_the_consumer_sees_the_same_stream(
     kinds: str, request: pytest.FixtureRequest
 ) -> None:
-    soak, num = request.config.getoption("--soak"), kinds.count(",") + 1
+    soak, num = is_soak(request.config), kinds.count(",") + 1
     options = ["--kinds", kinds, "--scenarios", str(num), "--stores", "parquet", "--samples", "160"]
     options += ["--max-actors", "2"]  # each that comes late takes a core from those that are there
     if soak:

@@ -15,7 +15,8 @@ from raypipe.device.augment import DeviceAugment
 from raypipe.device.mixing import mixed_cross_entropy
 from raypipe.device.prefetcher import on_device
 from raypipe.plan.places import MicroBatchId
-from raypipe.train.learning import Ema, build_optimizer, small_model
+from raypipe.train.learning import Ema
+from raypipe.train.models import build_optimizer, small_model
 from raypipe.train.ordered import StepBatchNorm
 from raypipe.transform.fields import MicroBatch
 

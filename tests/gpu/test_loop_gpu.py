@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 from local_head import RAY_ON_THIS_MACHINE
+from recorded_runs import records
+from signalled import kill_a_worker_at
 from small_runs import small_run
-from test_loop import kill_a_worker_at, records
 
 from raypipe.commands.doctor import examined
 from raypipe.config import AugmentConfig, RunConfig

@@ -33,7 +33,7 @@ from raypipe.streaming.opening import open_stream
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.supervisor import start_supervisor
 
-from conftest import CLASSES, picture  # isort: skip
+from pictures import CLASSES, picture  # isort: skip
 
 ROOT = Path(__file__).parents[2]
 DASHBOARD = json.loads((ROOT / "deploy" / "grafana" / "raypipe.json").read_text())
@@ -94,7 +94,7 @@ def stopped(spec: StreamSpec) -> Iterator[tuple[Loader, Any, Scrape]]:
     """A stream whose consumer stands still after its first micro-batch, and what is exported then."""
     take_counts()  # of what earlier tests of this process did in storage
     stream = loader(spec, max_actors=1, augment=AugmentConfig())
-    stream.exported.learnt(trainer_loss=0.5, trainer_learning_rate=0.01)
+    stream.account.exported.learnt(trainer_loss=0.5, trainer_learning_rate=0.01)
     batches = without_ray.every_batch(stream)
     next(batches)
     scrape = eventually(lambda s: s.value("raypipe_stream_waiting") == s.value("raypipe_stream_in_flight") == 6)

@@ -7,8 +7,7 @@ import pyarrow.fs
 import pytest
 from full_disk import fill, make_room
 
-from raypipe.metrics.records import SAMPLES, read_records
-from raypipe.metrics.run_log import RunLog
+from raypipe.metrics.records import SAMPLES, RunLog, read_records
 from raypipe.plan.places import MicroBatchId
 from raypipe.storage.filesystem import as_uri, open_filesystem
 
@@ -30,30 +29,13 @@ def test_records_hold_kind_step_and_values_in_order(tmp_path: Path) -> None:
     run = tmp_path / "runs" / "mine"
     log = RunLog(run.as_uri(), 0, workers=2)
     log.write("train", 4, loss=0.5, epoch=0)
-    log.write("val", 5, accuracy=None)  # no scalar, no event
+    log.write("val", 5, accuracy=None)
     log.close()
     assert [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()] == [
         {"kind": "start", "step": 0, "workers": 2, "validates": False},
         {"kind": "train", "step": 4, "loss": 0.5, "epoch": 0},
         {"kind": "val", "step": 5, "accuracy": None},
     ]
-
-
-def test_tensorboard_reads_the_events_and_hides_those_that_were_done_again(tmp_path: Path) -> None:
-    from tensorboardX.proto.event_pb2 import Event, SessionLog
-
-    written(tmp_path, range(1, 4))
-    written(tmp_path, range(3, 5), at=2)
-    found = []
-    for path in sorted((tmp_path / "tensorboard").glob("events.*"), key=lambda path: path.stat().st_mtime_ns):
-        data = path.read_bytes()
-        while data:  # length, its checksum, the event, its checksum
-            length = int.from_bytes(data[:8], "little")
-            found.append(Event.FromString(data[12 : 12 + length]))
-            data = data[16 + length :]
-    values = [(event.step, v.tag, v.simple_value) for event in found for v in event.summary.value]
-    assert values == [(step, "train/loss", step / 2) for step in (1, 2, 3, 3, 4)]
-    assert [e.step for e in found if e.session_log.status == SessionLog.START] == [1, 3]
 
 
 def test_records_are_readable_before_the_run_ends(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import json
-import pickle
 import re
 import struct
 import sys
@@ -32,8 +31,7 @@ from PIL import Image
 
 from raypipe.stores.record import COLUMN_TYPES, KEY, METADATA_KEY, Metadata
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-sys.path.insert(0, str(Path(__file__).parents[1] / "stores"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from shard_writers import write_mds
 
 SIDE = 6
@@ -612,20 +610,6 @@ def _exact_of(kind: pa.DataType, value: Any) -> Any:
 # Encodings of MDS, by struct and numpy
 
 
-def _pil(mode: str) -> bytes:
-    image = Image.fromarray(_pixels).convert(mode)
-    return struct.pack("<III", *image.size, len(mode)) + mode.encode() + image.tobytes()
-
-
-def pil_of(data: bytes) -> np.ndarray:
-    width, height, num = struct.unpack_from("<III", data)
-    mode = data[12 : 12 + num].decode()
-    image = Image.frombytes(mode, (width, height), data[12 + num :])
-    if mode not in ("L", "RGB", "RGBA"):
-        raise ValueError(mode)
-    return np.asarray(image.convert("RGB"))
-
-
 def _mds_array(array: np.ndarray) -> bytes:
     codes = {
         "u1": 8,
@@ -725,7 +709,6 @@ ENCODED: dict[str, Encoded] = {
     "str": Encoded([b"ab", "ä".encode()], bytes.decode, where=("value",)),
     "str_decimal": Encoded([b"1.50", b"2"], bytes.decode, where=("value",)),
     "json": Encoded([b'{"a": 1}', b'{"a": [2, "x"]}'], json.loads, where=("value",)),
-    "pil": Encoded([_pil("RGB"), _pil("L"), _pil("RGBA")], pil_of, where=("image",)),
     "ndarray": Encoded([*map(_mds_array, _PAIRS)], mds_array_of, options=_TWO),
     "ndarray of a shape": Encoded(
         [each.astype("<i4").tobytes() for each in _PAIRS],
@@ -786,39 +769,8 @@ def _same_size(mutate: Mutation, data: bytes, rng: np.random.Generator) -> bytes
     return (mutate(data, rng) + data)[: len(data)]
 
 
-# Sources of `raypipe convert`, which are read once
-
-
-def write_pickles(path: Path, values: Values) -> Path:
-    path = path.with_suffix(".lmdb")
-    with lmdb.open(str(path), subdir=False, lock=False, map_size=4 << 20) as env, env.begin(write=True) as txn:
-        for number, value in enumerate(values):
-            txn.put(b"%04d" % number, value)
-    return path
-
-
-class _Plain(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        raise pickle.UnpicklingError(f"{module}.{name}")
-
-
-def pickle_of(data: bytes) -> int:
-    found = _Plain(io.BytesIO(data), encoding="bytes").load()
-    image, label = [found["image"], found["label"]] if isinstance(found, dict) else found
-    if type(image) is not bytes or type(label) is not int:
-        raise ValueError("no sample")
-    return label
-
-
-def source_cases() -> Iterator[Case]:
-    pickles = [pickle.dumps((IMAGE, 3), 3), pickle.dumps({"image": IMAGE, "label": 1 << 40}, 3)]
-    options = {"layout": "pickle"}
-    yield Case("label pickled", "foreign LMDB", write_pickles, pickles, pickle_of, ANY, "label", options=options)
-
-
 GROUPS: dict[str, Callable[[], list[Case]]] = {
     "columns": lambda: [*column_cases(), *record_cases()],
     "labels": lambda: [*arrow_labels(), *other_labels(), *encoding_cases()],
-    "sources": lambda: [*source_cases()],
 }
 """The cases, by the kind that names them in test_mutations.py."""

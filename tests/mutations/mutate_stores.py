@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import pickle
 import struct
 import sys
 import tarfile
@@ -20,7 +19,7 @@ from mutate import EDGES, Mutation, flip, flip_within, number, page, truncate
 
 from raypipe.stores import open_writer
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 import bombs
 
 NUM_SAMPLES = 24
@@ -92,15 +91,10 @@ def make(folder: Path, images: list[bytes]) -> dict[str, list[Path]]:
 
 
 def _foreign(folder: Path, images: list[bytes]) -> list[Path]:
-    """LMDB as others write it; one of the names says how it is to be read."""
+    """LMDB as others write it."""
     entries: dict[str, dict[bytes, bytes]] = {
         "lsun": {b"%040x" % (i * 7919): image for i, image in enumerate(images)},
         "numbered": {b"%08d" % i: image for i, image in enumerate(images)} | {b"__len__": b"24"},
-        "text": {b"image-%09d" % i: image for i, image in enumerate(images, 1)}
-        | {b"label-%09d" % i: b"word %d" % i for i in range(1, NUM_SAMPLES + 1)}
-        | {b"num-samples": b"24"},
-        "pickle": {b"%d" % i: pickle.dumps((image, i % 3)) for i, image in enumerate(images)}
-        | {b"__keys__": pickle.dumps([b"%d" % i for i in range(NUM_SAMPLES)]), b"__len__": pickle.dumps(24)},
     }
     for name, of_file in entries.items():
         with (
@@ -323,18 +317,6 @@ def zip_local(data: bytes, rng: np.random.Generator) -> bytes:
     return (flip_within, number)[int(rng.integers(2))](data, rng, at, at + 30)
 
 
-# What is pickled
-
-
-def pickle_front(data: bytes, rng: np.random.Generator) -> bytes:
-    """The first bytes of a pickle, of which there are some in one of the templates."""
-    starts = [at for at in range(len(data) - 2) if data[at : at + 2] == b"\x80\x04"]
-    if not starts:
-        return flip(data, rng)
-    at = int(rng.choice(starts))
-    return (flip_within, number)[int(rng.integers(2))](data, rng, at, at + 24)
-
-
 # A folder: what may be there in a file's place
 
 
@@ -358,10 +340,7 @@ def no_file(path: Path, rng: np.random.Generator) -> str:
 
 OF_KIND: dict[str, dict[str, Mutation]] = {
     "lmdb": {"page": page, "meta": lmdb_meta, "tree": lmdb_tree, "tree, again": lmdb_tree},
-    "foreign": {
-        **{"page": page, "meta": lmdb_meta, "tree": lmdb_tree, "tree, again": lmdb_tree},
-        "pickle": pickle_front,
-    },
+    "foreign": {"page": page, "meta": lmdb_meta, "tree": lmdb_tree, "tree, again": lmdb_tree},
     "parquet": {
         "page": page,
         "footer": parquet_footer,

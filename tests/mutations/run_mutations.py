@@ -156,7 +156,7 @@ class Stores:
 def read_all(path: Path, rng: np.random.Generator) -> str:
     """Read and decode all samples of a store, or 300 from its start and its end."""
     try:
-        store = open_source(path, **({"layout": "pickle"} if path.name == "pickle.lmdb" else {}))
+        store = open_source(path)
         if not isinstance(store, Store):
             images = [sample["image"] for sample in store]
             outcomes = {decoded(image, rng) for image in images}

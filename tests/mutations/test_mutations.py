@@ -1,7 +1,8 @@
 """Mutated images and stores: each an image, a bad sample or one clear error; nothing dies, hangs or swells.
 
-`python -m pytest -s --soak tests/mutations` takes all 28,300 of them, five minutes on two busy cores; the suite
-takes every kind's first tenth, and 120 at least. It prints the outcomes, and a failure names the input, which
+`python -m pytest -s --tier soak tests/mutations` takes all 27,300 of them, five minutes on two busy cores; the
+default tier takes every kind's first tenth, and 120 at least. It prints the outcomes, and a failure names the
+input, which
 
     cd tests/mutations && python run_mutations.py KIND NUMBER 1 FOLDER
 
@@ -24,6 +25,7 @@ from typing import get_args
 import pyarrow as pa
 import pytest
 from mutate_columns import GROUPS, RECORD, Case, numeric_types
+from tiers import is_soak
 
 import raypipe
 import raypipe.stores
@@ -37,7 +39,7 @@ NUM_INPUTS = {
     **{"png": 1100, "jpeg": 1100, "webp": 800, "bmp": 700, "gif": 500, "tiff": 500},
     **{"parquet": 1200, "lmdb": 1400, "tar": 600, "webdataset": 600, "zip": 600, "folder": 300},
     **{"foreign": 900},
-    **{"columns": 8000, "labels": 9000, "sources": 1000},  # of damaged values, see mutate_columns
+    **{"columns": 8000, "labels": 9000},  # of damaged values, see mutate_columns
 }
 BATCH = 1000  # per process: a process takes a second to start
 PEAK_MIB = 1100  # above what a process had before its first input
@@ -81,9 +83,7 @@ def run(kind: str, first: int, count: int, folder: Path) -> Report:
 
 @pytest.fixture(scope="module")
 def num_inputs(pytestconfig: pytest.Config) -> dict[str, int]:
-    return {
-        kind: num if pytestconfig.getoption("--soak") else max(120, num // 10) for kind, num in NUM_INPUTS.items()
-    }
+    return {kind: num if is_soak(pytestconfig) else max(120, num // 10) for kind, num in NUM_INPUTS.items()}
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +104,7 @@ def reports(
 
 
 def test_there_are_as_many_as_is_said() -> None:
-    assert sum(NUM_INPUTS.values()) == 28_300
+    assert sum(NUM_INPUTS.values()) == 27_300
 
 
 # What the program reads, by its own tables: a new entry has no mutants until a case is written for it.
@@ -115,8 +115,8 @@ def cases() -> list[Case]:
 
 
 def test_every_format_of_stores_has_damaged_values() -> None:
-    # A zip has images alone, which mutate_stores damages.
-    assert {case.store for case in cases()} == {*raypipe.stores._STORES, *raypipe.stores._SOURCES} - {"zip"}
+    # Sources have images alone, which mutate_stores damages.
+    assert {case.store for case in cases()} == {*raypipe.stores._STORES}
 
 
 def test_every_kind_of_column_and_target_has_damaged_values_in_every_format_that_has_columns() -> None:

@@ -15,7 +15,6 @@ from raypipe.rayext.allocation import (
     check_elastic,
     check_own,
     cluster_resources,
-    too_few_cpus,
 )
 from raypipe.rayext.limits import limits_of
 
@@ -43,10 +42,11 @@ def test_trainers_share_what_the_smallest_pool_leaves() -> None:
 
 def test_trainers_that_would_share_a_cpu_among_more_than_four_are_refused() -> None:
     assert share(idle(3), TrainConfig(num_workers=8), 8) == Allocation(8, False, 0.25, 1)
-    message = r"16 trainers and 1 transform actor need 17 CPUs .* 3: set train\.num_workers=2 or (\S+), or add CPU"
-    with pytest.raises(ResourceError, match=message) as caught:
+    message = (
+        r"16 trainers and 1 transform actor need 17 CPUs .* 3: lower train\.num_workers, train\.cpus_per_worker, "
+    )
+    with pytest.raises(ResourceError, match=message):
         share(idle(3), TrainConfig(num_workers=16), 16)
-    assert "train.cpus_per_worker=0.12," in str(caught.value)
     assert share(idle(3), TrainConfig(num_workers=16, cpus_per_worker=0.12), 16).workers == 16  # if it is meant
 
 
@@ -61,7 +61,7 @@ def test_each_execution_has_its_smallest_pool() -> None:
     trainers = TrainConfig(num_workers=4)
     assert share(idle(16), trainers, 4, executions=4, min_actors=2).max_actors == 12
     assert share(idle(5), trainers, 4, executions=4) == Allocation(4, False, 0.25, 4)
-    with pytest.raises(ResourceError, match=r"8 transform actors.*pool\.min_actors=1 or pool\.executions=2 or"):
+    with pytest.raises(ResourceError, match=r"8 transform actors.*pool\.min_actors, .*pool\.executions, "):
         share(idle(8), trainers, 4, executions=4, min_actors=2)
     with pytest.raises(ConfigError, match=r"pool\.executions=3 does not divide 4 workers"):
         share(idle(16), trainers, 4, executions=3)
@@ -75,7 +75,9 @@ def test_trainers_that_make_the_stream_themselves_need_no_cpus_for_actors() -> N
         idle(4), TrainConfig(num_workers=4), 4, engine="inline", min_actors=3, max_actors=9, executions=2
     )
     assert alone == Allocation(4, False, 1.0, max_actors=0)
-    message = r"1 trainer needs 4 CPUs \(1 x 4\); .* set train\.cpus_per_worker=2, or"
+    message = (
+        r"1 trainer needs 4 CPUs \(1 x 4\); .* lower train\.num_workers, train\.cpus_per_worker, or add CPU nodes"
+    )
     with pytest.raises(ResourceError, match=message):
         share(idle(2), TrainConfig(cpus_per_worker=4), engine="inline")
 
@@ -85,7 +87,7 @@ def test_one_cpu_is_too_few_and_the_message_names_what_to_lower() -> None:
         share(idle(1), TrainConfig())
     for part in ("1 trainer and 1 transform actor need 2 CPUs", "can scale to, 1: ", "add CPU nodes"):
         assert part in str(caught.value)
-    for setting in ("pool.cpus_per_actor=0.5", "pool.engine=inline"):
+    for setting in ("pool.cpus_per_actor", "pool.engine=inline"):
         assert setting in str(caught.value)
     share(idle(1), TrainConfig(), cpus_per_actor=0.5)
     share(idle(1), TrainConfig(), engine="inline")
@@ -160,7 +162,7 @@ def test_max_actors_bounds_the_pool_and_never_enlarges_it() -> None:
 
 def test_min_actors_are_reserved_before_trainers_get_their_share() -> None:
     assert share(idle(4), TrainConfig(num_workers=2), 2, min_actors=3) == Allocation(2, False, 0.5, 3)
-    message = r"5 transform actors need 6 CPUs \(1 x 1 \+ 5 x 1\).* pool\.min_actors=3 or"
+    message = r"5 transform actors need 6 CPUs \(1 x 1 \+ 5 x 1\).* pool\.min_actors, "
     with pytest.raises(ResourceError, match=message):
         share(idle(4), TrainConfig(), min_actors=5)
 
@@ -168,7 +170,9 @@ def test_min_actors_are_reserved_before_trainers_get_their_share() -> None:
 def test_without_trainers_the_pool_gets_everything() -> None:
     assert share(idle(4)) == Allocation(0, False, 0.0, 4)
     assert share(idle(1, gpus=2)) == Allocation(0, False, 0.0, 1)
-    with pytest.raises(ResourceError, match=r"^1 transform actor needs 1 CPUs \(1 x 1\); .* 0: add CPU nodes"):
+    with pytest.raises(
+        ResourceError, match=r"^1 transform actor needs 1 CPUs \(1 x 1\); .* 0: lower pool\.min_actors"
+    ):
         share(idle(0))
 
 
@@ -265,31 +269,24 @@ def test_elastic_training_is_refused_by_a_ray_that_has_none(monkeypatch: pytest.
 # Trainers of one's own loop
 
 
-def test_trainers_of_ones_own_loop_count_and_the_message_names_every_setting_that_would_mend_it() -> None:
+def test_trainers_of_ones_own_loop_count_and_the_message_names_what_would_mend_it() -> None:
     check_own(3, 2, 1.0, PoolConfig())
     with pytest.raises(ResourceError) as caught:
         check_own(2, 2, 1.0, PoolConfig())
     assert str(caught.value) == (
-        "2 trainers and 1 transform actor need 3 CPUs (2 x 1 + 1 x 1); the cluster has, or can scale to, 2: set "
-        'ScalingConfig(num_workers=1) or ScalingConfig(resources_per_worker={"CPU": 0.5}) or pool.engine=inline, '
-        "or add CPU nodes"
+        "2 trainers and 1 transform actor need 3 CPUs (2 x 1 + 1 x 1); the cluster has, or can scale to, 2: lower "
+        "num_workers and resources_per_worker of ScalingConfig, pool.min_actors, pool.cpus_per_actor, set "
+        "pool.engine=inline, or add CPU nodes"
     )
     check_own(2, 1, 1.0, PoolConfig())
     check_own(2, 2, 0.5, PoolConfig())
     check_own(2, 2, 1.0, PoolConfig(engine="inline"))
 
 
-@pytest.mark.parametrize(("gpus", "mend"), [(1, "num_workers=1"), (0, "use_gpu=False")])
-def test_trainers_of_ones_own_loop_that_want_more_gpus_than_there_are_are_told(gpus: int, mend: str) -> None:
+@pytest.mark.parametrize("gpus", [1, 0])
+def test_trainers_of_ones_own_loop_that_want_more_gpus_than_there_are_are_told(gpus: int) -> None:
     check_own(1, 2, 0.0, PoolConfig(), 2, 1.0)
-    with pytest.raises(ResourceError, match=rf"2 trainers of 1 GPU each need 2 GPUs; .* {gpus}: .*\({mend}\)"):
+    with pytest.raises(
+        ResourceError, match=rf"2 trainers of 1 GPU each need 2 GPUs; .* {gpus}: lower num_workers"
+    ):
         check_own(1, 2, 0.0, PoolConfig(), gpus, 1.0)
-
-
-@pytest.mark.parametrize("name", ["min_actors", "executions", "cpus_per_actor"])
-def test_each_setting_of_the_pool_that_is_named_would_mend_it_alone(name: str) -> None:
-    pool = {"executions": 4, "min_actors": 2, "cpus_per_actor": 1.0}
-    said = str(too_few_cpus(8, 2, 2.0, PoolConfig(**pool)))  # type: ignore[arg-type]
-    value = float(said.partition(f"pool.{name}=")[2].split()[0].rstrip(","))
-    mended = {**pool, name: value if name == "cpus_per_actor" else int(value)}
-    assert 2 * 2.0 + mended["executions"] * mended["min_actors"] * mended["cpus_per_actor"] <= 8

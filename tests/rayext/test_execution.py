@@ -5,15 +5,17 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import ray
 import ray.data
 from ray import cloudpickle
+from tiers import is_soak
 
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.errors import ResourceError
-from raypipe.rayext.execution import Settings, context_of
+from raypipe.rayext.execution import Settings, StreamAutoscaler, context_of
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.pipeline import splits
 from raypipe.streaming.row import host_batches
@@ -27,7 +29,7 @@ def test_a_store_of_ten_times_the_object_store_streams_without_spilling_whoever_
 ) -> None:
     # A process and a cluster of its own, with an object store of 80 MiB. The short form has one stream, whose
     # trainer is slow at first.
-    num_cases = 4 if request.config.getoption("--soak") else 1
+    num_cases = 4 if is_soak(request.config) else 1
     script = Path(__file__).parents[2] / "benchmarks" / "flow.py"
     command = [sys.executable, str(script), f"--cases={num_cases}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=380, check=False)
@@ -43,21 +45,6 @@ def test_a_store_of_ten_times_the_object_store_streams_without_spilling_whoever_
         assert case["grown_mib"] < 150
 
 
-@pytest.mark.cluster
-def test_a_process_that_runs_an_execution_itself_has_no_line_of_rays_cpp(stores: dict[str, Path]) -> None:
-    code = """
-import os, sys, raypipe
-raypipe.connect(num_cpus=2, object_store_bytes=100 << 20)
-plan, transform = raypipe.PlanConfig(micro_batch_size=50), raypipe.TransformConfig(train="small", size=8)
-print(len(list(raypipe.stream(sys.argv[1], plan=plan, transform=transform).iter_rows())))
-os.write(2, b"as before")
-"""
-    command = [sys.executable, "-c", code, str(stores["train"])]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    assert int(done.stdout.split()[-1]) > 0
-    assert "constructor arguments" not in done.stderr and done.stderr.endswith("as before")
-
-
 def test_a_process_that_gets_the_context_gets_our_autoscalers_with_it(tmp_path: Path) -> None:
     context = context_of(Settings(PoolConfig(), 2, 0, reads=False, supervisor=None), 1)
     (tmp_path / "context").write_bytes(cloudpickle.dumps(context))
@@ -69,6 +56,26 @@ def test_a_process_that_gets_the_context_gets_our_autoscalers_with_it(tmp_path: 
     command = [sys.executable, "-c", code, str(tmp_path / "context")]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout.split() == ["ray.data._internal.actor_autoscaler", "True"]
+
+
+class Operator(SimpleNamespace):
+    """One of Ray Data's, which are keys of their topology."""
+
+    __hash__ = object.__hash__
+
+
+def test_the_reader_stays_on_its_executions_node_until_that_is_about_to_go(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    node = ray.NodeID.from_random().hex()
+    context = SimpleNamespace(get_node_id=lambda: node, worker=SimpleNamespace(mode=ray.SCRIPT_MODE))
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
+    actors = SimpleNamespace(per_actor_resource_usage=lambda: SimpleNamespace(cpu=1.0))
+    reader = Operator(get_autoscaling_actor_pools=list, _ray_remote_args={})
+    pool = Operator(get_autoscaling_actor_pools=lambda: [actors], input_dependencies=[reader])
+    StreamAutoscaler({reader: None, pool: None}, Settings(PoolConfig(), 2, 0, reads=False, supervisor=None))
+    strategy = reader._ray_remote_args["scheduling_strategy"]
+    assert strategy.node_id == node and strategy.soft  # hard, Ray fails the task once the node drains
 
 
 @pytest.mark.cluster

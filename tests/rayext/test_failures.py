@@ -14,7 +14,7 @@ from ray.train.v2.api.config import FailureConfig
 from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
 
 from raypipe.errors import ConfigError, CursorError, OutageError, ResourceError, SampleError
-from raypipe.rayext.failures import cause_of, is_final, told
+from raypipe.rayext.failures import cause_of, explanation, is_final
 from raypipe.rayext.trainer import OnlyDeathsPolicy
 
 LOST = WorkerHealthCheckFailedError("rank 1 is gone", ActorDiedError())
@@ -53,7 +53,7 @@ def test_what_ray_data_adds_to_an_error_of_ours_is_taken_away() -> None:
 def test_what_ended_a_run_is_told_in_a_line_by_the_error_that_explains_the_others(
     failures: dict[int, Exception], said: str
 ) -> None:
-    found = told(WorkerGroupError("Traceback (most recent call last): …", failures))
+    found = explanation(WorkerGroupError("Traceback (most recent call last): …", failures))
     assert found.startswith(said) and "\n" not in found and len(found) < 450
 
 

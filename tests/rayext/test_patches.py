@@ -62,6 +62,7 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     logger.removeHandler(handler)
 
 
+@pytest.mark.system
 @pytest.mark.cluster
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_users_own_pipeline_beside_a_stream_keeps_what_it_has(

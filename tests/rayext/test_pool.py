@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tiers import is_soak
 
 from raypipe.config import PoolConfig
 from raypipe.rayext import pool
@@ -28,7 +29,7 @@ BENCH = Path(__file__).parents[1] / "autoscale_bench.py"
 def test_nodes_come_for_a_stream_that_starves_and_go_and_none_come_for_a_slow_trainer(
     tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    soak = request.config.getoption("--soak")  # without: that a slow trainer gets no more, this file shows
+    soak = is_soak(request.config)  # without: that a slow trainer gets no more, this file shows
     output = tmp_path / "timeline.json"
     command = [sys.executable, str(BENCH), "--starving-s=60", "--slow-s=20", f"--output={output}"]
     command += [] if soak else ["--streams=fast", "--max-nodes=2"]
@@ -310,7 +311,6 @@ def test_none_is_let_go_without_need(states: dict[str, tuple[bool, int]]) -> Non
 
 def test_a_pool_shrinks_on_nodes_without_the_label_first() -> None:
     keeper = Keeper(Pool(a=(False, 0, "cpu"), b=(False, 0, "cpu"), c=(False, 0, "gpu"), d=(False, 0, "gpu")))
-    keeper._tell_of_gpus()
     keeper._shrink(2)
     assert list(keeper.pool._running_actors) == ["a", "b"]
 
@@ -319,16 +319,6 @@ def test_the_last_actor_that_runs_stays_while_others_only_restart() -> None:
     keeper = Keeper(Pool(lost=(True, 1), idle=(False, 0), spare=(False, 0), more=(True, 0)))
     keeper._shrink(3)  # to one: not the one that does not run
     assert list(keeper.pool._running_actors) == ["lost", "spare"]
-
-
-def test_actors_on_a_gpu_node_are_told_of_once() -> None:
-    keeper = Keeper(Pool(a=(False, 0, "cpu"), b=(False, 0, "gpu")))
-    keeper._tell_of_gpus()
-    keeper._tell_of_gpus()
-    assert keeper.scaled == [
-        "transform actors run on the GPU node gpu, as nodes with the label raypipe=transform had no room; no such "
-        "node is started for them"
-    ]
 
 
 # Nodes that are about to go. tests/faults drains a real one.

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import pickle
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 from ray.exceptions import ActorDiedError, RayActorError
 from ray.train import FailureConfig, RunConfig
 from ray.train.torch import TorchTrainer
@@ -33,6 +35,7 @@ from raypipe.rayext.trainer import (
     FinalErrors,
     FixedPolicy,
     OnlyDeathsPolicy,
+    RunTrainer,
     who_died,
 )
 
@@ -139,6 +142,7 @@ def test_a_plain_trainer_retries_a_loss_and_an_error_of_the_users_as_it_is_told(
         callback.after_worker_group_poll_status(failed(ConfigError("a setting")))
 
 
+@pytest.mark.system
 @pytest.mark.cluster
 @pytest.mark.usefixtures("ray_cluster")
 def test_an_error_of_raypipe_ends_a_plain_trainer_at_its_first_try(tmp_path: Path) -> None:
@@ -256,3 +260,55 @@ def test_a_restart_of_the_trainers_is_a_fault_in_the_runs_record(tmp_path: Path)
     (fault,) = found.kept[2:]
     assert abs(fault.pop("time") - time.time()) < 60
     assert fault == {"kind": "fault", "step": 7, "text": text, "reason": "died"}
+
+
+# The end of a run
+
+
+class Controller:
+    """Ray Train's, as a handle of its actor."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.get_state = SimpleNamespace(remote=lambda: "state")
+
+
+@pytest.mark.parametrize("error", [None, KeyboardInterrupt, ValueError])
+def test_the_controller_has_ended_when_fit_returns_or_raises(
+    error: type[BaseException] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    controller = Controller()
+
+    def fit(trainer: RunTrainer) -> str:
+        trainer._register_sigint_handler(controller)
+        if error:
+            raise error
+        return "result"
+
+    def get(ref: str, timeout: float) -> None:
+        controller.calls.append(f"{ref} asked for")
+        raise ActorDiedError()
+
+    monkeypatch.setattr(TorchTrainer, "fit", fit)
+    monkeypatch.setattr(ray, "kill", lambda actor: actor.calls.append("killed"))
+    monkeypatch.setattr(ray, "get", get)
+    trainer = RunTrainer(print, per_step=1, timeout_s=1, take_signals=lambda: controller.calls.append("begun"))
+    with pytest.raises(error) if error else contextlib.nullcontext():
+        assert trainer.fit() == "result"
+    assert controller.calls == ["begun", "killed", "state asked for"]
+
+
+@pytest.mark.cluster
+@pytest.mark.usefixtures("ray_cluster")
+def test_no_controller_outlives_its_run(tmp_path: Path) -> None:
+    trainer = RunTrainer(
+        lambda: None,
+        per_step=1,
+        timeout_s=60,
+        take_signals=lambda: None,
+        scaling_config=ScalingConfig(num_workers=1),
+        run_config=RunConfig(storage_path=str(tmp_path)),
+    )
+    trainer.fit()
+    with pytest.raises(RayActorError):  # of a handle, which keeps an actor that nobody has ended
+        ray.get(trainer._controller.get_state.remote(), timeout=30)

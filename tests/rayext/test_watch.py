@@ -76,6 +76,7 @@ class Actor:
         return this_process("transform actor")
 
 
+@pytest.mark.system
 @pytest.mark.cluster
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.parametrize("same_node", [True, False])

@@ -24,6 +24,7 @@ from raypipe.storage.filesystem import (
     open_filesystem,
     split,
 )
+from raypipe.storage.patient import upload
 from raypipe.stores import open_store
 
 
@@ -269,3 +270,10 @@ def test_a_place_in_rays_copy_of_a_jobs_folder_is_none_that_lasts(
             check_lasting(address, "runs")
     with pytest.raises(ConfigError, match=r"^the file to write leads to"):
         check_place("found.json")
+
+
+def test_a_file_that_cannot_be_uploaded_is_an_error(bucket: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    filesystem, path = open_filesystem(f"{bucket}-gone/file")
+    with pytest.raises(OSError, match="NO_SUCH_BUCKET"):
+        upload(str(tmp_path / "file"), filesystem, path)

@@ -20,7 +20,7 @@ from raypipe.config import RunConfig
 from raypipe.errors import ConfigError
 from raypipe.storage import lease
 from raypipe.storage.filesystem import join, open_filesystem
-from raypipe.storage.lease import RunExistsError, check_owner, is_held, taken
+from raypipe.storage.lease import RunExistsError, check_owner, is_held, leased
 from raypipe.train.launch import train
 from raypipe.train.run_folder import store_config
 
@@ -38,7 +38,7 @@ def child_with_lease(run_uri: str) -> Iterator[int]:
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
-        with contextlib.suppress(BaseException), taken(run_uri):
+        with contextlib.suppress(BaseException), leased(run_uri):
             os.write(writing, b"x")
             time.sleep(60)
         os._exit(1)
@@ -57,7 +57,7 @@ def test_a_second_start_is_refused_at_once_and_told_who_has_the_folder(tmp_path:
     run_uri = (tmp_path / "runs" / "mine").as_uri()
     with child_with_lease(run_uri) as child:
         message = rf"runs/mine is in use by process {child} on .*, since 20.* UTC: .*`raypipe stop`.*--name"
-        with pytest.raises(RunExistsError, match=message), taken(run_uri):
+        with pytest.raises(RunExistsError, match=message), leased(run_uri):
             pass
         assert len(list(Path(tmp_path, "runs/mine/lease").iterdir())) == 1
 
@@ -68,18 +68,18 @@ def test_a_process_that_was_killed_loses_the_folder_at_once(tmp_path: Path) -> N
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         begun = time.monotonic()
-        with taken(run_uri) as mine:
+        with leased(run_uri) as mine:
             assert time.monotonic() - begun < 15
             assert [path.stem for path in (tmp_path / "lease").iterdir()] == [mine]
 
 
 def test_a_folder_that_was_given_back_is_as_before(tmp_path: Path) -> None:
-    with taken((tmp_path / "new").as_uri()) as mine:
+    with leased((tmp_path / "new").as_uri()) as mine:
         assert is_held((tmp_path / "new").as_uri(), mine)
     assert not (tmp_path / "new").exists() and not is_held((tmp_path / "new").as_uri(), mine)
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "config.yaml").write_text("")
-    with pytest.raises(KeyError), taken((tmp_path / "old").as_uri()):
+    with pytest.raises(KeyError), leased((tmp_path / "old").as_uri()):
         raise KeyError
     assert [path.name for path in (tmp_path / "old").iterdir()] == ["config.yaml"]
 
@@ -97,7 +97,7 @@ def test_of_many_that_start_at_one_time_exactly_one_has_the_folder(
             with contextlib.suppress(BaseException):
                 while not go.exists():
                     time.sleep(0.001)
-                with taken((tmp_path / "run").as_uri()):
+                with leased((tmp_path / "run").as_uri()):
                     (had / str(number)).touch()
                     while len(list(had.glob("*.refused"))) < 5:
                         time.sleep(0.01)
@@ -140,7 +140,7 @@ def test_another_machines_run_loses_the_folder_when_it_is_no_more_heard_of(
     run_uri = tmp_path.as_uri() if where == "disk" else request.getfixturevalue("bucket") + "/runs/mine"
     write_claim(run_uri)
     begun = time.monotonic()
-    with caplog.at_level("WARNING"), taken(run_uri) as mine:
+    with caplog.at_level("WARNING"), leased(run_uri) as mine:
         assert time.monotonic() - begun > 1.5  # the storage may know times to the second only
         assert caplog.messages == ["waiting a minute at most for a sign of life of process 1 of u on far"]
         assert is_held(run_uri, mine) and not is_held(run_uri, "ab")
@@ -159,7 +159,7 @@ def test_another_machines_run_that_is_heard_of_keeps_the_folder(bucket: str) -> 
     other = threading.Thread(target=renew)
     other.start()
     try:
-        with pytest.raises(RunExistsError, match="in use by process 1 of u on far"), taken(run_uri):
+        with pytest.raises(RunExistsError, match="in use by process 1 of u on far"), leased(run_uri):
             pass
         assert is_held(run_uri, "ab")
     finally:
@@ -171,7 +171,7 @@ def test_another_machines_run_that_is_heard_of_keeps_the_folder(bucket: str) -> 
 def test_a_lease_is_renewed_also_on_a_full_disk_and_is_not_taken_back_once_it_is_lost(full_disk: Path) -> None:
     from full_disk import fill
 
-    with taken(full_disk.as_uri()) as mine:
+    with leased(full_disk.as_uri()) as mine:
         file = full_disk / "lease" / f"{mine}.json"
         fill(full_disk)
         before = file.stat().st_mtime
@@ -197,10 +197,10 @@ def test_a_lease_in_a_bucket_that_is_given_back_while_it_is_renewed_stays_given_
         return found
 
     monkeypatch.setattr(lease, "is_held", slow_look)
-    with taken(f"{bucket}/run"):
+    with leased(f"{bucket}/run"):
         assert looked.wait(30)
     time.sleep(2)
-    with taken(f"{bucket}/run") as mine:
+    with leased(f"{bucket}/run") as mine:
         filesystem, folder = open_filesystem(f"{bucket}/run/lease")
         found = filesystem.get_file_info(pyarrow.fs.FileSelector(folder))
         assert [info.base_name for info in found] == [f"{mine}.json"]
@@ -214,7 +214,7 @@ def test_damaged_claims_count_as_those_of_processes_elsewhere(
     claims = [tmp_path / "lease" / f"a{number}.json" for number in range(len(contents))]
     for claim, content in zip(claims, contents, strict=True):
         claim.write_bytes(content)
-    with caplog.at_level("WARNING"), taken(tmp_path.as_uri()):
+    with caplog.at_level("WARNING"), leased(tmp_path.as_uri()):
         assert not any(claim.exists() for claim in claims)
     assert len([text for text in caplog.messages if "/lease/a" in text]) == len(claims)
 

@@ -16,7 +16,7 @@ from raypipe.errors import StoreError
 from raypipe.storage.local_file import locked, make_cache_folder, open_lock, open_regular, try_lock
 from raypipe.stores import open_writer
 
-from conftest import write_tar  # isort: skip
+from pictures import write_tar  # isort: skip
 
 KINDS: dict[str, tuple[Callable[[Path], object], str]] = {
     "FIFO": (os.mkfifo, "a FIFO"),

@@ -12,7 +12,7 @@ from raypipe.stores import open_store
 from raypipe.stores.addresses import PART_OF, check_one_split, list_files
 from raypipe.stores.destination import write_atomically
 
-from conftest import CLASSES, samples, write_tar  # isort: skip
+from pictures import CLASSES, samples, write_tar  # isort: skip
 
 
 def make(folder: Path, *names: str) -> Path:

@@ -17,7 +17,7 @@ from raypipe.stores.lmdb import LMDBStore
 from raypipe.stores.parquet import ParquetStore
 from raypipe.stores.tar import TarStore
 
-from conftest import write_tar  # isort: skip
+from pictures import write_tar  # isort: skip
 
 SAMPLES = [{"image": b"x", "label": 1}]
 

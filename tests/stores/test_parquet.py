@@ -20,6 +20,7 @@ import pytest
 
 from raypipe.errors import StoreError
 from raypipe.stores import open_store, parquet
+from raypipe.stores.arrow_columns import TableColumns
 from raypipe.stores.parquet import ParquetStore
 from raypipe.stores.writers import GROUP_BYTES, ParquetWriter
 
@@ -302,6 +303,30 @@ def test_cache_is_bounded(tmp_path: Path) -> None:
         assert 0 < store._contents.num_bytes() <= 100_000
     store.close()
     assert store._opened is None
+
+
+def test_images_are_views_and_keep_a_quarter_of_the_cache_beyond_it(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.parquet", num_samples=40, num_bytes=10_000, row_group_size=4)
+    store = ParquetStore(path, cache_bytes=400_000)
+    images = store.read(np.arange(40))["image"]
+    kinds = [type(image) for image in images]
+    assert kinds == [memoryview] * 8 + [bytes] * 32  # two groups of 40 kB
+    assert len({id(view.obj) for view in images[:4]}) == 1
+    store.close()
+    assert images == [bytes([i]) * 10_000 for i in range(40)]
+    assert {type(image) for image in store.forwards().read(np.arange(4))["image"]} == {bytes}
+
+
+@pytest.mark.parametrize("kind", [pa.binary(), pa.large_binary()])
+def test_images_in_several_chunks_with_and_without_nulls(kind: pa.DataType) -> None:
+    values = [b"a", None, b"ccc", b"", None, b"ff"]
+    chunks = [pa.array(values[:2], kind), pa.array([], kind), pa.array([b"-", *values[2:]], kind)[1:]]
+    schema = pa.schema({"image": kind})
+    columns = TableColumns([("a.parquet", schema)], "image", "label")
+    image = columns.opened("image", pa.chunked_array(chunks), "a.parquet")
+    order = [5, 0, 4, 4, 3, 2, 1]
+    assert image.take(np.array(order)) == [values[i] for i in order]
+    assert image.take(np.array([], np.int64)) == []
 
 
 def test_cache_keeps_the_last_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

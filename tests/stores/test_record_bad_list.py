@@ -15,7 +15,7 @@ from raypipe.stores.base import MemoryStore
 from raypipe.stores.record import read_bad_list, write_bad_list
 from raypipe.streaming.opening import open_stream
 
-from conftest import picture  # isort: skip
+from pictures import picture  # isort: skip
 
 STORE = MemoryStore([bytes([i]) for i in range(10)], [0] * 10)
 OTHER = MemoryStore([b"x"] * 10, [0] * 10)

@@ -24,7 +24,7 @@ from raypipe.streaming.opening import open_stream
 from raypipe.streaming.pipeline import splits
 from raypipe.streaming.spec import StreamSpec
 
-from conftest import picture  # isort: skip
+from pictures import picture  # isort: skip
 
 pytestmark = [
     pytest.mark.cluster,

@@ -31,7 +31,7 @@ from raypipe.streaming.pipeline import _micro_batch_bytes
 from raypipe.streaming.row import batches_of, block_row
 from raypipe.streaming.spec import StreamSpec
 
-from conftest import picture  # isort: skip
+from pictures import picture  # isort: skip
 
 CPU = torch.device("cpu")
 NUM = 12

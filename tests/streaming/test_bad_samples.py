@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +24,7 @@ from raypipe.streaming.opening import open_stream
 from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.fields import MicroBatch
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "stores"))
-from conftest import picture  # isort: skip
+from pictures import picture  # isort: skip
 from shard_writers import write_mds  # isort: skip
 
 WHERE = {"store": "a.lmdb", "index": 7, "name": "a.lmdb, key 7"}

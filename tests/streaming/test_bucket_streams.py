@@ -26,7 +26,7 @@ from raypipe.streaming.row import batches_of, block_row
 from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.fields import MicroBatch
 
-from conftest import picture  # isort: skip
+from pictures import picture  # isort: skip
 
 BUCKETS = ["12x16", "14x14", "16x12"]
 SIDES = {(12, 16), (14, 14), (16, 12)}

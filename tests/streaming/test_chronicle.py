@@ -135,7 +135,7 @@ def test_any_long_wait_is_a_line_that_says_for_what_and_is_no_compute(
         next(batches)
     assert any("s: this process makes it" in line for line in said)
     begun = time.perf_counter()
-    with loader.saving(lambda: "the one before is being written"):
+    with loader.account.saving(lambda: "the one before is being written"):
         until_told("s: the one before is being written")
         while (found := read_json(tmp_path / "status.json"))["waits_for"] != "the checkpoint":
             time.sleep(0.01)

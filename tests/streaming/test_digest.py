@@ -24,7 +24,7 @@ from raypipe.streaming.pipeline import splits
 from raypipe.train.run_folder import store_config
 from raypipe.transform.fields import MicroBatch
 
-from conftest import CLASSES, samples  # isort: skip
+from pictures import CLASSES, samples  # isort: skip
 
 BATCH = MicroBatch(
     at=MicroBatchId("train", 0, 1, 2),

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import without_ray
 from ray import cloudpickle
+from tiers import is_soak
 
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.device.prefetcher import Batch
@@ -26,9 +27,14 @@ from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.supervisor import follow
 from raypipe.transform.fields import MicroBatch
 
-from conftest import CLASSES, picture  # isort: skip
+from pictures import CLASSES, picture  # isort: skip
 
-pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(180)]
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.system,
+    pytest.mark.usefixtures("ray_cluster"),
+    pytest.mark.timeout(180),
+]
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -136,7 +142,7 @@ def test_a_sample_that_crashes_or_hangs_its_process_is_found_and_replaced_as_one
     assert sum(row[-1] for row in expected) == 2
     assert not any({DEADLY, DEADLY_TO_READ} & set(row[1]) for row in expected)
     cases = [(crashes, HangsOnRead, 1.5)]
-    if request.config.getoption("--soak"):
+    if is_soak(request.config):
         cases += [(hangs, KillsOnRead, 1.5)]
     for transform, train, limit in cases:
         found, faults = rows(spec_of(transform, train, time_limit_s=limit))

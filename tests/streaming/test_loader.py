@@ -18,8 +18,8 @@ import cv2
 import numpy as np
 import pytest
 import torch
-from conftest import CLASSES, samples
 from micro_batches import to_decode
+from pictures import CLASSES, samples
 from without_ray import every_batch
 
 from raypipe.config import AugmentConfig, PlanConfig, PoolConfig, StrengthConfig, TransformConfig

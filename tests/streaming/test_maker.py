@@ -12,7 +12,7 @@ from raypipe.streaming.maker import MicroBatchMaker, Outcome
 from raypipe.streaming.opening import open_stream
 from raypipe.transform.batch import FIRST_ATTEMPT, Attempt
 
-from conftest import CLASSES, picture  # isort: skip
+from pictures import CLASSES, picture  # isort: skip
 
 
 class Noted(MemoryStore):

@@ -17,7 +17,7 @@ from raypipe.streaming.maker import differing, try_samples
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.spec import StreamSpec
 
-from conftest import picture  # isort: skip
+from pictures import picture  # isort: skip
 
 STORE = MemoryStore([picture(number) for number in range(8)], range(8))
 CROP = A.Compose([A.RandomCrop(8, 8)])

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import without_ray
 from ray import cloudpickle
+from tiers import is_soak
 
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.device.prefetcher import Batch
@@ -33,7 +34,7 @@ from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.supervisor import end_actors, start_supervisor
 from raypipe.transform.fields import MicroBatch
 
-from conftest import CLASSES, picture, samples  # isort: skip
+from pictures import CLASSES, picture, samples  # isort: skip
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster")]
 
@@ -90,7 +91,7 @@ def test_the_digest_is_the_same_for_any_pool_any_workers_any_blocks_and_from_the
     assert len(alone) == len(set(alone)) == spec.plan.num_micro_batches(spec.plan.start()) == 2 * (12 + 4)
     # Micro-batches in a block, workers, actors, and the step from which the stream goes on.
     cases = [(3, 2, 2, 7), (0, 1, 3, 0)]
-    if request.config.getoption("--soak"):
+    if is_soak(request.config):
         cases = [(k, w, a, s) for k in (1, 2, 3, 0) for w in (1, 2) for a in (1, 3) for s in (0, 7)]
     before = pool_actors()
     for block, workers, actors, from_step in cases:
@@ -148,7 +149,7 @@ def test_each_rank_gets_the_same_from_any_number_of_executions(
     plan = PlanConfig(epochs=1, micro_batch_size=6, global_batch_size=24, seed=5)
     spec = spec_of(stores, plan=plan, train_transform=corner, val_transform=corner)
     alone = without_ray.digests(spec)
-    cases = [(2, 2), (4, 0)] if request.config.getoption("--soak") else [(2, 2)]
+    cases = [(2, 2), (4, 0)] if is_soak(request.config) else [(2, 2)]
     for executions, from_step in cases:
         pool = PoolConfig(executions=executions, cpus_per_actor=0.25, read="stage")
         # It fails where a rank gets what another should.

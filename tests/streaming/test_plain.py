@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import CLASSES, samples
+from pictures import CLASSES, samples
 from torch.nn.functional import cross_entropy
 
 from raypipe.config import AugmentConfig, PlanConfig, PoolConfig, TransformConfig

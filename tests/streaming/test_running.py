@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from tiers import is_soak
 
-PROGRAM = Path(__file__).parents[1] / "left_streams.py"
+PROGRAM = Path(__file__).parents[1] / "support" / "left_streams.py"
 WAYS = ("closed", "dropped", "failed", "cell")
 
 
@@ -18,7 +19,7 @@ WAYS = ("closed", "dropped", "failed", "cell")
 def test_streams_leave_nothing_of_theirs_however_they_are_left(
     stores: dict[str, Path], request: pytest.FixtureRequest
 ) -> None:
-    num = 13 * len(WAYS) if request.config.getoption("--soak") else len(WAYS)
+    num = 13 * len(WAYS) if is_soak(request.config) else len(WAYS)
     command = [sys.executable, str(PROGRAM), str(stores["train"]), str(num), *WAYS]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100 + 30 * num)
     print(done.stdout)

@@ -34,7 +34,7 @@ from raypipe.streaming.row import SOURCE_SCHEMA, SourceRow
 from raypipe.streaming.source import MicroBatchSource, read_lmdb
 from raypipe.transform.samples import Wanted
 
-from conftest import CLASSES, samples  # isort: skip
+from pictures import CLASSES, samples  # isort: skip
 
 # The plan as a source, without Ray
 
@@ -121,6 +121,7 @@ class KillsItsReader(ParquetStore):
         return super().read(indices, columns)
 
 
+@pytest.mark.system
 @pytest.mark.cluster
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.timeout(120)
@@ -149,6 +150,7 @@ class ReadsSlowly(ParquetStore):
         return super().read(indices, columns)
 
 
+@pytest.mark.system
 @pytest.mark.cluster
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.timeout(120)

@@ -28,7 +28,7 @@ from raypipe.streaming.handover import loader
 from raypipe.streaming.loader import Loader
 from raypipe.streaming.opening import open_stream, spec_of
 from raypipe.streaming.stateful import Stateful
-from raypipe.train.learning import build_model, build_optimizer
+from raypipe.train.models import build_model, build_optimizer
 
 
 class Reports:
@@ -250,6 +250,7 @@ def test_a_run_refuses_an_own_loops_parts_of_other_names_or_groups(
         without_ray.train(dataclasses.replace(run, name="moved", train=start))
 
 
+@pytest.mark.system
 @pytest.mark.cluster
 @pytest.mark.timeout(180)
 @pytest.mark.usefixtures("two_cpus")

@@ -28,9 +28,9 @@ from raypipe.streaming.row import SourceRow, batches_of, block_row
 from raypipe.streaming.source import MicroBatchSource
 from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.fields import COLUMN, MicroBatch, Ragged, in_group
-from raypipe.transform.samples import EncodedSample
+from raypipe.transform.samples import EncodedSample, Samples
 
-from conftest import picture  # isort: skip
+from pictures import picture  # isort: skip
 
 NUM = 20
 IMAGES = [picture(number) for number in range(NUM)]
@@ -167,11 +167,15 @@ def test_what_a_reader_sends_of_any_value_is_what_an_actor_gets() -> None:
         "bool": True,
     }
     block = [MicroBatchId("train", 0, 0, 0)]
-    samples = [EncodedSample(b"x", 1, values), EncodedSample(None, 2)]
+    samples = Samples.of([EncodedSample(b"x", 1, values), EncodedSample(None, 2, dict.fromkeys(values))])
     read = SourceRow.unpacked(SourceRow(block, [samples]).packed()).reads
     assert read
     found, nothing = (sample.columns for sample in read[0])
-    assert [*found] == [*values] and nothing == {} and [sample.label for sample in read[0]] == [1, 2]
+    assert (
+        [*found] == [*values]
+        and nothing == dict.fromkeys(values)
+        and [sample.label for sample in read[0]] == [1, 2]
+    )
     assert found["number"].dtype == np.float16 and found["array"].tolist() == [[0, 1], [2, 3]]
     assert all(found[name] == values[name] for name in values if name not in ("number", "array"))
 

@@ -24,7 +24,7 @@ from raypipe.streaming.opening import open_stream
 from raypipe.streaming.plain import plain_loaders
 from raypipe.streaming.row import batches_of, block_row
 from raypipe.streaming.spec import StreamSpec
-from raypipe.train.learning import num_classes_of
+from raypipe.train.models import num_classes_of
 from raypipe.transform.samples import read_samples
 from raypipe.transform.views import view_key
 

@@ -14,7 +14,6 @@ import pytest
 import torch
 import without_ray
 from small_runs import small_run
-from torch import nn
 
 from raypipe.config import RunConfig
 from raypipe.errors import ConfigError, RaypipeError
@@ -25,7 +24,7 @@ from raypipe.streaming import checkpoints
 from raypipe.streaming.checkpoints import find_newest, read_state, write_checkpoint
 from raypipe.streaming.stateful import loaded
 from raypipe.train import background, loop
-from raypipe.train.background import CheckpointWriter, StopPoll, host_copy
+from raypipe.train.background import CheckpointWriter, StopPoll
 from raypipe.train.run_folder import request_stop, stop_requested
 
 
@@ -33,59 +32,6 @@ def saved(state: Any) -> bytes:
     file = io.BytesIO()
     torch.save(state, file)
     return file.getvalue()
-
-
-def a_model() -> nn.Module:
-    """With tied weights, running statistics, strides of images, and two precisions."""
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8, 8), nn.Linear(8, 8))
-    model[4].weight = model[3].weight
-    model[4].bias.data = model[4].bias.data.bfloat16()
-    return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-
-
-def with_a_step(model: nn.Module) -> dict[str, Any]:
-    """States of a model and two optimizers after a step of each."""
-    optimizers = [
-        torch.optim.AdamW(model.parameters(), foreach=False),
-        torch.optim.SGD(model.parameters(), 0.1, 0.9),
-    ]
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    for optimizer in optimizers:
-        optimizer.step()
-    states = {
-        "model": model.state_dict(),
-        "none": None,
-        "figures": {"images": 3, "loss": 0.5, "list": [1, (2.5,)]},
-    }
-    return states | {f"optimizer {number}": each.state_dict() for number, each in enumerate(optimizers)}
-
-
-# The copy
-
-
-def test_what_is_saved_of_a_copy_is_byte_for_byte_what_is_saved_of_the_state() -> None:
-    state = with_a_step(a_model())
-    state |= {"slice": torch.arange(10)[2:9:3], "empty": torch.empty(0, 3)}
-    copied = host_copy(state)
-    assert saved(copied) == saved(state)
-    assert copied["model"]._metadata == state["model"]._metadata
-    assert copied["model"]["3.weight"].data_ptr() == copied["model"]["4.weight"].data_ptr()
-    assert copied["model"]["0.weight"].stride() == state["model"]["0.weight"].stride()
-
-
-def test_later_steps_do_not_leak_into_a_copy() -> None:
-    model = a_model()
-    state = with_a_step(model)
-    before, copied = saved(state), host_copy(state)
-    figures = state["figures"]
-    figures["list"].append(9)
-    figures["images"] = 4
-    with_a_step(model)
-    for each in state["optimizer 1"]["state"].values():
-        each["momentum_buffer"].zero_()
-    assert saved(copied) == before
 
 
 # The writer

@@ -1,12 +1,6 @@
 from __future__ import annotations
 
 import json
-import os
-import pty
-import subprocess
-import sys
-import textwrap
-import threading
 from typing import Any
 
 import pytest
@@ -14,7 +8,7 @@ from ray._private import worker
 
 from raypipe.logs import configure_logs, progress, relay_progress, relayed
 from raypipe.rayext import console as rays
-from raypipe.train.console import RunConsole, _clock
+from raypipe.train.console import RunConsole
 
 
 def step(number: int, epoch: int = 0) -> dict[str, Any]:
@@ -24,7 +18,7 @@ def step(number: int, epoch: int = 0) -> dict[str, Any]:
 def test_a_log_has_the_first_step_and_a_line_for_each_epoch_with_its_validation(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with RunConsole(2, 3, lambda epoch: epoch == 0, relays=False) as console:
+    with RunConsole(3, lambda epoch: epoch == 0, relays=False) as console:
         for epoch in range(2):
             for number in range(1, 4):
                 console.show(f"epoch {epoch + 1}/2  step {number}/3", step(number + 3 * epoch, epoch))
@@ -44,7 +38,7 @@ def test_a_log_has_more_lines_of_an_epoch_that_takes_long(
 ) -> None:
     now = [100.0]
     monkeypatch.setattr("raypipe.train.console.time.monotonic", lambda: now[0])
-    console = RunConsole(1, 100, bool, relays=False)
+    console = RunConsole(100, bool, relays=False)
     for number in range(1, 8):
         console.show(f"step {number}", step(number))
         now[0] += 4
@@ -102,96 +96,3 @@ def test_all_lines_of_rays_processes_are_json_where_this_processes_are(
     assert said[0]["pid"] == "raylet" and said[0]["ip"] == "10.0.0.1"
     worker.print_to_stdstream(data | {"lines": ["another word"]}, ignore_prefix=False)
     assert "(raylet" in (shown := capsys.readouterr().out) and "another word" in shown
-
-
-def test_time_that_is_left() -> None:
-    assert _clock(59.6) == "0:01:00" and _clock(90061) == "1 day, 1:01:01"
-
-
-SCRIPT = """
-from raypipe.train import console
-console.show_progress = lambda shown: True
-console._END_S = 0.0
-def step(number):
-    values = {"images_per_s": 1234.0, "wait_fraction": 0.25}
-    return {"kind": "train", "step": number, "epoch": (number - 1) // 10, **values}
-with console.RunConsole(3, 10, lambda epoch: False) as shown:
-    for number in range(1, 31):
-        shown.show(f"line of step {number}", step(number))
-        shown._bar and shown._bar.refresh()
-    print("a user's print")
-"""
-
-
-def run_on(stdout: int) -> None:
-    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "120"}
-    subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(SCRIPT)], stdout=stdout, env=environment, check=True, timeout=100
-    )
-
-
-def test_in_a_terminal_there_is_one_bar_that_is_drawn_over_itself_and_what_is_printed_stays_above_it() -> None:
-    ours, theirs = pty.openpty()
-    run_on(theirs)
-    os.close(theirs)
-    shown = b""
-    try:
-        while part := os.read(ours, 1 << 16):
-            shown += part
-    except OSError:  # the end of a terminal, on Linux
-        pass
-    text = shown.decode()
-    assert "epoch 2/3" in text and "step 5/10  1,234 images/s  waiting 25%" in text and " left" in text
-    # What was drawn is erased before each further drawing: what stays are the lines.
-    stays = [line for line in screen(text) if line.strip()]
-    assert stays == ["line of step 10", "line of step 20", "line of step 30", "a user's print"]
-
-
-def screen(text: str) -> list[str]:
-    """What a terminal shows after a text: it knows the codes that rich writes."""
-    import re
-
-    lines, row, column = [""], 0, 0
-    for part in re.findall(r"\x1b\[[?\d;]*[A-Za-z]|\r|\n|[^\x1b\r\n]+", text):
-        if part == "\r":
-            column = 0
-        elif part == "\n":
-            row += 1
-            lines += [""] * (row + 1 - len(lines))
-        elif part.startswith("\x1b"):
-            if part.endswith("A"):
-                row = max(0, row - int(part[2:-1] or 1))
-            elif part.endswith("K"):
-                lines[row] = "" if part == "\x1b[2K" else lines[row][:column]
-        else:
-            lines[row] = lines[row][:column].ljust(column) + part + lines[row][column + len(part) :]
-            column += len(part)
-    return lines
-
-
-def test_in_a_file_there_is_no_bar(tmp_path: Any) -> None:
-    with (tmp_path / "log").open("wb") as log:
-        run_on(log.fileno())
-    assert (tmp_path / "log").read_text().splitlines() == [
-        "line of step 1",
-        "line of step 10",
-        "line of step 20",
-        "line of step 30",
-        "a user's print",
-    ]
-
-
-def test_the_start_of_a_first_actor_holds_back_rays_line_and_nothing_else(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    line = b"[E 1] core_worker.cc:2465: Actor with class name: 'A' has constructor arguments in the object store\n"
-    monkeypatch.setattr(rays, "_first", threading.Lock())
-    for _ in range(2):  # Ray says it once: the second start is left alone
-        with rays.quiet_first_actor():
-            os.write(2, b"one\n" + line + b"\xff two\n")
-    monkeypatch.setattr(rays, "_first", threading.Lock())
-    with pytest.raises(ValueError), rays.quiet_first_actor():
-        raise ValueError
-    os.write(2, b"three\n")
-    held, told = "one\n\ufffd two\n", f"one\n{line.decode()}\ufffd two\n"
-    assert capfd.readouterr().err == held + told + "three\n"

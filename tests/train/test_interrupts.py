@@ -74,15 +74,6 @@ def test_a_signal_that_comes_twice_at_one_time_as_timeout_sends_it_is_one(monkey
     assert asked == ["once"]
 
 
-def test_a_run_whose_trainers_have_not_begun_is_aborted_at_once(each_is_meant: None) -> None:
-    asked: list[str] = []
-    with Interrupts() as interrupts, pytest.raises(KeyboardInterrupt):
-        interrupts.hand_over(lambda: asked.append("first"), lambda: False, lambda: False)
-        send(signal.SIGTERM)
-        time.sleep(3.0)  # of the 6 that trainers would have
-    assert asked == ["first"]
-
-
 @pytest.mark.parametrize("fails", [False, True])
 def test_trainers_that_do_not_answer_or_cannot_be_asked_are_aborted(
     fails: bool, each_is_meant: None, monkeypatch: pytest.MonkeyPatch

@@ -35,10 +35,10 @@ from raypipe.streaming.checkpoints import write_checkpoint
 from raypipe.streaming.opening import open_stream, spec_of
 from raypipe.streaming.pipeline import check_memory
 from raypipe.streaming.spec import StreamSpec
-from raypipe.train.description import changes, describe
+from raypipe.train.console import changes, describe
 from raypipe.train.interrupts import Stopped
-from raypipe.train.launch import _leave_traces, _told, train
-from raypipe.train.learning import num_classes_of
+from raypipe.train.launch import _as_run_error, _leave_traces, train
+from raypipe.train.models import num_classes_of
 from raypipe.train.run_folder import as_plain, located, store_config
 
 RUN = RunConfig(
@@ -109,9 +109,9 @@ def test_the_stored_configuration_is_the_one_that_a_resume_reads(tmp_path: Path)
 
 def test_describe_says_so_where_jpegs_are_decoded_slower(monkeypatch: pytest.MonkeyPatch) -> None:
     allocation = Allocation(2, True, 1.0, 5)
-    monkeypatch.setattr("raypipe.train.description.missing_extension", lambda: "")
+    monkeypatch.setattr("raypipe.train.console.missing_extension", lambda: "")
     assert "slower" not in describe(RUN, spec(store(("a",))), allocation, "file:///runs/mine")
-    monkeypatch.setattr("raypipe.train.description.missing_extension", lambda: "JPEGs: install libjpeg-dev")
+    monkeypatch.setattr("raypipe.train.console.missing_extension", lambda: "JPEGs: install libjpeg-dev")
     assert "\nslower     JPEGs: install libjpeg-dev" in describe(
         RUN, spec(store(("a",))), allocation, "file:///runs/mine"
     )
@@ -244,11 +244,11 @@ def test_an_error_of_other_code_is_its_message_with_the_traceback_in_a_file(tmp_
     try:
         raise ValueError("in the user's code")
     except ValueError as error:
-        told = _told(error, tmp_path.as_uri())
+        told = _as_run_error(error, tmp_path.as_uri())
     assert str(told) == f"ValueError: in the user's code (its traceback is in {tmp_path}/error.txt)"
     assert "Traceback (most recent call last)" in (tmp_path / "error.txt").read_text()
     ours = ConfigError("plan.epochs")
-    assert _told(ours, tmp_path.as_uri()) is ours
+    assert _as_run_error(ours, tmp_path.as_uri()) is ours
 
 
 def test_a_resume_with_other_settings_names_them_with_both_values(tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ from raypipe.config import PlanConfig, RunConfig, TrainConfig
 from raypipe.device.prefetcher import Batch
 from raypipe.errors import ConfigError
 from raypipe.plan.places import MicroBatchId
-from raypipe.train.learning import Ema, Learner, build_model, build_optimizer, build_schedule, learning_rate
+from raypipe.train.learning import Ema, Learner
+from raypipe.train.models import build_model, build_optimizer, build_schedule, learning_rate
 
 
 @pytest.mark.parametrize("side", [8, 32])
@@ -27,7 +28,7 @@ def test_the_small_model_takes_tiny_images(side: int) -> None:
 
 
 def test_the_small_model_needs_no_torchvision() -> None:
-    code = "import sys; from raypipe.train.learning import build_model; build_model('small', 7)"
+    code = "import sys; from raypipe.train.models import build_model; build_model('small', 7)"
     subprocess.run([sys.executable, "-c", f"{code}; assert 'torchvision' not in sys.modules"], check=True)
 
 

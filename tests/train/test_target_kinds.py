@@ -19,7 +19,7 @@ from raypipe.errors import ConfigError
 from raypipe.metrics.records import read_records
 from raypipe.stores import open_writer
 from raypipe.streaming.opening import spec_of
-from raypipe.train.learning import num_classes_of
+from raypipe.train.models import num_classes_of
 
 
 def squared(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

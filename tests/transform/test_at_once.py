@@ -23,7 +23,7 @@ from raypipe.transform.batch import MicroBatchTransform
 from raypipe.transform.contents import build_content
 from raypipe.transform.fields import MadeAtOnce, chroma_of, is_image
 from raypipe.transform.program import find_program
-from raypipe.transform.samples import Decoded, EncodedSample
+from raypipe.transform.samples import Decoded, EncodedSample, Samples
 
 RNG = np.random.default_rng(11)
 
@@ -84,7 +84,7 @@ def made(transform: Any, samples: Any = SAMPLES, threads: int = 1, alone: bool =
     def substitutes(row: int) -> Any:
         return [(GOOD[row % 2], 100 + row % 2, (row, 1))]
 
-    rows, bad = maker.run(samples, INDICES[: len(samples)], KEYS[: len(samples)], substitutes)
+    rows, bad = maker.run(Samples.of(samples), INDICES[: len(samples)], KEYS[: len(samples)], substitutes)
     return {name: (part.tobytes(), part.shape) for name, part in rows.finish().items()}, bad
 
 
@@ -130,6 +130,15 @@ def test_so_it_is_with_all_settings_of_the_decode(settings: dict[str, Any]) -> N
     assert made("light", threads=3, **settings) == expected == made("light", alone=True, **settings)
     with without_kernel():
         assert made("light", **settings) == expected
+
+
+def test_so_it_is_of_views_of_memory() -> None:
+    views = [sample._replace(image=memoryview(sample.image or b"")) for sample in SAMPLES]
+    for settings in ({"crop_decode": "scaled", "apply_exif": True}, {"crop_decode": "exact"}):
+        expected = made("light", **settings)
+        assert made("light", views, **settings) == expected == made("light", views, alone=True, **settings)
+        with without_kernel():
+            assert made("light", views, **settings) == expected
 
 
 @pytest.mark.parametrize("name", ["heavy", "flip-crop", *OTHERS])

@@ -29,7 +29,7 @@ from raypipe.transform.decode import encode_jpeg
 from raypipe.transform.fields import MicroBatch
 from raypipe.transform.presets import build_transform
 from raypipe.transform.sample_transform import SampleTransform
-from raypipe.transform.samples import NO_LABEL, WRONG_LABEL, EncodedSample
+from raypipe.transform.samples import NO_LABEL, WRONG_LABEL, EncodedSample, Samples
 
 RNG = np.random.default_rng(0)
 IMAGES = [
@@ -250,7 +250,7 @@ def test_indices_and_keys_given_are_not_written_to() -> None:
     for array in (indices, keys):
         array.setflags(write=False)
     samples = samples_of([JPEGS[0], b"bad", JPEGS[1], None, None])
-    made(FLIP).run(samples, indices, keys, substitutes)
+    made(FLIP).run(Samples.of(samples), indices, keys, substitutes)
 
 
 def test_padding_is_black_and_weighs_nothing_and_is_never_decoded() -> None:

@@ -12,7 +12,7 @@ from raypipe.errors import ConfigError
 from raypipe.stores.base import MemoryStore
 from raypipe.streaming.opening import open_stream
 
-from conftest import picture  # isort: skip
+from pictures import picture  # isort: skip
 
 
 class NotRead(MemoryStore):

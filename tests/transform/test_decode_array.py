@@ -22,7 +22,7 @@ import imagecodecs
 import numpy as np
 import pytest
 import tifffile
-from conftest import picture
+from pictures import picture
 from PIL import Image
 
 from raypipe.errors import ConfigError, SampleError

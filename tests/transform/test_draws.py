@@ -13,8 +13,8 @@ os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 import albumentations as A  # noqa: N812
 
 from raypipe.transform.draws import integers, uniforms
-from raypipe.transform.native_steps import Step, native_step
-from raypipe.transform.program import Program
+from raypipe.transform.program import Program, native_step
+from raypipe.transform.step import Step
 
 NUM = 100_000
 KEYS = np.random.default_rng(7).integers(0, 1 << 63, (NUM, 2)).astype(np.uint64)
@@ -57,7 +57,7 @@ def test_integers_reach_both_ends_alike() -> None:
 
 def drawn(step: Step, sizes: np.ndarray) -> np.ndarray:
     """The parameters of a step, float64 (NUM, n), in its own order."""
-    numbers, _ = step.draw(uniforms(KEYS, step.num_uniforms), sizes)
+    numbers = step.draw(uniforms(KEYS, step.num_uniforms), sizes)
     columns = [np.broadcast_to(part, (NUM,)) if np.ndim(part) < 2 else part for part in numbers]
     return np.column_stack(columns).astype(np.float64)
 

@@ -7,8 +7,8 @@ import bombs
 import cv2
 import numpy as np
 import pytest
-from conftest import picture
 from micro_batches import run
+from pictures import picture
 from PIL import Image
 
 from raypipe.config import TransformConfig

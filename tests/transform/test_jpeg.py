@@ -25,7 +25,7 @@ from raypipe.transform.decode import decode
 from raypipe.transform.jpeg import decode_box, decode_jpeg_at, open_for_crop, why_no_kernel
 from raypipe.transform.sizes import Box, Undecoded, cut
 
-needs_extension = pytest.mark.skipif(bool(why_no_kernel()), reason=f"no JPEG extension: {why_no_kernel()}")
+needs_extension = pytest.mark.skipif(bool(why_no_kernel()), reason=f"no kernel: {why_no_kernel()}")
 RNG = np.random.default_rng(0)
 
 
@@ -159,7 +159,7 @@ def test_only_jpegs_that_may_be_cropped_are_opened(mode: Any) -> None:
     assert found is not None and found[0] == (120, 160)
     png = io.BytesIO()
     Image.fromarray(PHOTO).save(png, "PNG")
-    for other in (png.getvalue(), None, b"", jpeg[:30], b"\xff\xd8\xff", memoryview(jpeg), bombs.rare_jpeg()):
+    for other in (png.getvalue(), b"", jpeg[:30], b"\xff\xd8\xff", bombs.rare_jpeg()):
         assert opened(other, mode) is None
     declared = jpeg.index(b"\xff\xc0")
     bomb = jpeg[: declared + 5] + b"\xff\xdc\xff\xdc" + jpeg[declared + 9 :]  # 65,500 x 65,500

@@ -1,4 +1,8 @@
-"""The compiled decoder, csrc/jpeg_crop.h and csrc/jpeg_huffman.h.
+"""The compiled decoder: its usual way by AVX2, that of all other JPEGs, and its fuzzer.
+
+    csrc/jpeg_baseline.h, jpeg_samples.h    without libjpeg
+    csrc/jpeg_crop.h, jpeg_huffman.h        by libjpeg, but for its Huffman codes
+    csrc/fuzz.py, sanitize.sh               damaged files, by all levels of vector instructions
 
 What needs it is skipped where it is not built, and says so.
 """
@@ -11,6 +15,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +36,7 @@ CSRC = Path(__file__).parents[2] / "csrc"
 sys.path.insert(0, str(CSRC))
 from fuzz import fuzz  # noqa: E402
 
-needs_extension = pytest.mark.skipif(bool(why_no_kernel()), reason=f"no JPEG extension: {why_no_kernel()}")
+needs_extension = pytest.mark.skipif(bool(why_no_kernel()), reason=f"no kernel: {why_no_kernel()}")
 RNG = np.random.default_rng(0)
 
 
@@ -60,10 +65,19 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.fixture(params=[0, 2], ids=["libjpeg", "avx2"])
+def simd(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The most vector instructions that the kernel may use: its own decoder is by AVX2."""
+    module = pytest.importorskip("_raypipe_kernel")
+    module.set_simd(request.param)
+    yield
+    module.set_simd(2)
+
+
 @needs_extension
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_all_kinds_of_codes_give_the_pixels_of_simplejpeg(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, simd: None
 ) -> None:
     monkeypatch.setattr(jpeg, "decode_jpeg_at", lambda *a: pytest.fail("decoded by simplejpeg"))
     for make, (height, width) in itertools.product((noise, smooth), [(8, 8), (61, 77), (130, 95)]):
@@ -83,13 +97,33 @@ def test_of_damaged_bytes_it_accepts_only_what_simplejpeg_does_and_with_its_pixe
     assert not wrong and accepted > 100 and refused > 1000
 
 
+@needs_extension
+def test_a_file_of_another_revision_of_jfif_is_refused_as_simplejpeg_refuses_it(simd: None) -> None:
+    from _raypipe_kernel import decode_crop
+
+    data = bytearray(encode(smooth(40, 50)))
+    out = np.zeros((40, 50 + 39, 3), np.uint8)
+    assert data[6:11] == b"JFIF\0"
+    for revision in (1, 0, 2):
+        data[11] = revision
+        for decoded in (
+            lambda: decode_crop(bytes(data), 0, 0, 50, 40, 8, True, out, 50 + 39),
+            lambda: simplejpeg.decode_jpeg(bytes(data), "RGB"),
+        ):
+            if revision == 1:
+                decoded()
+            else:
+                with pytest.raises(ValueError, match="unknown JFIF revision"):
+                    decoded()
+
+
 @pytest.mark.soak
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="the sanitizers' build is by GCC")
 @pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
 def test_the_sanitizers_find_nothing(sanitizer: str) -> None:
     environment = {**os.environ, "PYTHON": sys.executable, "SANITIZER": sanitizer}
     done = subprocess.run([CSRC / "sanitize.sh", "4000", "20000"], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout.count(" 0 wrong") == 2, done.stderr[-3000:]
+    assert done.returncode == 0 and done.stdout.count(" 0 wrong") == 3, done.stderr[-3000:]
 
 
 @needs_extension
@@ -125,7 +159,7 @@ def test_a_box_outside_of_the_image_is_refused(arguments: tuple[int, int, int, i
     with pytest.raises(ValueError, match="no such crop or scale"):
         decode_crop(data, 0, 0, 4, 4, 9, True, np.zeros((4, 50, 3), np.uint8), 50)
     with pytest.raises(ValueError, match="too few columns"):
-        decode_crop(data, 30, 0, 4, 4, 8, True, np.zeros((4, 4, 3), np.uint8), 4)
+        decode_crop(data, 15, 0, 4, 4, 4, True, np.zeros((4, 4, 3), np.uint8), 4)
     with pytest.raises((BufferError, TypeError, ValueError)):
         decode_crop(data, 0, 0, 4, 4, 8, True, bytes(4 * 50 * 3), 50)
 

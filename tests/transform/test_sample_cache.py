@@ -36,7 +36,7 @@ from raypipe.transform.decode import decode, encode_jpeg
 from raypipe.transform.sample_cache import SampleCache, open_caches
 from raypipe.transform.samples import Decoded
 
-from conftest import picture  # isort: skip
+from pictures import picture  # isort: skip
 
 LIMIT = 32 << 20
 
@@ -438,6 +438,7 @@ def test_what_is_kept_is_not_read_again_and_a_resume_goes_on_with_it() -> None:
     assert sorted(store.was_read) == list(range(40))
 
 
+@pytest.mark.system
 @pytest.mark.cluster
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.parametrize("name", ["train", pytest.param("parquet", marks=pytest.mark.soak)])

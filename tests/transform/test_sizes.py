@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import picture
+from pictures import picture
 
 from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError

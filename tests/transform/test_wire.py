@@ -1,4 +1,4 @@
-"""The wire: C is the reference to the bit, and what is lost is what 4:2:0 loses."""
+"""The wire (csrc/wire.h): C is the reference to the bit, and what is lost is what 4:2:0 loses."""
 
 from __future__ import annotations
 

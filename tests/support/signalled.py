@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-JOB = Path(__file__).parent.parent / "jobs" / "train.py"
+JOB = Path(__file__).parents[2] / "jobs" / "train.py"
 
 
 def started(
@@ -70,3 +72,22 @@ def _descends_from(pid: int, ancestor: int) -> bool:
             return True
         pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     return False
+
+
+def kill_a_worker_at(folder: Path, step: int, killed: list[int]) -> None:
+    """Kill one train worker of this session's cluster once a run has done so many steps."""
+
+    def steps() -> int:
+        try:
+            lines = (folder / "metrics.jsonl").read_text().split("\n")[:-1]
+        except OSError:
+            return 0
+        return max([r["step"] for r in map(json.loads, lines) if r["kind"] == "train"], default=0)
+
+    deadline = time.monotonic() + 300
+    while steps() < step and time.monotonic() < deadline:
+        time.sleep(0.02)
+    for pid in own_processes("RayTrainWorker"):
+        killed.append(pid)
+        os.kill(pid, signal.SIGKILL)
+        return

@@ -1,4 +1,4 @@
-"""Shards of MDS, written as their layout says, of bytes that a test chooses."""
+"""Shards of MDS, and LMDBs, written as their layout says, of bytes that a test chooses."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import lmdb
 import pyarrow as pa
 
 Values = Sequence[bytes]
-CODECS = {"zstd": "zstd", "gz": "gzip", "br": "brotli", "bz2": "bz2", "snappy": "snappy"}
+CODECS = {"zstd": "zstd", "gz": "gzip"}
 
 
 def record(values: Values, sizes: Sequence[int | None]) -> bytes:
@@ -29,8 +30,6 @@ def shard(records: Values) -> bytes:
 
 
 def packed(content: bytes, codec: str) -> bytes:
-    if codec == "snappy":
-        return pa.compress(content, codec, asbytes=True)
     sink = pa.BufferOutputStream()
     with pa.CompressedOutputStream(sink, CODECS[codec]) as stream:
         stream.write(content)
@@ -82,3 +81,10 @@ def edit(folder: Path, change: Any) -> None:
     content = json.loads(path.read_text())
     change(content)
     path.write_text(json.dumps(content))
+
+
+def write_lmdb(path: Path, entries: dict[bytes, bytes]) -> Path:
+    with lmdb.open(str(path), subdir=False, lock=False) as env, env.begin(write=True) as txn:
+        for key, value in entries.items():
+            txn.put(key, value)
+    return path

@@ -62,8 +62,8 @@ def only_rank() -> Iterator[None]:
 def train(run: RunConfig) -> dict[str, Any]:
     """The figures of a whole run, whose folder is left as Ray Train's workers would leave it."""
     from raypipe.streaming.opening import spec_of
-    from raypipe.train.learning import num_classes_of
     from raypipe.train.loop import Trainer
+    from raypipe.train.models import num_classes_of
     from raypipe.train.run_folder import located, store_config
 
     inline = dataclasses.replace(run, pool=PoolConfig(engine="inline", cache=run.pool.cache))

@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "llms.txt", *sorted((ROOT / "docs").glob("*.md"))]
 OURS = ("raypipe", "jobs/train.py", "jobs/tune.py")
 NOT_OURS = ("…", "OWNER", "gcloud", "kubectl")  # parts of lines that need more than there is

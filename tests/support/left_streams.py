@@ -1,7 +1,7 @@
 """Opens streams and leaves them, in one process with a cluster of its own of 2 CPUs; prints as JSON what there was
 before and after.
 
-python tests/left_streams.py STORE NUM WAY…     NUM streams, the ways of leaving in turn
+python tests/support/left_streams.py STORE NUM WAY…     NUM streams, the ways of leaving in turn
 """
 
 from __future__ import annotations

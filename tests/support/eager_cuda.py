@@ -23,6 +23,7 @@ import simulated_cuda
 import torch
 from pretend import READS
 from simulated_cuda import CUDA, Cuda, Stream, mapped, memory_of, tensors_of
+from tiers import is_soak
 
 from raypipe.device import ring
 
@@ -55,17 +56,17 @@ HAS_CUDA = torch.cuda.is_available()
 
 
 def skip_what_cannot_run(items: list[pytest.Item]) -> None:
-    """Of what takes long, and of tests with many parameters, all run with --soak."""
+    """Of what takes long, and of tests with many parameters, all run with --tier soak."""
     of_test: dict[tuple[str, str], list[pytest.Item]] = {}
     for item in items:
         of_test.setdefault((Path(item.path).stem, getattr(item, "originalname", "")), []).append(item)
     for (module, name), found in of_test.items():
-        long = [] if found[0].config.getoption("--soak") else found if name in LONG else found[1:-1]
+        long = [] if is_soak(found[0].config) else found if name in LONG else found[1:-1]
         for item in found if not HAS_CUDA else ():
             if reason := UNLIKE.get(item.name) or UNLIKE.get(name) or UNLIKE.get(module):
                 item.add_marker(pytest.mark.skip(reason=f"needs a CUDA device: {reason}"))
             elif item in long:
-                item.add_marker(pytest.mark.skip(reason="long without a CUDA device: run with --soak"))
+                item.add_marker(pytest.mark.skip(reason="long without a CUDA device: run with --tier soak"))
 
 
 class Tensor(simulated_cuda.Tensor):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from raypipe.transform.batch import MicroBatchTransform, Sample, Substitutes
 from raypipe.transform.contents import build_content
 from raypipe.transform.encoded import CROP, DATA, ENCODED_FIELDS, FLIP
 from raypipe.transform.fields import BlockMemory, MicroBatch, Ragged, Rows
-from raypipe.transform.samples import EncodedSample
+from raypipe.transform.samples import EncodedSample, Samples
 from raypipe.transform.sizes import Box
 
 AT = MicroBatchId("train", 0, 0, 0)
@@ -31,6 +32,13 @@ def transform_of(transform: Any, config: TransformConfig | None = None, **of_a_s
 def samples_of(images: Iterable[bytes | None]) -> list[EncodedSample]:
     """Samples with the labels 0, 3, 6, …"""
     return [EncodedSample(image, 3 * row) for row, image in enumerate(images)]
+
+
+def as_read(samples: Sequence[Sample]) -> Samples | list[Callable[[], Any]]:
+    """As a store was read for a micro-batch, or each when it is its turn, where one of them is to be read then."""
+    if not any(map(callable, samples)):
+        return Samples.of([*samples])
+    return [sample if callable(sample) else functools.partial([sample].__getitem__, 0) for sample in samples]
 
 
 def run(
@@ -52,8 +60,8 @@ def run(
         more: see `MicroBatchTransform.run`.
     """
     given = [*(range(FIRST, FIRST + len(samples)) if indices is None else indices), *[PADDING] * padding]
-    samples = [*samples, *[EncodedSample(None)] * padding]
-    rows, bad = transform.run(samples, np.array(given), keys[: len(given)], substitutes, **more)
+    read = as_read([*samples, *[EncodedSample(None)] * padding])
+    rows, bad = transform.run(read, np.array(given), keys[: len(given)], substitutes, **more)
     return MicroBatch(AT, rows.index, rows.weight, rows.finish(), len(bad)), bad
 
 

@@ -1,0 +1,313 @@
+/* A rectangle of a usual JPEG at full scale, without libjpeg: jpeg_crop.h, which decides when, has the others.
+ *
+ *     header          tables, sampling, color space             read_baseline
+ *     codes           → coefficients of an MCU                  jpeg_huffman.h
+ *     coefficients    → samples, in planes                      jpeg_samples.h
+ *     samples         → pixels, row by row                      jpeg_samples.h
+ *
+ * libjpeg prepares more for an image than it takes to decode a tiny one, and decodes more than a crop shows. Usual is:
+ * baseline, one scan, YCbCr of 4:4:4, 4:2:2 or 4:2:0, or greys, tables of 8 bits, no damage: in a store nearly all are.
+ * Pixels are libjpeg-turbo's to the bit. Bytes are untrusted: what is not quite as expected is refused.
+ *
+ * Planes hold the samples of two rows of MCUs, in turns, since a row of pixels needs the row of chroma below it.
+ */
+#ifndef RAYPIPE_JPEG_BASELINE_H
+#define RAYPIPE_JPEG_BASELINE_H
+
+#include "jpeg_huffman.h"
+#include "jpeg_samples.h"
+
+#ifdef HAS_AVX2
+
+typedef struct {
+    int width, height; /* of the image, pixels */
+    int num_components;
+    int h, v; /* samples of luma for one of chroma */
+    int quant[3], dc[3], ac[3];
+    unsigned int interval;
+    const uint8_t *codes;
+} Frame;
+
+/* Tables by their numbers, of the image at hand. */
+typedef struct {
+    JHUFF_TBL dc[NUM_HUFF_TBLS], ac[NUM_HUFF_TBLS];
+    _Alignas(16) int16_t quants[NUM_QUANT_TBLS][DCTSIZE2]; /* in the order of coefficients */
+    unsigned int has_dc, has_ac, has_quants;                   /* a bit for each */
+} FileTables;
+
+typedef struct {
+    Buffer clean, planes, rows;
+    FileTables tables;
+} Baseline;
+
+static inline int word(const uint8_t *at) { return at[0] << 8 | at[1]; }
+
+static int read_quants(const uint8_t *body, size_t size, FileTables *tables)
+{
+    for (; size >= 1 + DCTSIZE2; body += 1 + DCTSIZE2, size -= 1 + DCTSIZE2) {
+        if (body[0] >= NUM_QUANT_TBLS) /* or of 16 bits */
+            return 0;
+        for (int i = 0; i < DCTSIZE2; i++)
+            tables->quants[body[0]][ORDER[i]] = body[1 + i];
+        tables->has_quants |= 1u << body[0];
+    }
+    return size == 0;
+}
+
+static int read_codes(const uint8_t *body, size_t size, FileTables *tables)
+{
+    while (size > 17) {
+        const int number = body[0] & 15, is_ac = body[0] >> 4;
+        size_t num = 0;
+        for (int length = 1; length <= CODE_BITS; length++)
+            num += body[length];
+        if (number >= NUM_HUFF_TBLS || is_ac > 1 || num > 256 || size < 17 + num)
+            return 0;
+        JHUFF_TBL *table = is_ac ? &tables->ac[number] : &tables->dc[number];
+        memcpy(table->bits + 1, body + 1, CODE_BITS);
+        table->bits[0] = 0;
+        memcpy(table->huffval, body + 17, num);
+        memset(table->huffval + num, 0, 256 - num);
+        *(is_ac ? &tables->has_ac : &tables->has_dc) |= 1u << number;
+        body += 17 + num;
+        size -= 17 + num;
+    }
+    return size == 0;
+}
+
+static int read_components(const uint8_t *body, size_t size, Frame *frame, uint8_t ids[3])
+{
+    if (size < 6 || body[0] != 8)
+        return 0;
+    frame->height = word(body + 1);
+    frame->width = word(body + 3);
+    const int num = frame->num_components = body[5];
+    if ((num != 1 && num != 3) || size != 6 + 3 * (size_t)num || frame->height < 1 || frame->width < 1 ||
+        frame->height > MAX_SIDE || frame->width > MAX_SIDE)
+        return 0;
+    frame->h = body[7] >> 4;
+    frame->v = body[7] & 15;
+    for (int i = 0; i < num; i++) {
+        ids[i] = body[6 + 3 * i];
+        frame->quant[i] = body[8 + 3 * i];
+        if (frame->quant[i] >= NUM_QUANT_TBLS || (i > 0 && body[7 + 3 * i] != 0x11))
+            return 0;
+    }
+    if (num == 3 && (ids[0] == ids[1] || ids[1] == ids[2] || ids[0] == ids[2]))
+        return 0;
+    /* Of rows of fewer than three samples libjpeg does not interpolate. */
+    return num == 1 ? frame->h == 1 && frame->v == 1
+                    : (frame->h == 1 && frame->v == 1) || (frame->h == 2 && frame->v <= 2 && frame->width > 4);
+}
+
+static int read_scan(const uint8_t *body, size_t size, Frame *frame, const uint8_t ids[3])
+{
+    const int num = frame->num_components;
+    if (size != 4 + 2 * (size_t)num || body[0] != num)
+        return 0;
+    for (int i = 0; i < num; i++) {
+        frame->dc[i] = body[2 + 2 * i] >> 4;
+        frame->ac[i] = body[2 + 2 * i] & 15;
+        if (body[1 + 2 * i] != ids[i] || frame->dc[i] >= NUM_HUFF_TBLS || frame->ac[i] >= NUM_HUFF_TBLS)
+            return 0;
+    }
+    const uint8_t *last = body + 1 + 2 * num;
+    return last[0] == 0 && last[1] == DCTSIZE2 - 1 && last[2] == 0;
+}
+
+/* The header of a file, and its tables. 0: it is not usual. The color space is libjpeg's, by default_decompress_parms. */
+static int read_baseline(const uint8_t *data, size_t size, Frame *frame, FileTables *tables)
+{
+    int has_frame = 0, is_jfif = 0, adobe = -1;
+    uint8_t ids[3] = {0};
+    memset(frame, 0, sizeof *frame);
+    tables->has_dc = tables->has_ac = tables->has_quants = 0;
+    if (size < 4 || data[0] != 0xFF || data[1] != 0xD8)
+        return 0;
+    for (size_t at = 2; size - at >= 4;) {
+        const int marker = data[at + 1];
+        const size_t length = (size_t)word(data + at + 2);
+        const uint8_t *body = data + at + 4;
+        if (data[at] != 0xFF || length < 2 || length > size - at - 2)
+            return 0;
+        const size_t body_size = length - 2;
+        int is_good = 1;
+        if (marker == 0xC0 || marker == 0xC1) {
+            is_good = !has_frame && read_components(body, body_size, frame, ids);
+            has_frame = 1;
+        } else if (marker == 0xC4) {
+            is_good = read_codes(body, body_size, tables);
+        } else if (marker == 0xDB) {
+            is_good = read_quants(body, body_size, tables);
+        } else if (marker == 0xDD) {
+            is_good = body_size == 2;
+            frame->interval = is_good ? (unsigned)word(body) : 0;
+        } else if (marker == 0xE0) {
+            const int is_tagged = body_size >= 14 && memcmp(body, "JFIF", 5) == 0;
+            is_good = !is_tagged || body[5] == 1; /* libjpeg warns of other major versions */
+            is_jfif |= is_tagged;
+        } else if (marker == 0xEE) {
+            if (body_size >= 12 && memcmp(body, "Adobe", 5) == 0)
+                adobe = body[11];
+        } else if (marker == 0xDA) {
+            const int is_ycc = is_jfif || (adobe < 0 ? ids[0] == 1 && ids[1] == 2 && ids[2] == 3 : adobe == 1);
+            frame->codes = body + body_size;
+            return has_frame && read_scan(body, body_size, frame, ids) && (frame->num_components == 1 || is_ycc);
+        } else if ((marker & 0xF0) != 0xE0 && marker != 0xFE) {
+            return 0;
+        }
+        if (!is_good)
+            return 0;
+        at += 2 + length;
+        if (at > size)
+            return 0;
+    }
+    return 0;
+}
+
+/* What the entropy decoder is told. 0: a table is missing. */
+static int scan_of(const Frame *frame, const FileTables *tables, const uint8_t *end, Scan *scan)
+{
+    const int mcu_width = DCTSIZE * frame->h, mcu_height = DCTSIZE * frame->v;
+    *scan = (Scan){.data = frame->codes, .end = end, .interval = frame->interval};
+    scan->columns = (JDIMENSION)((frame->width + mcu_width - 1) / mcu_width);
+    scan->num_mcus = (unsigned long)scan->columns * (unsigned long)((frame->height + mcu_height - 1) / mcu_height);
+    for (int i = 0; i < frame->num_components; i++) {
+        const int dc = frame->dc[i], ac = frame->ac[i];
+        if (!(tables->has_dc >> dc & 1) || !(tables->has_ac >> ac & 1) || !(tables->has_quants >> frame->quant[i] & 1))
+            return 0;
+        for (int block = 0; block < (i == 0 ? frame->h * frame->v : 1); block++)
+            scan->blocks[scan->num_blocks++] =
+                (ScanBlock){.component = i, .dc = dc, .ac = ac, .dc_codes = &tables->dc[dc], .ac_codes = &tables->ac[ac]};
+    }
+    return 1;
+}
+
+/* The samples of two rows of MCUs, of the columns of MCUs that are decoded. */
+typedef struct {
+    uint8_t *samples;
+    ptrdiff_t stride;
+    int num_rows; /* of two rows of MCUs */
+} Plane;
+
+static inline uint8_t *plane_row(const Plane *plane, int y) { return plane->samples + y % plane->num_rows * plane->stride; }
+
+/* Rows of chroma as wide as luma's: pixels `first` to `end`, of which the first is even where chroma is narrower. */
+typedef struct {
+    const Frame *frame;
+    int first_column; /* of the planes, pixels */
+    int16_t *sums;    /* with one before, and slack */
+    uint8_t *wide[2];
+} Widening;
+
+AVX2 static const uint8_t *chroma_row(const Widening *how, const Plane *plane, int y, int first, int end, uint8_t *to)
+{
+    const Frame *frame = how->frame;
+    if (frame->h == 1)
+        return plane_row(plane, y) + first - how->first_column;
+    const int width = (frame->width + 1) / 2, height = (frame->height + 1) / 2;
+    const int from = first / 2, until = (end + 1) / 2, before = from > 0, after = until < width;
+    const int offset = from - before - how->first_column / 2, num = until - from;
+    const uint8_t *near = plane_row(plane, frame->v == 2 ? y / 2 : y) + offset, *far = NULL;
+    if (frame->v == 2) {
+        const int other = y & 1 ? (y / 2 + 1 < height ? y / 2 + 1 : y / 2) : (y > 1 ? y / 2 - 1 : 0);
+        far = plane_row(plane, other) + offset;
+    }
+    int16_t *sums = how->sums;
+    add_rows(near, far, num + before + after, sums - before);
+    if (!before)
+        sums[-1] = sums[0];
+    if (!after)
+        sums[num] = sums[num - 1];
+    if (far)
+        widen(sums, num, 8, 7, 4, to);
+    else
+        widen(sums, num, 1, 2, 2, to);
+    return to;
+}
+
+/* Whether the rows of samples that a row of pixels needs are there, of `num_rows` rows of MCUs. */
+static inline int is_ready(const Frame *frame, int y, int num_rows)
+{
+    const int below = frame->v == 2 && y & 1 && y / 2 + 1 < (frame->height + 1) / 2;
+    return (frame->v == 2 ? y / 2 + below : y) < num_rows * DCTSIZE;
+}
+
+/* The rectangle's pixels in `out`, whose rows are `stride` apart. 0: refused, or there is no memory. */
+AVX2 static int decode_baseline(
+    Baseline *baseline, Entropy *entropy, HuffmanTables *codes, const uint8_t *data, size_t size,
+    const Seek *seek, Rectangle box, int to_end, uint8_t *out, ptrdiff_t stride)
+{
+    Frame frame;
+    Scan scan;
+    FileTables *tables = &baseline->tables;
+    if (!read_baseline(data, size, &frame, tables) || !scan_of(&frame, tables, data + size, &scan))
+        return 0;
+    scan.seek = *seek;
+    if (box.left < 0 || box.top < 0 || box.width < 1 || box.height < 1 || box.width > frame.width - box.left ||
+        box.height > frame.height - box.top)
+        return 0;
+    const int mcu_width = DCTSIZE * frame.h, mcu_height = DCTSIZE * frame.v, right = box.left + box.width;
+    const int bottom = box.top + box.height;
+    /* With a sample of chroma to each side. */
+    const int reach_x = frame.h > 1 ? frame.h : 0, reach_y = frame.v > 1 ? frame.v : 0;
+    const int first_column = (box.left > reach_x ? box.left - reach_x : 0) / mcu_width;
+    const int last_column = ((right + reach_x < frame.width ? right + reach_x : frame.width) - 1) / mcu_width;
+    const int first_row = (box.top > reach_y ? box.top - reach_y : 0) / mcu_height;
+    const int last_row = ((bottom + reach_y < frame.height ? bottom + reach_y : frame.height) - 1) / mcu_height;
+
+    uint8_t *clean = reserve(&baseline->clean, (size_t)(data + size - frame.codes) + PADDING);
+    const int num_columns = last_column - first_column + 1;
+    const size_t luma_bytes = (size_t)num_columns * (size_t)mcu_width + ROW_SLACK;
+    const size_t chroma_bytes = (size_t)num_columns * DCTSIZE + ROW_SLACK;
+    const size_t planes_bytes = 2 * ((size_t)mcu_height * luma_bytes + 2 * DCTSIZE * chroma_bytes);
+    uint8_t *samples = reserve(&baseline->planes, planes_bytes);
+    uint8_t *rows = reserve(&baseline->rows, 3 * (luma_bytes + ROW_SLACK) + sizeof(int16_t) * (chroma_bytes + ROW_SLACK));
+    if (!clean || !samples || !rows || !begin_scan(entropy, codes, &scan, clean, (JDIMENSION)first_column, (JDIMENSION)last_column))
+        return 0;
+    Plane planes[3];
+    for (int i = 0; i < 3; i++) {
+        planes[i] = (Plane){samples, (ptrdiff_t)(i ? chroma_bytes : luma_bytes), 2 * (i ? DCTSIZE : mcu_height)};
+        samples += planes[i].num_rows * planes[i].stride;
+    }
+    const Widening how = {.frame = &frame, .first_column = first_column * mcu_width,
+                          .sums = (int16_t *)(rows + 2 * (luma_bytes + ROW_SLACK)) + 32,
+                          .wide = {rows, rows + luma_bytes + ROW_SLACK}};
+
+    _Alignas(32) JBLOCK blocks[D_MAX_BLOCKS_IN_MCU];
+    JBLOCKROW pointers[D_MAX_BLOCKS_IN_MCU];
+    for (int i = 0; i < scan.num_blocks; i++)
+        pointers[i] = &blocks[i];
+    const int start = frame.h > 1 ? box.left & ~1 : box.left;
+    int y = box.top;
+    for (int row = 0; row <= last_row; row++) {
+        for (int column = 0; column < (int)scan.columns; column++) {
+            const int is_wanted = row >= first_row && column >= first_column && column <= last_column;
+            if (is_wanted)
+                memset(blocks, 0, (size_t)scan.num_blocks * sizeof *blocks);
+            if (!next_mcu(entropy, is_wanted ? pointers : NULL))
+                return 0;
+            if (!is_wanted)
+                continue;
+            const int number = column - first_column;
+            for (int i = 0; i < scan.num_blocks; i++) {
+                const int component = scan.blocks[i].component, x = component ? 0 : i % frame.h, line = component ? 0 : i / frame.h;
+                const Plane *plane = &planes[component];
+                uint8_t *to = plane_row(plane, row * (component ? DCTSIZE : mcu_height) + line * DCTSIZE) +
+                              (number * (component ? 1 : frame.h) + x) * DCTSIZE;
+                if (!inverse_dct(blocks[i], tables->quants[frame.quant[component]], to, plane->stride))
+                    return 0;
+            }
+        }
+        for (; row >= first_row && y < bottom && is_ready(&frame, y, row + 1); y++) {
+            const uint8_t *chroma[2] = {NULL, NULL};
+            for (int i = 1; i < frame.num_components; i++)
+                chroma[i - 1] = chroma_row(&how, &planes[i], y, start, right, how.wide[i - 1]) + box.left - start;
+            convert_row(plane_row(&planes[0], y) + box.left - how.first_column, chroma[0], chroma[1], box.width,
+                        out + (y - box.top) * stride);
+        }
+    }
+    return to_end || last_row * mcu_height + mcu_height >= frame.height ? end_scan(entropy) : 1;
+}
+#endif
+#endif

@@ -1,0 +1,209 @@
+"""What one rank measures: where its time goes, and the records, metrics and sentences that are made of it."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from raypipe import __version__
+from raypipe.config import AugmentConfig
+from raypipe.logs import STAGES
+from raypipe.metrics.prometheus import TrainerMetrics
+from raypipe.metrics.records import Folder
+from raypipe.metrics.timing import StageClock, StageTimes, diagnose, has_drained, mark
+from raypipe.plan.places import Cursor, Split
+from raypipe.streaming.chronicle import Chronicle
+from raypipe.streaming.spec import StreamSpec
+
+
+class Interval(NamedTuple):
+    """A stretch of training: images of all ranks, seconds, and how many of these rank 0 waited for data."""
+
+    images: int
+    seconds: float
+    wait_s: float
+
+
+class Account:
+    """Of one rank's loader, which reports each micro-batch: `asked`, `arrived`, `handed_out`. It knows no loader.
+
+    Args:
+        augment: the loader's; None = it has none.
+        folder: where rank 0 records the run; None = nowhere.
+
+    Attributes:
+        clocks: of each split; the threads that copy and decode add to them.
+        first_batch_s: seconds from the start of the stream to its first batch; 0 before it.
+        skips: whether the loop skips batches: no interval of the training is recorded then.
+        num_bad: bad samples that this rank has seen.
+        num_fallback: samples that the host decoded for the device.
+        exported: what this rank exports as metrics.
+        chronicle: what rank 0 tells and records.
+        actors: transform actors that the pool has at most; 0 = trainers make the stream themselves.
+        readers: that read the store at one time; 0 = the actors do.
+    """
+
+    def __init__(
+        self,
+        spec: StreamSpec,
+        device: torch.device,
+        rank: int,
+        world_size: int,
+        augment: AugmentConfig | None,
+        folder: Folder | None,
+    ) -> None:
+        self.clocks: dict[Split, StageClock] = {"train": StageClock(), "val": StageClock()}
+        self.first_batch_s, self.skips, self.num_bad, self.num_fallback = 0.0, False, 0, 0
+        info = {"version": __version__, "plan": spec.plan.fingerprint, "workers": str(world_size)}
+        self.exported = TrainerMetrics(spec.run, rank, **info)
+        self.chronicle = Chronicle(world_size, rank, folder)
+        self.actors = self.readers = 0
+        self._plan, self._device, self._world_size, self._augment = spec.plan, device, world_size, augment
+        self._counts: dict[Split, StageTimes] = {"train": StageTimes(), "val": StageTimes()}
+        # Where the compute of the micro-batch that was handed out last began, and its split.
+        self._computing: tuple[Split, Any] | None = None
+        self.begin_interval()
+
+    def step_of(self, cursor: Cursor) -> int:
+        """The training steps, through all epochs, up to a cursor."""
+        return cursor.epoch * self._plan.steps_per_epoch + cursor.step
+
+    def begin(self, cursor: Cursor) -> None:
+        """Begin the stream at a place, possibly again."""
+        self._start_step = self.step_of(cursor)
+        self._created, self.first_batch_s = time.perf_counter(), 0.0
+        self.exported.begin()
+
+    def times(self, split: Split) -> StageTimes:
+        """See `Loader.times`."""
+        seconds: dict[str, Any] = {f"{stage}_s": total for stage, total in self.clocks[split].totals().items()}
+        return replace(self._counts[split], **seconds)
+
+    def asked(self) -> Any:
+        """The next micro-batch is asked for, so the compute of the last one has ended: the mark of this moment."""
+        now = mark(self._device)
+        if self._computing:
+            split, since = self._computing
+            self.clocks[split].add("compute", since, now)
+            self._computing = None
+        return now
+
+    def arrived(self, split: Split, asked: Any) -> Any:
+        """A micro-batch that was asked for at a mark is there: the mark of this moment."""
+        drained = has_drained(asked)
+        now = mark(self._device)
+        if self.first_batch_s:
+            self.clocks[split].add("wait", asked, now)
+            self._counts[split] += StageTimes(micro_batches=1, drained=drained)
+        else:
+            self.first_batch_s = time.perf_counter() - self._created
+            self.begin_interval()  # the start of the run is reported apart
+        return now
+
+    def handed_out(self, split: Split, arrived: Any, counts: StageTimes) -> None:
+        """A micro-batch that arrived at a mark has been augmented, and its compute begins.
+
+        Args:
+            counts: its images, and the seconds that an actor spent on it.
+        """
+        self._counts[split] += counts
+        now = mark(self._device)
+        self.clocks[split].add("augment", arrived, now)
+        self._computing = split, now
+
+    @contextlib.contextmanager
+    def saving(self, whom: Callable[[], str]) -> Iterator[None]:
+        """Count the time within as waiting for a checkpoint, not as compute; rank 0 tells of a long wait.
+
+        Args:
+            whom: names what holds it up.
+        """
+        computing = self._computing
+        begun = self.asked()
+        with self.chronicle.waiting("the checkpoint", whom):
+            yield
+        ended = mark(self._device)
+        self.clocks["train"].add("checkpoint", begun, ended)
+        if computing:
+            self._computing = computing[0], ended
+
+    def strength(self, epoch: int, step: int) -> float:
+        """The strength of the augmentation at a training step."""
+        return self._augment.strength.at(self._plan.progress(epoch, step)) if self._augment else 0.0
+
+    def export(self, cursor: Cursor) -> None:
+        """Export where the rank stands, after the step of a cursor."""
+        step = self.step_of(cursor)
+        self.exported.record(
+            {split: self.times(split) for split in self.clocks},
+            first_batch_s=self.first_batch_s,
+            steps=step - self._start_step,
+            trainer_step=step,
+            trainer_epoch=cursor.epoch,
+            trainer_augment_strength=self.strength(cursor.epoch, cursor.step),
+        )
+
+    def begin_interval(self) -> None:
+        """An interval of the training begins."""
+        self._before, self._since = self.times("train"), time.perf_counter()
+
+    @property
+    def interval_age_s(self) -> float:
+        """Seconds since an interval of the training began."""
+        return time.perf_counter() - self._since
+
+    def interval(self, cursor: Cursor, **learnt: float) -> Interval:
+        """Record the training up to a cursor, since the last call or the epoch's begin; with a loss, also tell it.
+
+        Args:
+            learnt: loss, lr, …
+        """
+        times, seconds, plan = self.times("train") - self._before, self.interval_age_s, self._plan
+        self.begin_interval()
+        images, wait = times.images * self._world_size, min(1.0, times.wait_s / seconds)
+        line = (
+            f"epoch {cursor.epoch + 1}/{plan.config.epochs}  step {cursor.step}/{plan.steps_per_epoch}  "
+            f"loss {learnt.get('loss', 0.0):.4f}  {images / seconds:,.0f} images/s  waiting for data {wait:.0%}"
+        )
+        self.chronicle.record(
+            "train",
+            line if "loss" in learnt else "",
+            epoch=cursor.epoch,
+            **learnt,
+            images_per_s=images / seconds,
+            wait_fraction=wait,
+            **{f"{stage}_s": getattr(times, f"{stage}_s") for stage in STAGES if stage != "wait"},
+            **({"strength": self.strength(cursor.epoch, cursor.step - 1)} if self._augment else {}),
+            num_bad=self.num_bad,
+            num_fallback=self.num_fallback,
+        )
+        return Interval(images, seconds, times.wait_s)
+
+    def diagnose(self, epoch: int, times: StageTimes | None = None) -> None:
+        """Record at the end of an epoch where the time of the run went, and tell it at the end of the last.
+
+        Args:
+            times: sums over all ranks; None = this rank's.
+        """
+        times = times or self.times("train")
+        text = " ".join(
+            diagnose(
+                times,
+                world_size=self._world_size,
+                actors=self.actors,
+                device=self._device.type,
+                readers=self.readers,
+            )
+        )
+        is_last = epoch + 1 == self._plan.config.epochs
+        self.chronicle.record("diagnosis", text if is_last else "", **asdict(times), text=text)
+
+    def tell_notice(self, text: str) -> None:
+        """A node of the trainers is about to go."""
+        self.chronicle.record("fault", f"fault: {text}", text=text)
+        self.exported.add({"stream_faults_total": 1}, kind="notice")

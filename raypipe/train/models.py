@@ -1,0 +1,222 @@
+"""The model of a run, its optimizer, schedule and loss, as the settings name them. Knows torch, not Ray."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from difflib import get_close_matches
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from raypipe.config import RunConfig, TrainConfig
+from raypipe.device.mixing import check_mixable
+from raypipe.errors import ConfigError
+from raypipe.lookup import import_name
+from raypipe.streaming.maker import NO_VIEWS
+from raypipe.streaming.spec import StreamSpec
+from raypipe.transform.columns import ColumnType
+from raypipe.transform.views import makes_views
+
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Outputs (B, num_classes), targets int64 (B,), or (B, …) as their column holds them → losses (B,)."""
+
+Schedule = Callable[[int, int, int, float], float]
+"""Step in [0, total), total steps, steps of warm-up, peak → learning rate."""
+
+
+def check_model(name: str, channels: int = 3) -> None:
+    """Raise ConfigError where there is no such model of so many channels, before anything is started for it."""
+    if ":" in name:
+        import_name(name, "train.model")
+        return
+    if name == "small":  # without the import, which takes 2 s of a core
+        return
+    import torchvision
+
+    known = ["small", *torchvision.models.list_models(module=torchvision.models)]
+    if name.lower() not in known:
+        near = ", ".join(get_close_matches(name, known) or known[:6])
+        raise ConfigError(
+            f"train.model={name!r} is neither 'small' nor a torchvision classification model ({near}, …) nor "
+            "module:function"
+        )
+    if channels != 3:
+        raise ConfigError(
+            f"train.model={name!r} takes three channels, and augment.mean is of {channels}: use 'small' or a "
+            "module:function"
+        )
+
+
+def check_code(config: TrainConfig, channels: int) -> None:
+    """Raise ConfigError where a setting names a model, or a function, that there is not; see `check_model`."""
+    check_model(config.model, channels)
+    for name in ("loss", "optimizer", "schedule"):
+        if ":" in (address := getattr(config, name)):
+            import_name(address, f"train.{name}")
+
+
+def build_model(name: str, num_classes: int, channels: int = 3) -> nn.Module:
+    """A classifier with new weights: "small", a torchvision model by name, or what `module:function` makes of
+    `num_classes`.
+
+    Args:
+        channels: of the images; torchvision's models take three.
+
+    Raises:
+        ConfigError: there is no such model.
+    """
+    check_model(name, channels)
+    if name == "small":
+        return small_model(num_classes, channels=channels)
+    if ":" in name:
+        model = import_name(name, "train.model")(num_classes=num_classes)
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"train.model={name} made {type(model).__name__}, which is no torch.nn.Module")
+        return model
+    import torchvision
+
+    # One output and one loss for every model. What the heads at half depth were for, BatchNorm does (Szegedy et
+    # al. 2015 found the lower one to change nothing), and that of inception_v3 takes no small images.
+    more = {"aux_logits": False, "init_weights": True} if name.lower() in ("googlenet", "inception_v3") else {}
+    return torchvision.models.get_model(name, weights=None, num_classes=num_classes, **more)
+
+
+def small_model(num_classes: int, width: int = 32, channels: int = 3) -> nn.Module:
+    """A convolutional net for tiny images, 8 to 64 pixels a side: about 0.3 M parameters at width 32."""
+
+    def block(channels_in: int, channels_out: int, stride: int) -> nn.Sequential:
+        return nn.Sequential(
+            nn.Conv2d(channels_in, channels_out, 3, stride, 1, bias=False),
+            nn.BatchNorm2d(channels_out),
+            nn.ReLU(inplace=True),
+        )
+
+    return nn.Sequential(
+        block(channels, width, 1),
+        block(width, 2 * width, 2),
+        block(2 * width, 2 * width, 1),
+        block(2 * width, 4 * width, 2),
+        block(4 * width, 4 * width, 1),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Dropout(0.1),
+        nn.Linear(4 * width, num_classes),
+    )
+
+
+def build_optimizer(model: nn.Module, config: TrainConfig, fused: bool = False) -> torch.optim.Optimizer:
+    """SGD with Nesterov momentum, AdamW, or what `module:function` makes of two groups of parameters and `lr`; no
+    weight decay on biases and normalisation layers.
+
+    Args:
+        model: on its device.
+        config: the settings.
+        fused: one kernel for all parameters; for CUDA, where fp16 would else wait for the device in each step.
+    """
+    decay = [p for p in model.parameters() if p.ndim > 1]
+    rest = [p for p in model.parameters() if p.ndim <= 1]
+    groups = [{"params": decay, "weight_decay": config.weight_decay}, {"params": rest, "weight_decay": 0.0}]
+    optimizer: torch.optim.Optimizer
+    if config.optimizer == "sgd":
+        nesterov = config.momentum > 0
+        optimizer = torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=nesterov, fused=fused)
+    elif config.optimizer == "adamw":
+        optimizer = torch.optim.AdamW(groups, lr=config.lr, fused=fused)
+    else:
+        return import_name(config.optimizer, "train.optimizer")(groups, lr=config.lr)
+    fit_state(optimizer)
+    return optimizer
+
+
+def fit_state(optimizer: torch.optim.Optimizer) -> None:
+    """Give the state of an optimizer of this module the form that its kernels rely on and do not check.
+
+    - Each tensor has its parameter's strides: the fused kernels walk through both in the order of memory.
+    - `step` is on the device for the fused kernels and on the host for the others, which else wait for the device.
+    - The fused SGD has its momentum from the start. It would make it of uninitialised memory at the first step,
+      and leave it so where that step's gradients are not finite. Of zeros the first momentum is the gradient, too.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = optimizer.state[parameter]
+            if group["fused"] and group.get("momentum"):
+                state.setdefault("momentum_buffer", torch.zeros_like(parameter))
+            for name, value in state.items():
+                if name == "step":
+                    state[name] = value.to(parameter.device if group["fused"] else "cpu")
+                else:
+                    state[name] = torch.empty_like(parameter).copy_(value)
+
+
+def build_schedule(config: TrainConfig) -> Schedule:
+    return learning_rate if config.schedule == "cosine" else import_name(config.schedule, "train.schedule")
+
+
+def build_loss(config: TrainConfig, *, smooth: bool = True) -> Loss:
+    """As `train.loss` says; a validation's is without the label smoothing of the run's own."""
+    if config.loss != "cross_entropy":
+        return import_name(config.loss, "train.loss")
+    smoothing = config.label_smoothing if smooth else 0.0
+    return functools.partial(cross_entropy, reduction="none", label_smoothing=smoothing)
+
+
+def learning_rate(step: int, total_steps: int, warmup_steps: int, peak: float) -> float:
+    """Linear warm-up to `peak`, then half a cosine to zero (Loshchilov & Hutter 2017); step in [0, total)."""
+    if step < warmup_steps:
+        return peak * (step + 1) / warmup_steps
+    progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)
+    return peak * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def num_classes_of(run: RunConfig, spec: StreamSpec) -> int:
+    """Classes of the classifier that a run trains, or outputs of its model where targets are no classes.
+
+    Raises:
+        ConfigError: they are not to be told; or the run has no loss or no mixture for its targets.
+    """
+    if run.transform.target_columns:
+        raise ConfigError(
+            f"a run trains a classifier, which has no use for {run.transform.target_settings}: leave it out, or "
+            "write a loop of your own around raypipe.loader, as docs/targets.md does"
+        )
+    for split, transform in spec.transforms.items():
+        if makes_views(transform):
+            raise ConfigError(f"transform.{split} {NO_VIEWS}")
+    if not spec.columns.has_target:
+        raise ConfigError(
+            "a run trains on targets, and store.label_column is '': name a column, or write a loop of your own "
+            "around raypipe.loader, as docs/views.md does"
+        )
+    if target := spec.columns.target:
+        return _num_outputs(run, target)
+    store = spec.stores["train"]
+    classes = store.classes
+    if run.train.num_classes:
+        return run.train.num_classes
+    if classes is None:
+        raise ConfigError(f"{store.address} does not name its classes: set train.num_classes")
+    val = spec.stores.get("val")
+    if val is not None and val.classes is not None and val.classes != classes:
+        raise ConfigError(
+            f"{store.address} has {len(classes)} classes and {run.store.val} has {len(val.classes)} others, "
+            "or in another order: their labels mean different things. Convert both with the same classes"
+        )
+    return len(classes)
+
+
+def _num_outputs(run: RunConfig, target: ColumnType) -> int:
+    """Of a model whose targets are no classes."""
+    check_mixable(run.augment, target.dtype, target.shape)
+    num = run.train.num_classes or {0: 1, 1: target.shape[-1] if target.shape else 0}.get(len(target.shape), 0)
+    if not num:
+        raise ConfigError(f"targets are {target}: set train.num_classes, the number of the model's outputs")
+    # Of floats, probabilities of the classes, it has a meaning.
+    if run.train.loss == "cross_entropy" and not (target.dtype.startswith("float") and target.shape == (num,)):
+        raise ConfigError(
+            f"targets are {target}, and train.loss=cross_entropy is of classes, or of their probabilities: set "
+            "train.loss to a module:function of outputs and targets"
+        )
+    return num

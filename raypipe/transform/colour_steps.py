@@ -1,0 +1,185 @@
+"""Steps that change pixels where they are: colours, blurs and dropout."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from raypipe.transform.draws import between, integers
+from raypipe.transform.filters import gaussian_coefficients, motion_kernels
+from raypipe.transform.ops import MAX_FILTER, MAX_RADIUS, POSTERIZE, SOLARIZE, Op
+from raypipe.transform.step import Filled, Numbers, Range, Step
+
+_ONE = 1 << 16  # in Q16
+_MAX_HOLES = 64
+_ORDERS = np.array(list(itertools.permutations(range(4))))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ColorJitter(Step):
+    """Brightness, contrast, saturation and hue, in an order that is drawn."""
+
+    brightness: Range = (0.8, 1.2)
+    contrast: Range = (0.8, 1.2)
+    saturation: Range = (0.8, 1.2)
+    hue: Range = (-0.5, 0.5)
+    p: float = 0.5
+
+    ops = (Op.JITTER,)
+    num_uniforms = 5
+
+    def draw(self, u: np.ndarray, sizes: np.ndarray) -> Numbers:
+        factors = [
+            np.rint(between(u[:, column], limits) * _ONE).astype(np.int64)
+            for column, limits in enumerate((self.brightness, self.contrast, self.saturation))
+        ]
+        hue = np.rint(between(u[:, 3], self.hue) * (6 * _ONE)).astype(np.int64) % (6 * _ONE)
+        return [_ORDERS[integers(u[:, 4], 0, len(_ORDERS) - 1)], *factors, hue]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToGray(Step):
+    """Grey, in three channels."""
+
+    num_output_channels: int = 3
+    method: str = "weighted_average"
+    p: float = 0.5
+
+    ops = (Op.GREY,)
+
+    @property
+    def is_known(self) -> bool:
+        return self.num_output_channels == 3 and self.method == "weighted_average"
+
+    def draw(self, u: np.ndarray, sizes: np.ndarray) -> Numbers:
+        return []
+
+
+@dataclass(frozen=True, kw_only=True)
+class Solarize(Step):
+    """Inverts what is at least as bright as a threshold, a share of 255."""
+
+    threshold_range: Range = (0.5, 0.5)
+    p: float = 0.5
+
+    ops = (Op.TABLE,)
+    num_uniforms = 1
+
+    def draw(self, u: np.ndarray, sizes: np.ndarray) -> Numbers:
+        thresholds = np.ceil(between(u[:, 0], self.threshold_range) * 255).astype(np.int64)
+        return [SOLARIZE, *[thresholds] * 3]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Posterize(Step):
+    """Keeps the high bits of each channel."""
+
+    num_bits: Any = (4, 4)
+    p: float = 0.5
+
+    ops = (Op.TABLE,)
+    num_uniforms = 3
+
+    @property
+    def is_known(self) -> bool:
+        return len(self.num_bits) == 2 and all(isinstance(bits, int) for bits in self.num_bits)
+
+    def draw(self, u: np.ndarray, sizes: np.ndarray) -> Numbers:
+        masks = 256 - (1 << (8 - integers(u[:, 0], *self.num_bits)))
+        return [POSTERIZE, *[masks] * 3]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GaussianBlur(Step):
+    """A blur of a standard deviation, pixels."""
+
+    blur_limit: tuple[int, int] = (0, 0)
+    sigma_limit: Range = (0.5, 3.0)
+    p: float = 0.5
+
+    ops = (Op.BLUR,)
+    num_uniforms = 2
+
+    @property
+    def is_known(self) -> bool:
+        radius = max(int(max(self.blur_limit)) // 2, int(max(self.sigma_limit) * 3.5))
+        return radius <= MAX_RADIUS and min(self.sigma_limit) > 0
+
+    def draw(self, u: np.ndarray, sizes: np.ndarray) -> Numbers:
+        sigma, (low, high) = between(u[:, 0], self.sigma_limit), self.blur_limit
+        return [gaussian_coefficients(sigma, integers(u[:, 1], int(low), int(high)))]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MotionBlur(Step):
+    """A blur along a line."""
+
+    blur_limit: tuple[int, int] = (3, 7)
+    allow_shifted: bool = True
+    angle_range: Range = (0, 360)
+    direction_range: Range = (-1.0, 1.0)
+    p: float = 0.5
+
+    ops = (Op.FILTER,)
+    num_uniforms = 5
+
+    @property
+    def is_known(self) -> bool:
+        return max(self._sides) <= MAX_FILTER
+
+    @property
+    def _sides(self) -> tuple[int, int]:
+        low, high = (max(3, side + (side % 2 == 0)) for side in self.blur_limit)
+        return low, max(low, high)
+
+    def draw(self, u: np.ndarray, sizes: np.ndarray) -> Numbers:
+        low, high = self._sides
+        side = low + 2 * integers(u[:, 0], 0, (high - low) // 2)
+        angle, direction = between(u[:, 1], self.angle_range), between(u[:, 2], self.direction_range)
+        shift = between(u[:, 3:5], (-1.0, 1.0)) * float(self.allow_shifted)
+        return [motion_kernels(side, angle, direction, shift)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoarseDropout(Filled):
+    """Boxes of one colour: DeVries & Taylor 2017, Zhong et al. 2017."""
+
+    num_holes_range: tuple[int, int] = (1, 2)
+    hole_height_range: Range = (0.1, 0.2)
+    hole_width_range: Range = (0.1, 0.2)
+    p: float = 0.5
+
+    ops = (Op.DROPOUT,)
+
+    @property
+    def is_known(self) -> bool:
+        return super().is_known and self.num_holes_range[1] <= _MAX_HOLES
+
+    @property
+    def num_uniforms(self) -> int:  # type: ignore[override]
+        """One for their number, four for each."""
+        return 1 + 4 * self.num_holes_range[1]
+
+    def num_params(self, op: Op) -> int:
+        return 4 + 4 * self.num_holes_range[1]
+
+    def draw(self, u: np.ndarray, sizes: np.ndarray) -> Numbers:
+        number, of_hole = integers(u[:, 0], *self.num_holes_range), u[:, 1:].reshape(len(u), -1, 4)
+        holes = []
+        for axis, (low, high) in enumerate((self.hole_height_range, self.hole_width_range)):
+            side, drawn = sizes[:, axis : axis + 1], of_hole[..., axis]
+            if self.hole_height_range[1] >= 1:  # pixels
+                length = integers(drawn, int(low), np.clip(side, int(low), int(high)))
+            else:
+                length = (side * between(drawn, (low, high))).astype(np.int64)
+            start = integers(of_hole[..., 2 + axis], 0, np.maximum(side - length, 0))
+            holes.append((start, start + length))
+        (top, bottom), (left, right) = holes
+        boxes = np.stack([top, left, bottom, right], axis=-1).reshape(len(u), -1)
+        return [*self.colour, number, boxes]
+
+
+COLOUR_STEPS = ColorJitter, ToGray, Solarize, Posterize, GaussianBlur, MotionBlur, CoarseDropout

@@ -1,0 +1,276 @@
+"""Steps that move pixels: crops, resizes, borders, turns and affine maps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from raypipe.transform.draws import between, integers
+from raypipe.transform.exact import exp, sin_cos
+from raypipe.transform.ops import Op
+from raypipe.transform.step import Filled, Numbers, Range, Step
+
+NEAREST, LINEAR, CUBIC = 0, 1, 2
+"""OpenCV's numbers of interpolations."""
+_BORDERS = (0, 1, 2, 3, 4)  # OpenCV's numbers: constant, replicate, reflect, wrap, reflect 101
+_WITHOUT_COPIES = (0, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Resizing(Step):
+    interpolation: int = LINEAR
+    mask_interpolation: int = NEAREST
+    area_for_downscale: str | None = None
+
+    ops: ClassVar[tuple[Op, ...]] = (Op.RESIZE,)
+
+    @property
+    def is_known(self) -> bool:
+        is_plain = self.interpolation in (NEAREST, LINEAR, CUBIC) and self.mask_interpolation == NEAREST
+        return is_plain and not self.area_for_downscale
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomResizedCrop(_Resizing):
+    """Szegedy et al. 2014: ten times an area and a ratio are drawn, until such a box fits into the image."""
+
+    size: tuple[int, int]
+    scale: Range = (0.08, 1.0)
+    ratio: Range = (0.75, 1.3333333333333333)
+
+    ops = Op.CROP, Op.RESIZE
+    num_uniforms = 22
+    _NUM_TRIES = 10
+
+    def draw(self, u: np.ndarray, sizes: np.ndarray) -> Numbers:
+        boxes, fits = self._boxes(u[:, 0], u[:, 1], sizes)
+        (failed,) = np.nonzero(~fits)
+        if failed.size:
+            boxes[failed] = self._central(sizes[failed])
+            tries = u[failed, 2 : 2 * self._NUM_TRIES]
+            others, fit = self._boxes(tries[:, ::2], tries[:, 1::2], sizes[failed][:, None])
+            first, any_fits = fit.argmax(axis=1), fit.any(axis=1)
+            boxes[failed[any_fits]] = others[np.arange(len(failed)), first][any_fits]
+            central = failed[~any_fits]
+        starts = integers(u[:, -2:], 0, sizes - boxes)
+        if failed.size:
+            starts[central] = (sizes[central] - boxes[central]) // 2
+        return [starts, boxes, *self.size, self.interpolation]
+
+    def _boxes(self, area: np.ndarray, ratio: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(height, width) of boxes, int64 (…, 2), and whether they fit into images; of uniforms (…)."""
+        pixels = (sizes[..., 0] * sizes[..., 1]).astype(np.float64)
+        areas = pixels * between(area, self.scale)
+        ratios = exp(between(ratio, (_log(self.ratio[0]), _log(self.ratio[1]))))
+        sides = np.rint(np.sqrt(np.stack([areas / ratios, areas * ratios], axis=-1))).astype(np.int64)
+        return sides, ((sides > 0) & (sides <= sizes)).all(axis=-1)
+
+    def _central(self, sizes: np.ndarray) -> np.ndarray:
+        """The largest boxes within the ratios."""
+        height, width = sizes.astype(np.float64).T
+        too_narrow, too_wide = width < self.ratio[0] * height, width > self.ratio[1] * height
+        boxes = sizes.copy()
+        boxes[too_narrow, 0] = np.rint(width / self.ratio[0])[too_narrow]
+        boxes[too_wide, 1] = np.rint(height * self.ratio[1])[too_wide]
+        return np.clip(boxes, 1, sizes)
+
+
+def _log(x: float) -> float:
+    """The natural logarithm without its last bits, in which machines differ."""
+    return round(math.log(x) * 2**40) / 2**40
+
+
+@dataclass(frozen=True, kw_only=True)
+class FixedCrop(Step):
+    """A box of fixed size, for which an image may be too small."""
+
+    height: int
+    width: int
+    pad_if_needed: bool = False
+
+    ops = (Op.CROP,)
+
+    @property
+    def is_known(self) -> bool:
+        return not self.pad_if_needed
+
+    def draw(self, u: np.ndarray, sizes: np.ndarray) -> Numbers:
+        return [self._starts(u, np.maximum(sizes - (self.height, self.width), 0)), self.height, self.width]
+
+    def _starts(self, u: np.ndarray, room: np.ndarray) -> np.ndarray:
+        raise NotImplementedError
+
+
+class RandomCrop(FixedCrop):
+    """Anywhere."""
+
+    num_uniforms = 2
+
+    def _starts(self, u: np.ndarray, room: np.ndarray) -> np.ndarray:
+        return integers(u, 0, room)
+
+
+class CenterCrop(FixedCrop):
+    """In the middle."""
+
+    def _starts(self, u: np.ndarray, room: np.ndarray) -> np.ndarray:
+        return room // 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resize(_Resizing):
+    """A resize to a fixed size."""
+
+    height: int
+    width: int
+
+    def draw(self, u: np.ndarray, sizes: np.ndarray) -> Numbers:
+        return [self.height, self.width, self.interpolation]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SmallestMaxSize(_Resizing):
+    """A resize by which the short side has a length, or both sides at least theirs."""
+
+    max_size: int | None = None
+    max_size_hw: tuple[int | None, int | None] | None = None
+
+    @property
+    def is_known(self) -> bool:
+        sides = [self.max_size] if self.max_size_hw is None else self.max_size_hw
+        return super().is_known and all(isinstance(side, int) for side in sides)
+
+    def draw(self, u: np.ndarray, sizes: np.ndarray) -> Numbers:
+        # To the bit as the library: a quotient first, and then products.
+        if self.max_size is not None:
+            scales = self.max_size / sizes.min(axis=1, keepdims=True)
+        else:
+            scales = (np.array(self.max_size_hw) / sizes).max(axis=1, keepdims=True)
+        return [np.maximum(1, np.rint(sizes * scales)).astype(np.int64), self.interpolation]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Bordered(Filled):
+    """Has pixels from beyond the image's edges."""
+
+    fill_mask: Any = 0
+    border_mode: int = 0
+
+    @property
+    def is_known(self) -> bool:
+        return self.border_mode in _BORDERS and super().is_known
+
+    @property
+    def takes_points(self) -> bool:
+        return self.border_mode in _WITHOUT_COPIES
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pad(_Bordered):
+    """Pixels around the image."""
+
+    padding: int | tuple[int, ...] = 0
+
+    ops = (Op.PAD,)
+
+    def draw(self, u: np.ndarray, sizes: np.ndarray) -> Numbers:
+        sides = (self.padding,) if isinstance(self.padding, int) else tuple(self.padding)
+        left, top, right, bottom = sides if len(sides) == 4 else (sides[0], sides[-1]) * 2
+        return [top, bottom, left, right, self.border_mode, *self.colour]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn(Step):
+    """One of several turns and reflections, each as likely as the others.
+
+    Attributes:
+        codes: of each the sum of 4 (transpose), then 2 (upside down), then 1 (left to right).
+    """
+
+    codes: tuple[int, ...]
+
+    ops = (Op.TURN,)
+    num_uniforms = 1
+
+    @property
+    def is_random(self) -> bool:
+        return 0 < self.p < 1 or (self.p > 0 and len(self.codes) > 1)
+
+    def draw(self, u: np.ndarray, sizes: np.ndarray) -> Numbers:
+        return [np.array(self.codes)[integers(u[:, 0], 0, len(self.codes) - 1)]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Affine(_Bordered):
+    """Scale, turn, shear and shift about the centre, in this order; the size stays.
+
+    Limits are of both axes, or a mapping of those of x and y.
+    """
+
+    scale: Any = (1.0, 1.0)
+    translate_percent: Any = None
+    translate_px: Any = (0, 0)
+    rotate: Range = (0.0, 0.0)
+    shear: Any = (0.0, 0.0)
+    interpolation: int = LINEAR
+    fit_output: bool = False
+    keep_ratio: bool = False
+    balanced_scale: bool = False
+    mask_interpolation: int = NEAREST
+    rotate_method: str = "largest_box"
+    p: float = 0.5
+
+    ops = (Op.AFFINE,)
+    num_uniforms = 7
+
+    @property
+    def is_known(self) -> bool:
+        plain = not self.fit_output and not self.balanced_scale and self.interpolation in (NEAREST, LINEAR)
+        of_targets = self.mask_interpolation == NEAREST and self.rotate_method == "largest_box"
+        return plain and of_targets and super().is_known
+
+    def draw(self, u: np.ndarray, sizes: np.ndarray) -> Numbers:
+        height, width = sizes.astype(np.float64).T
+        scale_x, scale_y = _of_axes(self.scale)
+        sx = between(u[:, 0], scale_x)
+        sy = sx if self.keep_ratio else between(u[:, 1], scale_y)
+        sin, cos = sin_cos(np.deg2rad(1.0) * between(u[:, 2], self.rotate))
+        tan_x, tan_y = (
+            np.divide(*sin_cos(np.deg2rad(1.0) * -between(angle, limits)))
+            for angle, limits in zip(u.T[3:5], _of_axes(self.shear), strict=True)
+        )
+        if self.translate_percent is None:
+            of_axes = zip(u.T[5:], _of_axes(self.translate_px), strict=True)
+            tx, ty = (integers(shift, int(low), int(high)).astype(float) for shift, (low, high) in of_axes)
+        else:
+            shares = zip(u.T[5:], _of_axes(self.translate_percent), (width, height), strict=True)
+            tx, ty = (np.trunc(between(shift, limits) * side) for shift, limits, side in shares)
+        # shear @ rotation @ scale, of columns (x, y)
+        a, b = (cos - tan_x * sin) * sx, (sin + tan_x * cos) * sy
+        d, e = (tan_y * cos - sin) * sx, (tan_y * sin + cos) * sy
+        center_x, center_y = width / 2 - 0.5, height / 2 - 0.5
+        determinant = a * e - b * d
+        inverse = np.stack([e, -b, -d, a]) / np.where(determinant == 0, 1, determinant)
+        (ia, ib, ic, ie), to_x, to_y = inverse, center_x + tx, center_y + ty
+        matrix = [ia, ib, center_x - ia * to_x - ib * to_y, ic, ie, center_y - ic * to_x - ie * to_y]
+        in_q32 = np.rint(np.clip(np.stack(matrix, axis=1), -(2.0**20), 2.0**20) * 2.0**32).astype(np.int64)
+        return [in_q32, self.interpolation, self.border_mode, *self.colour]
+
+
+def _of_axes(limits: Any) -> tuple[Range, Range]:
+    return (limits["x"], limits["y"]) if isinstance(limits, Mapping) else (limits, limits)
+
+
+TURNS = {
+    "HorizontalFlip": ((1,), 0.5),
+    "VerticalFlip": ((2,), 0.5),
+    "Transpose": ((4,), 0.5),
+    "RandomRotate90": ((0, 6, 3, 5), 1.0),
+    "D4": (tuple(range(8)), 1.0),
+}
+"""Their codes by name, and the library's default of their chance."""
+GEOMETRY_STEPS = RandomResizedCrop, RandomCrop, CenterCrop, Resize, SmallestMaxSize, Pad, Affine

@@ -1,0 +1,103 @@
+"""What a step of a program is: a transform of Albumentations' whose parameters are drawn here.
+
+It draws them for all samples of a micro-batch at once, as integers (`raypipe.transform.ops`), from the library's
+distributions. Its fields are the library's arguments, as a transform keeps them: limits are pairs. `raypipe.
+transform.geometry_steps` and `colour_steps` have the steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from raypipe.transform.ops import NUM_PARAMS, Op
+
+Range = tuple[float, float]
+Numbers = list[np.ndarray | int]
+"""Parameters of a step's operations in turn: integers for all samples, int64 (B,) or (B, n)."""
+SIZING = {Op.CROP, Op.RESIZE, Op.PAD}
+"""Operations whose results have another size, however they are drawn."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """A step of a program.
+
+    Attributes:
+        p: the chance that it applies to a sample.
+        ops: its operations.
+        num_uniforms: that it draws for a sample, beside one for its chance.
+    """
+
+    p: float = 1.0
+
+    ops: ClassVar[tuple[Op, ...]]
+    num_uniforms: ClassVar[int] = 0
+
+    @property
+    def is_known(self) -> bool:
+        """Whether its arguments have values that are known here."""
+        return True
+
+    @property
+    def is_random(self) -> bool:
+        """Whether a draw decides anything."""
+        return 0 < self.p < 1 or (self.p > 0 and self.num_uniforms > 0)
+
+    def num_params(self, op: Op) -> int:
+        """Of an operation of its own, beside `apply`."""
+        return NUM_PARAMS[op]
+
+    @property
+    def mask_fill(self) -> int | None:
+        """What it puts into a mask where it has no pixel for it; None: nothing."""
+        return None
+
+    @property
+    def takes_points(self) -> bool:
+        """Whether boxes and keypoints can follow: a border that repeats pixels would repeat them, too."""
+        return True
+
+    def draw(self, u: np.ndarray, sizes: np.ndarray) -> Numbers:
+        """Draw parameters for B samples, as if it applied to all.
+
+        Args:
+            u: uniforms, float64 (B, num_uniforms).
+            sizes: (height, width) of the images that come to it, int64 (B, 2).
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Filled(Step):
+    """Has pixels that come from no image."""
+
+    fill: Any = 0
+    fill_mask: Any = None
+
+    @property
+    def is_known(self) -> bool:
+        return _rgb(self.fill) is not None and (self.fill_mask is None or _rgb(self.fill_mask) is not None)
+
+    @property
+    def colour(self) -> tuple[int, int, int]:
+        """Of these pixels, RGB."""
+        colour = _rgb(self.fill)
+        assert colour is not None, "is_known looks at it"
+        return colour
+
+    @property
+    def mask_fill(self) -> int | None:
+        colour = _rgb(self.fill_mask)
+        return colour and colour[0]
+
+
+def _rgb(fill: Any) -> tuple[int, int, int] | None:
+    """A fill as three bytes; None: it is none."""
+    numbers = (fill,) * 3 if isinstance(fill, int | float) else fill
+    if not isinstance(numbers, tuple | list | np.ndarray) or len(numbers) not in (1, 3):
+        return None
+    whole = [int(number) for number in (tuple(numbers) * 3)[:3] if 0 <= number <= 255 and number == int(number)]
+    return (whole[0], whole[1], whole[2]) if len(whole) == 3 else None

@@ -30,6 +30,7 @@ from raypipe.stores.destination import write_atomically
 from raypipe.stores.filter import matching
 from raypipe.streaming.chronicle import Chronicle
 from raypipe.train.run_folder import CONFIG_HEAD
+from raypipe.transform.seekable import is_seekable
 
 from pictures import CLASSES, picture, samples, write_tar  # isort: skip
 from s3_server import environment, make_bucket, s3_server  # isort: skip
@@ -209,6 +210,15 @@ def test_docs_tuning_measures() -> None:
         write_atomically(name, samples(100), CLASSES)
     for words in of("tuning.md", "bench"):
         assert run_alone(words)["ratio"] > 0
+
+
+@runs(("decode.md", "convert"))
+@pytest.mark.usefixtures("ray_cluster", "folder")
+def test_docs_decode_makes_a_store_seekable(capsys: pytest.CaptureFixture[str]) -> None:
+    write_tar("photos.tar", samples(20))
+    (words,) = of("decode.md", "convert")
+    assert run(words, capsys)["samples"] == 20
+    assert all(map(is_seekable, open_store(words[3]).read(np.arange(20), ("image",))["image"]))
 
 
 @runs(("moving.md", "convert"))

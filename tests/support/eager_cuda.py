@@ -36,7 +36,7 @@ UNLIKE = {
     "test_nccl_refuses_two_ranks_of_one_device": "its processes have no pretended device",
     "test_pinned_memory_is_what_the_page_says": "torch's allocator of pinned memory is not imitated",
     "test_a_device_that_has_drained_is_told_from_one_at_work[True]": "it is never busy",
-    "test_the_copy_of_a_state_is_that_of_its_step_though_the_device_is_behind": (
+    "test_a_state_is_saved_as_of_its_step_though_the_device_is_behind": (
         "the tensors have no storage on the device"
     ),
 }

@@ -83,7 +83,12 @@ def test_all_lines_of_rays_processes_are_json_where_this_processes_are(
 ) -> None:
     monkeypatch.setattr(worker, "print_to_stdstream", worker.print_to_stdstream)  # it is put back afterwards
     rays.take_console()
-    data = {"pid": "raylet", "ip": "10.0.0.1", "is_err": False, "lines": ["A worker\ndied", '{"message": "mine"}']}
+    data = {
+        "pid": "raylet",
+        "ip": "10.0.0.1",
+        "is_err": False,
+        "lines": ["test_console's\nown", '{"message": "test_console\'s"}'],
+    }
     configure_logs("json")
     try:
         worker.print_to_stdstream(data, ignore_prefix=True)
@@ -91,8 +96,8 @@ def test_all_lines_of_rays_processes_are_json_where_this_processes_are(
     finally:
         configure_logs("text")
     # A cluster of other tests may have words of its own between these, as text: its console was taken before.
-    said = [json.loads(line) for line in written if "A worker" in line or "mine" in line]
-    assert [line["message"] for line in said] == ["A worker\ndied", "mine"]
+    said = [json.loads(line) for line in written if "test_console's" in line]
+    assert [line["message"] for line in said] == ["test_console's\nown", "test_console's"]
     assert said[0]["pid"] == "raylet" and said[0]["ip"] == "10.0.0.1"
     worker.print_to_stdstream(data | {"lines": ["another word"]}, ignore_prefix=False)
     assert "(raylet" in (shown := capsys.readouterr().out) and "another word" in shown

@@ -190,7 +190,27 @@ typedef struct {
     int num_rows; /* of two rows of MCUs */
 } Plane;
 
-static inline uint8_t *plane_row(const Plane *plane, int y) { return plane->samples + y % plane->num_rows * plane->stride; }
+static inline uint8_t *plane_row(const Plane *plane, int y)
+{
+    return plane->samples + y % plane->num_rows * plane->stride;
+}
+
+/* An MCU's samples from its coefficients; `row` of all MCUs, `column` of those in the planes. 0: refused. */
+AVX2 static int put_samples(
+    JBLOCK *blocks, const Frame *frame, const Scan *scan, const FileTables *tables, const Plane *planes, int row,
+    int column)
+{
+    for (int i = 0; i < scan->num_blocks; i++) {
+        const int component = scan->blocks[i].component, is_luma = component == 0;
+        const int h = is_luma ? frame->h : 1, v = is_luma ? frame->v : 1; /* luma's blocks come first */
+        const int x = is_luma ? i % h : 0, y = is_luma ? i / h : 0;
+        const Plane *plane = &planes[component];
+        uint8_t *to = plane_row(plane, (row * v + y) * DCTSIZE) + (column * h + x) * DCTSIZE;
+        if (!inverse_dct(blocks[i], tables->quants[frame->quant[component]], to, plane->stride))
+            return 0;
+    }
+    return 1;
+}
 
 /* Rows of chroma as wide as luma's: pixels `first` to `end`, of which the first is even where chroma is narrower. */
 typedef struct {
@@ -262,8 +282,10 @@ AVX2 static int decode_baseline(
     const size_t chroma_bytes = (size_t)num_columns * DCTSIZE + ROW_SLACK;
     const size_t planes_bytes = 2 * ((size_t)mcu_height * luma_bytes + 2 * DCTSIZE * chroma_bytes);
     uint8_t *samples = reserve(&baseline->planes, planes_bytes);
-    uint8_t *rows = reserve(&baseline->rows, 3 * (luma_bytes + ROW_SLACK) + sizeof(int16_t) * (chroma_bytes + ROW_SLACK));
-    if (!clean || !samples || !rows || !begin_scan(entropy, codes, &scan, clean, (JDIMENSION)first_column, (JDIMENSION)last_column))
+    const size_t sums_bytes = sizeof(int16_t) * (chroma_bytes + ROW_SLACK);
+    uint8_t *rows = reserve(&baseline->rows, 3 * (luma_bytes + ROW_SLACK) + sums_bytes);
+    if (!clean || !samples || !rows ||
+        !begin_scan(entropy, codes, &scan, clean, (JDIMENSION)first_column, (JDIMENSION)last_column))
         return 0;
     Plane planes[3];
     for (int i = 0; i < 3; i++) {
@@ -287,17 +309,8 @@ AVX2 static int decode_baseline(
                 memset(blocks, 0, (size_t)scan.num_blocks * sizeof *blocks);
             if (!next_mcu(entropy, is_wanted ? pointers : NULL))
                 return 0;
-            if (!is_wanted)
-                continue;
-            const int number = column - first_column;
-            for (int i = 0; i < scan.num_blocks; i++) {
-                const int component = scan.blocks[i].component, x = component ? 0 : i % frame.h, line = component ? 0 : i / frame.h;
-                const Plane *plane = &planes[component];
-                uint8_t *to = plane_row(plane, row * (component ? DCTSIZE : mcu_height) + line * DCTSIZE) +
-                              (number * (component ? 1 : frame.h) + x) * DCTSIZE;
-                if (!inverse_dct(blocks[i], tables->quants[frame.quant[component]], to, plane->stride))
-                    return 0;
-            }
+            if (is_wanted && !put_samples(blocks, &frame, &scan, tables, planes, row, column - first_column))
+                return 0;
         }
         for (; row >= first_row && y < bottom && is_ready(&frame, y, row + 1); y++) {
             const uint8_t *chroma[2] = {NULL, NULL};

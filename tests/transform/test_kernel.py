@@ -353,3 +353,14 @@ def test_without_the_extension_all_is_refused(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(kernel, "available", lambda: False)
     assert kernel.sizes([b"x", None])[0].tolist() == [[0, 0], [0, 0]]
     assert kernel.run([b"x", None], []).tolist() == [kernel.UNREADABLE, kernel.SKIPPED]
+
+
+@pytest.mark.parametrize("sampling", ["444", "422", "420", "Gray"])
+def test_codes_of_the_longest_values_are_skipped(simd: int, sampling: str) -> None:
+    """In black and white noise at quality 100: three looks would take more bits than a refill has."""
+    rng = np.random.default_rng(simd)
+    for channels in (1, 3):
+        image = np.repeat(rng.integers(0, 2, (256, 256, channels)).astype(np.uint8) * 255, 3 // channels, 2)
+        data = simplejpeg.encode_jpeg(image, 100, "RGB", sampling)
+        expected = simplejpeg.decode_jpeg(data, "RGB")[210:250, 3:43]
+        assert np.array_equal(one(data, [(CROP, [210, 3, 40, 40])], (40, 40)), expected)

@@ -170,7 +170,7 @@ def test_pages_import_public_names_only() -> None:
 # The direction of imports
 
 
-def test_each_package_imports_only_from_those_before_it_annotations_included() -> None:
+def test_each_package_imports_only_from_those_before_it() -> None:
     place = {package: number for number, package in enumerate(PACKAGES)}
     for module in MODULES:
         for name in imports(module):
@@ -179,7 +179,7 @@ def test_each_package_imports_only_from_those_before_it_annotations_included() -
                 assert place[imported] <= place[module.split(".")[0]], f"{module} imports {name}"
 
 
-def test_no_modules_import_one_another_in_a_circle_nor_in_a_chain_of_more_than_fourteen() -> None:
+def test_imports_have_no_circle_and_no_chain_beyond_fourteen() -> None:
     graph = {m: {n.removeprefix("raypipe.") for n in imports(m) if n.startswith("raypipe.")} for m in MODULES}
     chain: dict[str, int] = {}
     for module in graphlib.TopologicalSorter(graph).static_order():

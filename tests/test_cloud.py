@@ -112,7 +112,7 @@ def final_state(run: dict[str, bytes]) -> dict[str, Any]:
     return torch.load(io.BytesIO(run[last]), weights_only=True)
 
 
-def test_a_run_in_a_bucket_stopped_and_resumed_through_an_outage_ends_as_the_one_on_a_disk(
+def test_a_run_in_a_bucket_through_an_outage_ends_as_one_on_a_disk(
     places: tuple[str, str], s3_endpoint: str, tmp_path: Path
 ) -> None:
     local, remote = places

@@ -70,7 +70,7 @@ def trainers_of(head: LocalHead) -> list[int]:
 
 
 @pytest.mark.timeout(3600)
-def test_a_run_that_was_killed_30_times_while_it_wrote_checkpoints_ends_with_the_weights_of_an_unbroken_one(
+def test_a_run_killed_30_times_while_writing_ends_with_equal_weights(
     stores: dict[str, Path], tmp_path: Path
 ) -> None:
     moments, killed, epochs = random.Random(3), {"driver": 0, "trainer": 0}, 50
@@ -171,7 +171,7 @@ def halves(
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_run_whose_newest_checkpoint_is_damaged_ends_with_the_weights_of_an_unbroken_one(
+def test_a_run_with_a_damaged_checkpoint_ends_with_equal_weights(
     damage: str, halves: tuple[RunConfig, Path, Path], tmp_path: Path
 ) -> None:
     run, whole, half = halves
@@ -183,7 +183,7 @@ def test_a_run_whose_newest_checkpoint_is_damaged_ends_with_the_weights_of_an_un
 
 
 @pytest.mark.timeout(240)
-def test_a_run_whose_disk_fills_ends_with_one_error_and_goes_on_to_the_same_weights_when_there_is_room(
+def test_a_run_goes_on_to_equal_weights_after_its_disk_was_full(
     halves: tuple[RunConfig, Path, Path], tmp_path: Path
 ) -> None:
     run, whole, _ = halves

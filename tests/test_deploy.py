@@ -265,7 +265,7 @@ def test_the_head_may_touch_no_machines_but_the_clusters_and_nodes_none(aws: Any
         assert not allows("raypipe-node", action, machine, aws_ResourceTag=tag, **start)
 
 
-def test_the_account_script_may_be_run_again_and_moves_ssh_to_the_network_of_now(aws: Any, tmp_path: Path) -> None:
+def test_the_account_script_may_run_again_and_moves_ssh_to_this_network(aws: Any, tmp_path: Path) -> None:
     def state() -> tuple[Any, ...]:
         iam = boto3.client("iam")
         (group,) = aws.describe_security_groups(GroupNames=["raypipe"])["SecurityGroups"]
@@ -347,7 +347,7 @@ def test_hosts_of_eight_gpus_leave_cpus_to_their_trainers() -> None:
         assert resources == {"CPU": 128, "GPU": 8} and cpus - resources["CPU"] >= 8 * 8
 
 
-def test_a_p5_has_efa_on_each_of_its_cards_and_ray_starts_it_on_a_pretended_aws(aws: Any) -> None:
+def test_a_p5_has_efa_on_each_card_and_ray_starts_it_on_a_fake_aws(aws: Any) -> None:
     config = prepare_config(load(DEPLOY / "aws-p5.yaml"))
     config["auth"]["ssh_private_key"] = "of-nobody"
     # What is marked CHANGE.
@@ -454,7 +454,7 @@ def test_rays_autoscaler_reads_the_cluster_from_kubernetes(kuberay: dict[str, di
     assert name["valueFrom"]["fieldRef"]["fieldPath"] == "metadata.labels['ray.io/cluster']"
 
 
-def test_pods_that_hold_a_run_are_not_moved_and_workers_are_drained_before_they_end(
+def test_pods_of_a_run_are_not_moved_and_workers_are_drained_first(
     kuberay: dict[str, dict[str, Any]],
 ) -> None:
     version = kubernetes_validate.latest_version()
@@ -481,7 +481,7 @@ def test_pods_that_hold_a_run_are_not_moved_and_workers_are_drained_before_they_
         assert budget["spec"]["selector"]["matchLabels"] == {"ray.io/cluster": "raypipe", **labels}
 
 
-def test_the_state_of_a_head_can_outlive_it_by_the_lines_that_are_commented_out() -> None:
+def test_the_commented_lines_let_a_heads_state_outlive_it() -> None:
     text = (DEPLOY / "kuberay.yaml").read_text()
     lines = re.search(r"(  # gcsFaultToleranceOptions:\n(?:  #   .*\n)+)", text)
     assert lines

@@ -206,7 +206,7 @@ def test_the_loops_of_docs_integrations_learn(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.pages
-def test_the_loop_of_docs_integrations_on_ray_train_alone_reports_and_learns(
+def test_the_ray_train_loop_of_docs_integrations_reports_and_learns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two of its ranks are killed in tests/test_own_loop.py."""
@@ -230,7 +230,7 @@ def test_the_loop_of_docs_integrations_on_ray_train_alone_reports_and_learns(
 
 
 @pytest.mark.pages
-def test_the_mixture_of_docs_plans_has_its_weights_and_the_training_on_buckets_learns(
+def test_docs_plans_mixes_by_weights_and_learns_on_buckets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = program("plans.md", monkeypatch, tmp_path)
@@ -262,7 +262,7 @@ def test_docs_sampling_draws_exact_shares_and_balanced_classes_win(
 
 
 @pytest.mark.pages
-def test_the_program_of_docs_cache_has_each_image_once_cropped_and_flipped(
+def test_docs_cache_has_each_image_once_cropped_and_flipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copy(digits_stores()[0], tmp_path / "train.lmdb")

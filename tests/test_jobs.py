@@ -62,7 +62,7 @@ def digits_run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.cluster
 @pytest.mark.soak  # tests/streaming/test_digest.py has ranges, in the shared cluster
-def test_digest_prints_the_same_for_other_actors_and_workers_and_for_a_resume(
+def test_digest_prints_the_same_for_any_actors_workers_and_a_resume(
     stores: dict[str, Path], tmp_path: Path
 ) -> None:
     command = [
@@ -145,7 +145,7 @@ TRAIN = [sys.executable, "jobs/train.py"]
 
 @pytest.mark.cluster
 @pytest.mark.timeout(400)
-def test_a_run_without_a_store_that_ctrl_c_ends_goes_on_as_a_job_to_the_weights_of_an_unbroken_one(
+def test_a_digits_run_ended_by_ctrl_c_goes_on_as_a_job_to_equal_weights(
     digits_run: dict[str, Any], ray_folder: str, tmp_path: Path
 ) -> None:
     folder = tmp_path / "runs" / "digits"
@@ -163,9 +163,7 @@ def test_a_run_without_a_store_that_ctrl_c_ends_goes_on_as_a_job_to_the_weights_
 
 @pytest.mark.cluster
 @pytest.mark.timeout(400)
-def test_a_trainer_that_is_killed_is_named_by_record_and_status_and_all_lines_are_json(
-    ray_folder: str, tmp_path: Path
-) -> None:
+def test_a_killed_trainer_is_in_record_and_status_and_lines_are_json(ray_folder: str, tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "digits"
     command = [f"--storage_path={folder.parent}", *DIGITS, "--log=json", "--train.checkpoint_interval=5"]
     command += ["--train.num_workers=2", "--train.cpus_per_worker=0.5"]
@@ -194,7 +192,7 @@ def test_a_trainer_that_is_killed_is_named_by_record_and_status_and_all_lines_ar
 
 @pytest.mark.cluster
 @pytest.mark.timeout(600)
-def test_a_command_killed_at_random_moments_and_given_again_ends_with_an_unbroken_runs_weights(
+def test_a_command_killed_at_random_and_repeated_ends_with_equal_weights(
     digits_run: dict[str, Any], ray_folder: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     moments, folder = random.Random(4), tmp_path / "runs" / "digits"
@@ -228,7 +226,7 @@ def test_a_command_killed_at_random_moments_and_given_again_ends_with_an_unbroke
 @pytest.mark.soak
 @pytest.mark.cluster
 @pytest.mark.timeout(600)
-def test_two_runs_of_one_second_train_one_after_the_other_and_a_lost_head_is_named(
+def test_two_runs_of_one_second_train_in_turn_and_a_lost_head_is_named(
     digits_run: dict[str, Any], tmp_path: Path
 ) -> None:
     cache = Path(digits_run["run_dir"]).parents[1]
@@ -261,7 +259,7 @@ def test_two_runs_of_one_second_train_one_after_the_other_and_a_lost_head_is_nam
 @pytest.mark.soak
 @pytest.mark.cluster
 @pytest.mark.timeout(600)
-def test_a_submitted_run_that_is_stopped_and_resumed_ends_with_the_weights_of_an_unbroken_one(
+def test_a_submitted_run_stopped_and_resumed_ends_with_equal_weights(
     digits_run: dict[str, Any], tmp_path: Path
 ) -> None:
     runs = tmp_path / "runs"

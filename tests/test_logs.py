@@ -158,7 +158,7 @@ def tar(path: Path, *names: bytes) -> str:
     return str(path)
 
 
-def test_names_from_an_archive_neither_command_the_terminal_nor_break_a_command(
+def test_names_from_an_archive_do_not_command_the_terminal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     evil = b"\x1b]0;owned\x07\xff"

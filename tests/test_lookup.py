@@ -16,9 +16,7 @@ ROOT = Path(__file__).parents[1]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
-def test_a_module_is_found_in_the_current_folder_after_all_that_python_finds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_current_folder_is_searched_last_for_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
     (tmp_path / "lies_here.py").write_text("class Outer:\n    inner = 7\n")

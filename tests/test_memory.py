@@ -31,7 +31,7 @@ def test_a_process_that_has_ended_has_no_memory() -> None:
     assert private_bytes(child.pid) == 0
 
 
-def test_the_bound_is_what_is_in_flight_what_ranks_hold_and_what_was_let_go_in_a_second() -> None:
+def test_the_bound_is_what_is_in_flight_held_or_just_released() -> None:
     assert object_store_bound(16, 1, 0, 1000) == 19 * 1000
     assert object_store_bound(16, 2, 5.5, 1000, 3) == 71_500
 

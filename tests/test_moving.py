@@ -73,7 +73,7 @@ def data(code: str) -> str:
     return code[code.index("# Data") : code.index("# Model")]
 
 
-def test_the_ported_script_is_shorter_in_all_and_in_its_data_as_the_page_says() -> None:
+def test_the_ported_script_is_shorter_as_the_page_says() -> None:
     page = (ROOT / "docs" / "moving.md").read_text()
     assert f"{counted(PORTED)} lines against {counted(PLAIN)}," in page
     assert f"{counted(data(PORTED))} against {counted(data(PLAIN))} under `# Data`" in page
@@ -84,7 +84,7 @@ def test_the_ported_script_is_shorter_in_all_and_in_its_data_as_the_page_says() 
 @pytest.mark.soak  # 100 s; tests/streaming/test_checkpoint.py and tests/test_docs.py have its parts
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("two_cpus")
-def test_the_ported_script_goes_on_after_sigkill_with_the_very_next_sample_on_two_workers_and_learns_as_well(
+def test_the_ported_script_goes_on_after_sigkill_on_two_workers(
     images: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import ray

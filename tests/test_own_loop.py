@@ -114,7 +114,7 @@ def newcomers_program(folder: Path, num_workers: int, timeout_s: float) -> subpr
 
 @pytest.mark.cluster
 @pytest.mark.timeout(200)
-def test_the_fifteen_lines_of_readme_completed_by_a_newcomer_train_validate_and_leave_a_checkpoint(
+def test_readmes_fifteen_lines_train_validate_and_leave_a_checkpoint(
     tmp_path: Path,
 ) -> None:
     done = newcomers_program(tmp_path, 1, timeout_s=180)
@@ -127,7 +127,7 @@ def test_the_fifteen_lines_of_readme_completed_by_a_newcomer_train_validate_and_
 
 @pytest.mark.cluster
 @pytest.mark.timeout(200)
-def test_the_fifteen_lines_of_readme_say_at_once_that_two_workers_have_no_room(tmp_path: Path) -> None:
+def test_readmes_fifteen_lines_say_that_two_workers_have_no_room(tmp_path: Path) -> None:
     done = newcomers_program(tmp_path, 2, timeout_s=180)
     said = done.stderr.splitlines()
     assert done.returncode and "2 trainers and 1 transform actor need 3 CPUs" in said[-1], done.stderr
@@ -185,7 +185,7 @@ def test_the_hooks_of_ddp_give_two_ranks_the_average_of_their_gradients(tmp_path
 @pytest.mark.timeout(240)
 @pytest.mark.usefixtures("two_cpus")
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_two_ranks_that_are_killed_in_mid_epoch_go_on_with_the_samples_of_an_unbroken_run(
+def test_two_ranks_killed_in_mid_epoch_go_on_with_the_same_samples(
     function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """FSDP2, and Ray Train's own utilities."""

@@ -58,7 +58,7 @@ cluster.shutdown()
 
 @pytest.mark.cluster
 @pytest.mark.timeout(240)
-def test_transform_actors_take_cpu_nodes_first_then_what_the_gpu_host_offers_and_never_the_head(
+def test_actors_take_cpu_nodes_then_the_gpu_host_and_never_the_head(
     stores: dict[str, Path],
 ) -> None:
     folder = tempfile.mkdtemp(prefix="r", dir="/tmp")  # sockets want short paths

@@ -83,9 +83,7 @@ def test_what_is_wrong_is_told_before_anything_starts(tmp_path: Path) -> None:
 @pytest.mark.cluster
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.timeout(240)
-def test_a_search_that_was_interrupted_goes_on_and_ends_with_a_yaml_that_trains(
-    stores: dict[str, Path], tmp_path: Path
-) -> None:
+def test_an_interrupted_search_goes_on_to_a_yaml_that_trains(stores: dict[str, Path], tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "mine"
     small = ["--plan.epochs=4", "--plan.micro_batch_size=6", "--plan.global_batch_size=24", "--transform.size=12"]
     small += ["--transform.train=small", "--transform.val=resize", "--train.model=small", "--pool.engine=inline"]

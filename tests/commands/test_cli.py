@@ -175,7 +175,7 @@ STEPS = [{"RandomResizedCrop": {"size": [8, 8]}}, {"OneOf": {"transforms": [{"Bl
 @pytest.mark.parametrize(
     "text", [yaml.safe_dump(STEPS), json.dumps(STEPS), yaml.safe_dump(STEPS, default_flow_style=True)]
 )
-def test_a_transform_may_be_a_list_of_steps_in_the_file_or_on_the_command_line(tmp_path: Path, text: str) -> None:
+def test_a_transform_may_be_a_list_of_steps_in_a_file_or_an_option(tmp_path: Path, text: str) -> None:
     assert parse(f"--transform.train={text}").transform.train == STEPS
     file = tmp_path / "my.yaml"
     file.write_text(json.dumps({"transform": {"train": yaml.safe_load(text), "val": "center"}}))
@@ -272,7 +272,7 @@ def test_an_unknown_command_exits_with_2_and_is_told_which_there_are(capsys: pyt
     assert "'inspekt'" in shown and "'inspect'" in shown and shown.endswith("\nsee --help\n")
 
 
-def test_every_command_takes_the_configuration_a_store_or_the_folder_of_a_run(
+def test_every_command_takes_a_configuration_a_store_or_a_run(
     stored: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def command(run: RunConfig, target: str = "", *, output: str = "") -> dict[str, Any]:
@@ -352,7 +352,7 @@ def test_a_file_that_holds_no_settings_is_wrong_usage(
     ("end", "code"),
     [({"stopped": True}, 75), (Stopped(), 75), (KeyboardInterrupt(), 130), ({"stopped": False}, None)],
 )
-def test_a_run_that_was_stopped_with_a_checkpoint_has_an_exit_code_of_its_own(end: Any, code: int | None) -> None:
+def test_a_run_stopped_with_a_checkpoint_has_its_own_exit_code(end: Any, code: int | None) -> None:
     def command() -> dict[str, Any]:
         if isinstance(end, BaseException):
             raise end

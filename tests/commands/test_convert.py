@@ -411,7 +411,7 @@ def test_what_a_killed_writer_left_is_removed_and_nothing_else(tmp_path: Path) -
     assert names(tmp_path) == sorted([dst.name, *others]) and dst.read_text() == "new"
 
 
-def test_an_old_store_of_a_writer_that_was_killed_between_the_renames_comes_back(tmp_path: Path) -> None:
+def test_a_store_comes_back_if_its_writer_was_killed_between_renames(tmp_path: Path) -> None:
     old = tmp_path / ".a.lmdb.old.lmdb"
     old.mkdir()
     (old / "00000.lmdb").write_text("old")

@@ -59,7 +59,7 @@ def test_a_conversion_writes_sizes_and_counts_what_has_none(
     assert list(zip(found["width"], found["height"], strict=True)) == expected
 
 
-def test_images_made_smaller_have_their_new_sizes_whatever_the_source_says(tmp_path: Path) -> None:
+def test_shrunk_images_have_their_new_sizes(tmp_path: Path) -> None:
     types = {"image": "binary", "width": "int64", "height": "int64"}
     source = MemoryStore([picture(0, 40, 60)], None, columns={"width": [60], "height": [40]})
     list(write_shard(tmp_path, source, tmp_path / "a.lmdb", 0, 1, types, 20, 90, "raise", ("width", "height")))

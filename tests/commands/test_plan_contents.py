@@ -23,7 +23,7 @@ def plan_of(store: Store, exclude: Any = (), **config: Any) -> Plan:
     return make_plan(PlanConfig(epochs=3, micro_batch_size=4, **config), store, selections=selections)
 
 
-def test_of_a_plain_plan_each_sample_is_drawn_once_but_for_those_that_make_no_step() -> None:
+def test_a_plain_plan_draws_each_sample_of_its_whole_steps_once() -> None:
     times = draw_counts(plan_of(LONG_TAIL, [3, 50], shuffle="global"))
     assert times is not None and np.bincount(times).tolist() == [2, 56]
 

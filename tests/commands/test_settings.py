@@ -107,9 +107,7 @@ NAMED: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("settings", NAMED)
-def test_code_that_the_configuration_of_a_target_names_needs_the_word_of_trust(
-    settings: dict[str, Any], tmp_path: Path
-) -> None:
+def test_code_named_by_a_targets_configuration_needs_trust(settings: dict[str, Any], tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", store={"train": "a.lmdb"}, trust=True, **settings)
     with pytest.raises(
         ConfigError, match=r"run names code \(.*: planted:make.*\), which would run: .* add --trust=true"
@@ -120,7 +118,7 @@ def test_code_that_the_configuration_of_a_target_names_needs_the_word_of_trust(
     assert "planted" not in sys.modules
 
 
-def test_code_that_the_user_names_as_well_or_instead_needs_no_further_word(tmp_path: Path) -> None:
+def test_code_that_the_user_names_too_needs_no_trust(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", store={"train": "a.lmdb"}, transform={"train": "mine:make"})
     (tmp_path / "my.yaml").write_text("transform: {train: 'mine:make'}\n")
     for given in (["--transform.train=mine:make"], ["--config", str(tmp_path / "my.yaml")]):
@@ -162,7 +160,7 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize("args", COMMANDS, ids=" ".join)
-def test_no_command_runs_the_code_of_the_folder_that_it_is_called_in_and_on(
+def test_no_command_runs_code_of_the_folder_it_is_called_in(
     args: list[str], downloaded: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     settings = {"augment": {"module": "planted:make"}, "plan": {"micro_batch_size": 4}}

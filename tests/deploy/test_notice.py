@@ -97,9 +97,7 @@ def test_a_notice_of_google_drains_the_node(tmp_path: Path, server: type[Metadat
     assert (tmp_path / "told").read_text().endswith("--deadline-remaining-seconds 25")
 
 
-def test_a_machine_without_a_notice_is_watched_by_one_process_and_not_drained(
-    tmp_path: Path, server: type[Metadata]
-) -> None:
+def test_a_machine_without_a_notice_is_watched_and_not_drained(tmp_path: Path, server: type[Metadata]) -> None:
     server.documents["/computeMetadata/v1/instance/preempted"] = "FALSE"
     with start(tmp_path, server) as watching:
         while not (tmp_path / "raypipe-notice.lock").exists():

@@ -52,7 +52,7 @@ def test_the_script_ends_within_40_minutes_and_what_it_runs_is_there() -> None:
             assert "/" not in word or word.startswith("$logs") or (ROOT / word).exists(), word
 
 
-def test_the_script_names_what_a_machine_without_a_network_must_bring_along() -> None:
+def test_the_script_names_what_an_offline_machine_needs() -> None:
     """All that raypipe needs, by the names of wheels; pytest with what its options here ask for."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     needed = {re.match(r"[\w-]+", each)[0].lower() for each in project["dependencies"]}  # type: ignore[index]
@@ -61,7 +61,7 @@ def test_the_script_names_what_a_machine_without_a_network_must_bring_along() ->
     assert {known.get(each, each) for each in needed} | {"pytest-timeout", "pytest-xdist"} <= named
 
 
-def test_the_page_lists_all_that_cannot_run_without_a_gpu_and_how_to_prove_it() -> None:
+def test_the_page_lists_what_needs_a_gpu_and_how_to_prove_it() -> None:
     listed = set(re.findall(r"`(test_\w+)(?:\.py)?[^`]*`|tests/gpu/(test_\w+)\.py", rows()))
     names = {one or other for one, other in listed}
     of_two_gpus = skipped_where(r"torch\.cuda\.device_count\(\) < 2")

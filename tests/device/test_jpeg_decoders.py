@@ -134,7 +134,7 @@ def test_no_prefix_or_damage_confuses_the_header_scan() -> None:
         without_exif(damaged)
 
 
-def test_what_has_lost_its_exif_has_the_same_pixels_and_stays_as_it_is_stored() -> None:
+def test_an_image_without_its_exif_keeps_its_pixels_and_orientation() -> None:
     data = saved(orientation=6)
     found = without_exif(memoryview(data))
     assert found is not None and len(found) == len(data) and jpeg_orientation(bytes(found)) == 1
@@ -189,7 +189,7 @@ def test_a_device_that_fails_is_not_taken_for_a_bad_image(error: type[RuntimeErr
 
 @pytest.mark.parametrize("package", LIBRARIES)
 @pytest.mark.parametrize("orientation", [1, 6])
-def test_each_library_gives_pixels_as_they_are_stored_and_reasons_for_the_others(
+def test_each_library_gives_stored_pixels_and_reasons_for_bad_images(
     package: str, orientation: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip(package)

@@ -103,7 +103,7 @@ def test_a_single_row_that_counts_stays_as_it_is() -> None:
     assert torch.equal(after, before) and mixed.target.tolist() == [0, 1, 2]
 
 
-def test_the_share_of_mixed_micro_batches_follows_probability_and_strength() -> None:
+def test_the_mixed_share_follows_probability_and_strength() -> None:
     config = AugmentConfig(mixup_alpha=0.2, cutmix_alpha=1.0, mix_prob=0.8)
     plans = draws(config)
     drawn = [plan for plan in plans if plan]
@@ -152,7 +152,7 @@ def test_floats_and_vectors_of_0_and_1_are_mixed_by_hand() -> None:
     assert soft_targets(torch.tensor([0.0, 4, 8, 0]), mixed, 1).tolist() == [1, 5, 6, 0]
 
 
-def test_the_squared_error_of_two_halves_has_the_gradient_of_the_mixed_target() -> None:
+def test_squared_error_of_two_halves_has_the_mixed_targets_gradient() -> None:
     target, partner = torch.tensor([1.0, 3]), torch.tensor([2.0, -1])
     mixed = Mixed(partner, 0.3, False)
     gradients = []

@@ -179,7 +179,7 @@ def test_closing_early_ends_the_thread() -> None:
     assert not ring_threads()
 
 
-def test_closing_early_closes_the_source_though_the_decoding_thread_waits_for_it() -> None:
+def test_closing_early_closes_a_source_that_the_decoder_waits_for() -> None:
     """Else a stream that is left keeps its actors, and the next one waits for their CPUs."""
     waiting, closed = threading.Event(), threading.Event()
     keys = np.zeros((2, 2), np.uint64)

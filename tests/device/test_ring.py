@@ -77,7 +77,7 @@ def test_what_is_to_be_kept_stays_as_it_is_for_so_many_items_longer(depth: int, 
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_a_source_far_ahead_fills_depth_slots_and_waits_with_one_item_in_hand(depth: int) -> None:
+def test_a_source_far_ahead_fills_depth_slots_and_holds_one_item(depth: int) -> None:
     drawn = []
 
     def source() -> Iterator[Arrays]:
@@ -100,7 +100,7 @@ def test_the_same_slots_are_used_again_in_turn(depth: int) -> None:
     assert found == (found[: depth + 1] * 40)[:40]
 
 
-def test_items_of_all_shapes_share_the_slots_which_grow_for_the_largest_alone() -> None:
+def test_items_of_all_shapes_share_slots_that_grow_for_the_largest() -> None:
     sizes = [4, 4, 2, 4, 3, 2, 4, 4, 2, 1] * 3
     pointers = set()
     for number, (_, tensors) in enumerate(ring_of(arrays(n, size) for n, size in enumerate(sizes))):
@@ -153,7 +153,7 @@ def test_it_can_be_iterated_as_often_as_its_source() -> None:
     assert num_threads() == 0
 
 
-def test_an_error_of_the_source_comes_after_the_items_before_it_and_leaves_nothing_behind() -> None:
+def test_an_error_of_the_source_comes_after_the_items_before_it() -> None:
     def source() -> Iterator[Arrays]:
         yield from (arrays(0), arrays(1))
         raise OSError("the disk is gone")

@@ -556,7 +556,7 @@ def test_equivalent_mutants_do_not(name: str) -> None:
         "nvJPEG is not held back",
     ],
 )
-def test_the_sanitizer_judges_the_order_where_the_values_happen_to_be_right(name: str) -> None:
+def test_the_sanitizer_judges_the_order_even_where_values_are_right(name: str) -> None:
     module, old, new, program = MUTANTS[name]
     code = changed(module, old, new)
 

@@ -165,7 +165,7 @@ def test_a_repetition_gives_the_same_pixels_while_the_consumer_is_busy() -> None
     assert [int(s) for s in sums] == [quiet[turn % 4] for turn in range(40)]
 
 
-def test_a_consumer_on_a_stream_of_its_own_gets_every_micro_batch_whole_and_the_same_each_time() -> None:
+def test_a_consumer_on_its_own_stream_gets_every_micro_batch_whole() -> None:
     images = [micro_batch([saved(10 * b + i) for i in range(10)]) for b in range(4)]
 
     def host_batches() -> Iterator[MicroBatch]:

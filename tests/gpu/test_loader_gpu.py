@@ -55,9 +55,7 @@ def test_the_ring_brings_the_bits_that_the_cpu_has(stores: dict[str, Path]) -> N
 
 
 @pytest.mark.parametrize("decode", ["cpu", "gpu"])
-def test_augmented_micro_batches_are_the_same_each_time_and_for_any_number_of_actors(
-    stores: dict[str, Path], decode: Any
-) -> None:
+def test_augmented_micro_batches_are_the_same_for_any_actors(stores: dict[str, Path], decode: Any) -> None:
     first = hashes(spec_of(stores, decode), device="cuda", augment=STRONG)
     assert hashes(spec_of(stores, decode, 2, block=3), device="cuda", augment=STRONG) == first
 

@@ -112,9 +112,7 @@ def assert_same_update(before: dict[str, Any], one: dict[str, Any], other: dict[
 
 @kinds
 @ordered
-def test_a_run_that_is_repeated_and_one_that_is_resumed_end_with_the_same_bits(
-    kind: Any, ordered_sum: Any
-) -> None:
+def test_repeated_and_resumed_runs_end_with_the_same_bits(kind: Any, ordered_sum: Any) -> None:
     settings = kind | {"ordered_sum": ordered_sum}
     unbroken = learn(learner(**settings), range(6))
     assert_same_bits(learn(learner(**settings), range(6)), unbroken)
@@ -212,7 +210,7 @@ def test_nccl_refuses_two_ranks_of_one_device(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_a_checkpoint_goes_to_the_cpu_and_back_and_learns_the_same_to_rounding(optimizer: Any) -> None:
+def test_a_checkpoint_learns_the_same_on_cpu_and_gpu_to_rounding(optimizer: Any) -> None:
     settings = {"optimizer": optimizer, "amp": "off", "ema_decay": 0.9}
     state = learn(learner(**settings), range(3))
     for device, other in ((CUDA, CPU), (CPU, CUDA)):

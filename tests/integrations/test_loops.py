@@ -73,7 +73,7 @@ def seen(folder: Path, rank: int) -> list[list[int]]:
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("library", ["lightning", "accelerate", "transformers"])
-def test_a_run_that_is_killed_in_mid_epoch_goes_on_with_the_very_next_step(
+def test_a_run_killed_in_mid_epoch_goes_on_with_the_next_step(
     library: str, processes: Any, stores: dict[str, Path], tmp_path: Path
 ) -> None:
     run(processes, library, stores["train"], tmp_path, dies_at=9)  # of 12, in the second epoch
@@ -208,9 +208,7 @@ def test_a_trainer_refuses_a_checkpoint_that_leaves_weights_as_they_are(
         trainer_of(other(), stores["train"], tmp_path).train(resume_from_checkpoint=True)
 
 
-def test_the_best_model_that_a_trainer_loads_has_all_weights_of_its_checkpoint(
-    stores: dict[str, Path], tmp_path: Path
-) -> None:
+def test_the_best_model_is_loaded_with_all_weights(stores: dict[str, Path], tmp_path: Path) -> None:
     falling = iter(range(9, 0, -1))
     trainer = trainer_of(
         vit(1),

@@ -142,7 +142,7 @@ def test_what_a_rank_has_drained_is_counted_beside_its_micro_batches(monkeypatch
 
 
 @pytest.mark.parametrize("dropped", [False, True])
-def test_a_trainers_gauges_are_set_while_it_waits_until_it_ends_or_is_dropped(
+def test_gauges_are_set_while_a_trainer_waits_until_it_ends(
     monkeypatch: pytest.MonkeyPatch, dropped: bool
 ) -> None:
     shown: queue.SimpleQueue[tuple[str, float]] = queue.SimpleQueue()
@@ -257,7 +257,7 @@ def test_what_the_dashboard_asks_of_ray_is_there(ended: Scrape) -> None:
 
 
 @pytest.mark.cluster
-def test_log_lines_of_actors_and_of_the_supervisor_are_json_with_their_place(ended: Scrape) -> None:
+def test_log_lines_of_actors_and_supervisor_are_json_with_their_place(ended: Scrape) -> None:
     logs = Path(ray._private.worker._global_node.get_logs_dir_path())
     text = "".join(path.read_text() for path in logs.glob("worker-*.err"))
     lines = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
@@ -278,7 +278,7 @@ def test_the_documents_list_the_metrics_that_there_are() -> None:
     assert rows == [(f"ray_{m.name}", m.kind, ", ".join(m.labels), m.meaning) for m in METRICS.values()]
 
 
-def test_the_documents_name_panels_and_metrics_of_rays_data_ingestion_dashboard() -> None:
+def test_the_pages_name_panels_and_metrics_of_rays_dashboard() -> None:
     row = next(
         (
             row

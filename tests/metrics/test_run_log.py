@@ -55,7 +55,7 @@ def test_a_resume_records_each_step_once_and_loses_no_line(tmp_path: Path) -> No
     assert (tmp_path / "metrics.jsonl").read_bytes().startswith(before)
 
 
-def test_a_line_that_a_crash_cut_short_or_that_is_foreign_does_not_stop_a_resume(tmp_path: Path) -> None:
+def test_a_cut_or_foreign_line_does_not_stop_a_resume(tmp_path: Path) -> None:
     written(tmp_path, range(1, 4))
     with (tmp_path / "metrics.jsonl").open("ab") as file:
         file.write(b'null\n\xff\n{"kind": "train", "st')
@@ -79,7 +79,7 @@ def test_samples_are_recorded_step_by_step_and_once(tmp_path: Path) -> None:
     assert [r["indices"] for r in found.kept if "indices" in r] == [[s, m] for s in range(1, 5) for m in (0, 1)]
 
 
-def test_a_full_disk_neither_ends_the_run_nor_holds_it_up_and_what_was_recorded_stays(
+def test_a_full_disk_neither_ends_nor_delays_a_run_and_records_stay(
     full_disk: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     written(full_disk, range(1, 4))
@@ -117,9 +117,7 @@ def test_a_remote_run_is_copied_at_each_sync_and_resumed(tmp_path: Path) -> None
     assert steps(run) == [1, 2] and json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["loss"] == 0.5
 
 
-def test_the_records_of_a_run_in_a_bucket_that_is_gone_are_kept_on_this_machine(
-    bucket: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_records_are_kept_here_if_their_bucket_is_gone(bucket: str, caplog: pytest.LogCaptureFixture) -> None:
     log = RunLog(f"{bucket}/runs/mine", 0)
     log.write("train", 1, loss=1.0)
     log._filesystem = open_filesystem(f"{bucket}-gone")[0]

@@ -63,7 +63,7 @@ def test_a_run_whose_model_is_the_limit_is_told_how_few_actors_would_do() -> Non
     assert "2 CPU actors would be enough" in found and "the pool may shrink" in found
 
 
-def test_a_run_that_waits_for_less_than_a_tenth_of_its_time_gets_no_advice() -> None:
+def test_a_run_that_hardly_waits_gets_no_advice() -> None:
     assert "The model limits the run" in text(StageTimes(images=1000, wait_s=0.9, compute_s=9.1, work_s=60.0))
     assert "limits the run, 11%" in text(StageTimes(images=1000, wait_s=1.1, compute_s=8.9, work_s=60.0))
 
@@ -92,7 +92,7 @@ def test_each_limit_has_advice_of_its_own() -> None:
     assert "device augmentation limits" in text(StageTimes(images=100, augment_s=6.0, compute_s=4.0))
 
 
-def test_a_slow_reader_is_told_as_such_and_not_as_too_few_blocks_in_flight() -> None:
+def test_a_slow_reader_is_not_taken_for_too_few_blocks_in_flight() -> None:
     # 15 s in which one reader read for 14; actors are idle.
     starving = StageTimes(images=1000, wait_s=10.0, compute_s=5.0, work_s=3.0, read_s=14.0)
     found = text(starving, readers=1)
@@ -105,7 +105,7 @@ def test_a_slow_reader_is_told_as_such_and_not_as_too_few_blocks_in_flight() -> 
     assert "Decoding and transforming on CPUs limits" in text(slow_actors, readers=1)
 
 
-def test_checkpoints_that_hold_up_a_run_are_told_as_such_and_not_as_the_model() -> None:
+def test_slow_checkpoints_are_not_taken_for_a_slow_model() -> None:
     found = text(StageTimes(images=1000, compute_s=5.0, checkpoint_s=10.0, work_s=1.0))
     assert "0% wait, 0% augment, 33% compute, 67% checkpoint" in found
     assert "Checkpoints hold up the run for 67% of its time" in found and "The model limits" not in found
@@ -115,7 +115,7 @@ def test_checkpoints_that_hold_up_a_run_are_told_as_such_and_not_as_the_model() 
     assert "Checkpoints" not in text(StageTimes(images=1000, compute_s=99.0, checkpoint_s=1.0, work_s=1.0))
 
 
-def test_a_host_that_is_behind_is_told_apart_from_a_model_that_takes_its_time() -> None:
+def test_a_host_that_is_behind_is_told_apart_from_a_slow_model() -> None:
     busy = {
         "images": 1000,
         "wait_s": 0.2,

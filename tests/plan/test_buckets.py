@@ -75,7 +75,7 @@ def test_epochs_of_a_length_walk_through_all_places_of_a_pass() -> None:
     assert 46 <= per_pass <= 50 and len(set(run[:per_pass])) == per_pass == len(set(run[per_pass : 2 * per_pass]))
 
 
-def test_a_mixture_with_buckets_walks_through_every_sample_and_leaves_none_over() -> None:
+def test_a_mixture_with_buckets_walks_through_every_sample() -> None:
     # One store has a single wide image, which alone would fill no micro-batch.
     stores = {"a": store([50] * 29 + [90], [50] * 30), "b": store([50] * 15 + [90] * 15, [50] * 30)}
     plan = plan_of(JoinedStore(stores), buckets=["8x8", "8x14"], mixture={"a": 3, "b": 1}, epochs=8)
@@ -103,7 +103,7 @@ def test_padding_of_validations_is_told_apart_from_their_samples() -> None:
     assert (plan.num_val, plan.val_steps, plan.without_draws().val_steps) == (5, 1, 1)
 
 
-def test_the_buckets_are_part_of_the_fingerprint_and_plans_without_keep_theirs() -> None:
+def test_buckets_are_part_of_the_fingerprint_and_plain_plans_keep_theirs() -> None:
     train = varied(60, labels=[0, 1, 2] * 20)
     found = [
         plan_of(train, **config).fingerprint
@@ -147,7 +147,7 @@ def test_settings_that_do_not_go_with_a_store_are_named(config: dict[str, Any], 
         plan_of(varied(50), **config)
 
 
-def test_stores_that_have_no_sizes_or_several_parts_or_groups_are_told_what_to_do() -> None:
+def test_stores_without_sizes_or_with_parts_are_told_what_to_do() -> None:
     with pytest.raises(ConfigError, match=r"no column 'width' for plan\.buckets; .*--add-sizes` adds it"):
         plan_of(MemoryStore([b"x"] * 20, [0] * 20))
     unknown = store([5] * 17 + [-1, 0, 3], [5] * 19 + [-1])
@@ -161,7 +161,7 @@ def test_stores_that_have_no_sizes_or_several_parts_or_groups_are_told_what_to_d
     assert plan_of(grouped, shuffle="global").steps_per_epoch == 2
 
 
-def test_buckets_of_validations_need_buckets_and_their_errors_name_the_validation() -> None:
+def test_validation_buckets_need_buckets_and_errors_name_the_validation() -> None:
     with pytest.raises(ConfigError, match=r"plan\.val_buckets must be false without plan\.buckets"):
         PlanConfig(val_buckets=True)
     config = PlanConfig(micro_batch_size=4, buckets=THREE, val_buckets=True)

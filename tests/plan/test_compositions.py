@@ -398,7 +398,7 @@ def check(made: Composition) -> None:
 
 @given(compositions())
 @settings(max_examples=25, deadline=None)
-def test_any_composition_draws_what_it_declares_for_any_ranks_and_from_any_step(made: Composition) -> None:
+def test_any_composition_draws_what_it_declares_for_any_ranks_and_step(made: Composition) -> None:
     check(made)
 
 
@@ -406,15 +406,13 @@ def test_any_composition_draws_what_it_declares_for_any_ranks_and_from_any_step(
 @pytest.mark.timeout(3600)
 @given(compositions())
 @settings(max_examples=2000, deadline=None)
-def test_many_compositions_draw_what_they_declare_for_any_ranks_and_from_any_step(made: Composition) -> None:
+def test_many_compositions_draw_what_they_declare(made: Composition) -> None:
     check(made)
 
 
 @given(compositions(), st.data())
 @settings(max_examples=10, deadline=None)
-def test_a_sample_is_found_where_it_is_drawn_first_and_substitutes_keep_to_its_source_and_bucket(
-    made: Composition, data: st.DataObject
-) -> None:
+def test_substitutes_keep_to_a_samples_source_and_bucket(made: Composition, data: st.DataObject) -> None:
     plan = made.plan
     places = [(at, drawn) for at, drawn in stream(plan) if (at.split, at.epoch) == ("train", 1)]
     first: dict[int, tuple[MicroBatchId, int]] = {}

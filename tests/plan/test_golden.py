@@ -145,7 +145,7 @@ def test_a_plan_draws_what_it_always_drew(name: str) -> None:
     assert hashes_of(plan_of(**{**PLAIN, **OTHERS}[name])) == HASHES[name]
 
 
-def test_the_version_of_plain_plans_is_the_first_and_seeds_of_more_bits_have_the_next() -> None:
+def test_plain_plans_have_version_1_and_long_seeds_the_next() -> None:
     contents = [plan_of(**config).training.content for config in PLAIN.values()]  # type: ignore[union-attr]
     assert {content[0] for content in contents} == {1}
     others = [plan_of(**config).training.content for config in OTHERS.values()]  # type: ignore[union-attr]

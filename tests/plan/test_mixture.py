@@ -35,7 +35,7 @@ def test_shares_add_up_to_one_in_proportion(weights: list[float]) -> None:
 
 @given(weight_lists, st.integers(1, 70), st.integers(0, 2**64 - 1), st.integers(0, 10**12))
 @settings(max_examples=60, deadline=None)
-def test_each_batch_rounds_each_share_down_or_up_and_totals_are_their_sums(
+def test_each_batch_rounds_shares_and_totals_are_their_sums(
     weights: list[float], batch_size: int, seed: int, first: int
 ) -> None:
     shares = as_shares(weights)
@@ -70,7 +70,7 @@ def mixture(shares: dict[int, list[float]]) -> tuple[Mixture, Quotas]:
     return mixture_of([50, 7, 20], shares, 8, 3)
 
 
-def test_each_batch_has_what_its_weights_say_and_each_store_is_walked_through_the_run() -> None:
+def test_each_batch_has_its_weights_and_each_store_is_walked_through() -> None:
     mixed, quotas = mixture({0: [5, 2, 1], 10: [0, 1, 1]})
     walked, seen = [list[int](), list[int](), list[int]()], set[tuple[int, int]]()
     for batch in range(20):
@@ -109,7 +109,7 @@ def test_weights_change_where_the_schedule_says(steps: int) -> None:
     assert list(accumulate(each[1] for each in found)) == [n * steps for n in (0, 6, 12, 14, 16)]
 
 
-def test_a_place_in_a_mixture_of_a_billion_samples_is_found_without_memory_of_their_number() -> None:
+def test_a_place_among_a_billion_mixed_samples_costs_no_memory() -> None:
     mixed, _ = mixture_of([10**9, 10**8, 10**7], {0: [0.7, 0.2, 0.1], 9 * 10**6: [1, 1, 1]}, 1024, seed=1)
     mixed.draw(np.arange(128))  # numpy imports what it needs at first use
     tracemalloc.start()

@@ -76,7 +76,7 @@ def test_all_permutations_are_about_equally_frequent(size: int, sorts: bool) -> 
     assert chi_square < {3: 20.5, 4: 49.7}[size]
 
 
-def test_each_position_of_a_larger_order_sees_every_index_about_equally_often() -> None:
+def test_each_position_of_an_order_sees_every_index_equally_often() -> None:
     size, epochs = 10, 1000
     counts = np.zeros((size, size))
     for epoch in range(epochs):
@@ -210,13 +210,13 @@ def test_distinct_seeds_uses_and_parts_never_share_the_input_of_a_key(
     assert (padded[0] == padded[1]) == (one == other)
 
 
-def test_a_seed_of_more_bits_does_not_have_the_keys_of_another_at_a_later_pass() -> None:
+def test_a_long_seed_does_not_repeat_keys_of_another_seeds_later_pass() -> None:
     # As words end to end, both are 7, 1, 1.
     later, wide = derive_keys(8, 7, Domain.ORDER, 1), derive_keys(8, 7 + 2**32, Domain.ORDER, 0)
     assert not set(later.tolist()) & set(wide.tolist())
 
 
-def test_the_quotas_of_a_mixture_and_its_first_shuffle_have_keys_of_their_own() -> None:
+def test_quotas_and_the_first_shuffle_of_a_mixture_have_their_own_keys() -> None:
     assert key_words(3, Domain.QUOTAS, 0) != key_words(3, Domain.MIXTURE, 0)
 
 

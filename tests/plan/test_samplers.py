@@ -91,7 +91,7 @@ def test_golden_order_of_what_is_left() -> None:
     assert [index for index, _, _ in drawn(sampler, 0, 7)] == [6, 3, 7, 2, 0, 5, 8]
 
 
-def test_what_is_left_of_a_billion_samples_costs_no_memory_of_their_number() -> None:
+def test_the_rest_of_a_billion_samples_costs_no_memory() -> None:
     billion = 10**9
     sampler = Permuted(Shuffle("global", billion - 2, 0), Selection([5, billion // 2], billion))
     sampler.draw(np.arange(2))  # numpy imports what it needs at first use
@@ -142,7 +142,7 @@ def test_validations_have_bucket_after_bucket_and_padding_to_whole_places() -> N
 
 @given(weight_lists, st.integers(1, 60), st.sampled_from(["global", "window", "off"]), st.integers(0, 9))
 @settings(max_examples=80, deadline=None)
-def test_each_sample_is_drawn_as_often_as_its_weight_says_rounded_down_or_up(
+def test_each_sample_is_drawn_by_its_weight_rounded_down_or_up(
     weights: list[float], size: int, shuffle: str, lap: int
 ) -> None:
     groups = np.unique([0, len(weights) // 3, len(weights)])

@@ -122,7 +122,7 @@ def cursors(plan: Plan) -> dict[Cursor, int]:
 
 
 @properties()
-def test_training_reads_each_sample_at_most_once_and_leaves_out_less_than_a_step(plan: Plan) -> None:
+def test_training_reads_samples_at_most_once_and_omits_under_a_step(plan: Plan) -> None:
     for epoch in range(plan.config.epochs):
         batches = pass_over(plan, "train", epoch)
         assert {batch.shape for batch in batches} == {(plan.config.micro_batch_size,)}
@@ -134,7 +134,7 @@ def test_training_reads_each_sample_at_most_once_and_leaves_out_less_than_a_step
 
 
 @properties()
-def test_validation_reads_each_sample_exactly_once_in_stored_order_then_pads(plan: Plan) -> None:
+def test_validation_reads_each_sample_once_in_order_then_pads(plan: Plan) -> None:
     global_batch = plan.config.micro_batch_size * plan.config.per_step
     for epoch in range(plan.config.epochs):
         batches = pass_over(plan, "val", epoch)
@@ -149,7 +149,7 @@ def test_validation_reads_each_sample_exactly_once_in_stored_order_then_pads(pla
 
 
 @properties(30)
-def test_ranks_of_every_world_size_share_each_step_evenly_and_interleave_to_the_stream(plan: Plan) -> None:
+def test_ranks_share_each_step_evenly_and_interleave_to_the_stream(plan: Plan) -> None:
     stream, per_step = whole(plan), plan.config.per_step
     for world_size in (w for w in range(1, per_step + 1) if per_step % w == 0):
         plan.check_workers(world_size)
@@ -175,7 +175,7 @@ def test_segments_micro_batches_and_their_number_agree(plan: Plan) -> None:
         assert plan.num_micro_batches(cursor) == len(left)
 
 
-def test_the_schedule_alternates_and_validates_every_so_often_and_at_the_end() -> None:
+def test_the_schedule_validates_at_intervals_and_at_the_end() -> None:
     def passes(**config: Any) -> list[str]:
         plan = plan_of(val=3, epochs=5, **config)
         return [f"{segment.split} {segment.epoch}" for segment in plan.segments(plan.start())]
@@ -342,14 +342,14 @@ def test_the_fingerprint_changes_with_all_that_orders_the_stream(change: dict[st
     assert plan_of(**change).fingerprint != plan_of().fingerprint
 
 
-def test_the_fingerprint_changes_with_the_stores_contents_groups_and_windows() -> None:
+def test_the_fingerprint_changes_with_contents_groups_and_windows() -> None:
     config = PlanConfig(micro_batch_size=2)
     assert make_plan(config, store(7, salt=1)).fingerprint != make_plan(config, store(7)).fingerprint
     windows = {plan_of(group_size=g, window_groups=k).fingerprint for g in (2, 3) for k in (1, 2)}
     assert len(windows) == 4
 
 
-def test_the_fingerprint_keeps_through_what_only_lengthens_or_watches_the_run() -> None:
+def test_lengthening_or_watching_a_run_keeps_the_fingerprint() -> None:
     assert plan_of(epochs=9, val=3, val_interval=2).fingerprint == plan_of().fingerprint
     assert plan_of(shuffle="global").fingerprint == plan_of(shuffle="auto").fingerprint
     assert plan_of(window_groups=5).fingerprint == plan_of().fingerprint  # no groups, no windows
@@ -429,7 +429,7 @@ def test_golden_fingerprint_keys_and_seeds() -> None:
     assert [plan.substitute(TRAIN, 5, attempt) for attempt in range(4)] == [0, 1, 3, 2]
 
 
-def test_sample_keys_are_distinct_in_an_epoch_and_between_epochs_splits_and_seeds() -> None:
+def test_sample_keys_differ_between_samples_epochs_splits_and_seeds() -> None:
     indices = np.arange(10_000)
     seen = [
         keys_of(plan_of(seed=seed), at, indices)
@@ -525,6 +525,6 @@ def test_the_shares_of_a_number_are_even_and_add_up(shape: tuple[int, int], tota
     assert sum(parts) == total and max(parts) - min(parts) <= 1
 
 
-def test_a_number_of_executions_that_does_not_divide_the_workers_is_an_error() -> None:
+def test_executions_must_divide_the_workers() -> None:
     with pytest.raises(ConfigError, match=r"pool\.executions=4 does not divide 6 workers.* use 1, 2, 3, 6$"):
         lanes(6, 4)

@@ -112,7 +112,7 @@ def test_auto_workers_are_the_largest_divisor_of_m_that_the_gpus_allow(
     ("gpus", "free", "per_step", "workers", "idle"),
     [(8, 8, 1, 0, 7), (8, 8, 6, 0, 2), (8, 8, 8, 0, 0), (8, 1, 1, 0, 0), (8, 8, 1, 1, 0), (0, 0, 1, 0, 0)],
 )
-def test_gpus_that_a_step_has_no_micro_batches_for_are_counted_unless_they_are_left_on_purpose(
+def test_gpus_without_micro_batches_are_counted_unless_meant(
     gpus: int, free: int, per_step: int, workers: int, idle: int
 ) -> None:
     allocation = share(Resources(64, gpus, 64, free), TrainConfig(num_workers=workers), per_step)
@@ -135,7 +135,7 @@ def test_too_few_gpus_names_both_numbers_and_the_setting() -> None:
         share(idle(64, 2), TrainConfig(num_workers=4), 4)
 
 
-def test_the_number_of_workers_that_too_few_gpus_suggests_is_one_that_works() -> None:
+def test_too_few_gpus_suggest_a_number_of_workers_that_works() -> None:
     with pytest.raises(ResourceError, match=r"train\.num_workers=2\b"):  # 3 would not divide M = 4
         share(idle(64, 3), TrainConfig(num_workers=4), 4)
 
@@ -190,7 +190,7 @@ def test_free_cpus_and_the_actors_fit_together_for_every_small_cluster() -> None
 # Elastic training
 
 
-def test_elastic_trainers_need_the_cpus_of_the_fewest_and_may_have_those_of_the_most() -> None:
+def test_elastic_trainers_need_cpus_for_the_fewest_of_them() -> None:
     elastic = TrainConfig(num_workers=4, min_workers=1, cpus_per_worker=1.0)
     assert share(idle(2), elastic, 4) == Allocation(4, False, 1.0, max_actors=1, min_workers=1)
     assert share(idle(8), elastic, 4) == Allocation(4, False, 1.0, max_actors=4, min_workers=1)
@@ -233,7 +233,7 @@ def test_a_cluster_may_have_the_most_of_each_kind() -> None:
     assert limits_of(CLUSTER) == {"CPU": 8 * 32 + 2 * 28, "GPU": 2 * 4}
 
 
-def test_the_total_number_of_nodes_bounds_them_and_the_richest_count_first() -> None:
+def test_the_number_of_nodes_is_bounded_and_the_richest_count_first() -> None:
     assert limits_of({**CLUSTER, "max_workers": 9}) == {"CPU": 8 * 32 + 28, "GPU": 8}
     assert limits_of({**CLUSTER, "max_workers": 1}) == {"CPU": 32, "GPU": 4}
 
@@ -269,7 +269,7 @@ def test_elastic_training_is_refused_by_a_ray_that_has_none(monkeypatch: pytest.
 # Trainers of one's own loop
 
 
-def test_trainers_of_ones_own_loop_count_and_the_message_names_what_would_mend_it() -> None:
+def test_trainers_of_an_own_loop_count_and_the_message_names_a_remedy() -> None:
     check_own(3, 2, 1.0, PoolConfig())
     with pytest.raises(ResourceError) as caught:
         check_own(2, 2, 1.0, PoolConfig())
@@ -284,7 +284,7 @@ def test_trainers_of_ones_own_loop_count_and_the_message_names_what_would_mend_i
 
 
 @pytest.mark.parametrize("gpus", [1, 0])
-def test_trainers_of_ones_own_loop_that_want_more_gpus_than_there_are_are_told(gpus: int) -> None:
+def test_trainers_of_an_own_loop_that_lack_gpus_are_told(gpus: int) -> None:
     check_own(1, 2, 0.0, PoolConfig(), 2, 1.0)
     with pytest.raises(
         ResourceError, match=rf"2 trainers of 1 GPU each need 2 GPUs; .* {gpus}: lower num_workers"

@@ -24,7 +24,7 @@ from raypipe.streaming.supervisor import start_supervisor
 
 @pytest.mark.cluster
 @pytest.mark.timeout(400)
-def test_a_store_of_ten_times_the_object_store_streams_without_spilling_whoever_is_slow(
+def test_a_store_of_ten_object_stores_streams_without_spilling(
     request: pytest.FixtureRequest,
 ) -> None:
     # A process and a cluster of its own, with an object store of 80 MiB. The short form has one stream, whose
@@ -64,7 +64,7 @@ class Operator(SimpleNamespace):
     __hash__ = object.__hash__
 
 
-def test_the_reader_stays_on_its_executions_node_until_that_is_about_to_go(
+def test_the_reader_stays_on_its_executions_node_until_that_drains(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     node = ray.NodeID.from_random().hex()

@@ -50,9 +50,7 @@ def test_what_ray_data_adds_to_an_error_of_ours_is_taken_away() -> None:
         ({0: ValueError("long " * 1000)}, "ValueError: long long"),
     ],
 )
-def test_what_ended_a_run_is_told_in_a_line_by_the_error_that_explains_the_others(
-    failures: dict[int, Exception], said: str
-) -> None:
+def test_a_line_tells_the_error_that_explains_a_runs_end(failures: dict[int, Exception], said: str) -> None:
     found = explanation(WorkerGroupError("Traceback (most recent call last): …", failures))
     assert found.startswith(said) and "\n" not in found and len(found) < 450
 

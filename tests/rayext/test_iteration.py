@@ -14,7 +14,7 @@ class Iterator:
         self._coord_actor, self._output_split_idx = coordinator, split
 
 
-def test_an_execution_begins_at_once_for_a_split_and_once_and_anew_for_a_second_pass() -> None:
+def test_an_execution_begins_once_for_a_split_and_anew_for_a_second_pass() -> None:
     asked: list[int] = []
 
     def start(split: int) -> str:

@@ -113,7 +113,7 @@ def test_in_a_local_cluster_our_executions_ask_for_none_of_the_actors(asked: lis
     assert asked == []
 
 
-def test_an_execution_of_ours_outlives_the_node_that_knows_where_actors_are(
+def test_an_execution_outlives_the_node_that_knows_where_actors_are(
     asked: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(LOCAL_CLUSTER, raising=False)

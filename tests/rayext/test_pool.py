@@ -26,7 +26,7 @@ BENCH = Path(__file__).parents[1] / "autoscale_bench.py"
 
 @pytest.mark.cluster
 @pytest.mark.timeout(420)
-def test_nodes_come_for_a_stream_that_starves_and_go_and_none_come_for_a_slow_trainer(
+def test_nodes_come_and_go_for_a_starved_stream_not_a_slow_trainer(
     tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     soak = is_soak(request.config)  # without: that a slow trainer gets no more, this file shows
@@ -82,7 +82,7 @@ def watch(
     return found
 
 
-def test_a_pool_that_is_waited_for_and_busy_grows_by_the_factor_after_the_window() -> None:
+def test_a_busy_pool_that_is_awaited_grows_by_the_factor() -> None:
     ((when, decision), *_) = watch(6, waiting=1, active=4, running=4)
     assert when == pytest.approx(5, abs=0.11) and decision.size == 8
     assert decision.reason == "the ranks waited for 100% of the last 5 s, and 100% of the actors were busy"
@@ -108,7 +108,7 @@ def test_a_pool_that_more_actors_would_not_help_does_not_grow(seen: dict[str, fl
     assert [d for _, d in watch(50, **seen) if d.size > 8] == []  # type: ignore[arg-type]
 
 
-def test_after_the_cool_down_the_pool_shrinks_to_the_busy_ones_and_some_to_spare() -> None:
+def test_after_the_cool_down_the_pool_shrinks_to_busy_actors_and_a_few() -> None:
     ((when, decision),) = watch(61, waiting=0, active=4, running=16)
     assert when == pytest.approx(60, abs=0.11) and decision.size == 5
     assert decision.reason == "the ranks waited for 0% of the last 60 s, in which 4.0 actors were busy"
@@ -120,7 +120,7 @@ def test_a_paused_trainer_leaves_the_least_actors() -> None:
     assert [d.size for _, d in watch(61, waiting=0, active=0, running=16, rules=rules)] == [3]
 
 
-def test_actors_that_have_not_come_are_given_up_when_they_are_not_needed_any_more() -> None:
+def test_pending_actors_are_given_up_when_no_longer_needed() -> None:
     assert [d.size for _, d in watch(61, waiting=0, active=1, running=2, pending=6)] == [2]
 
 
@@ -241,7 +241,7 @@ def told(keeper: Keeper, monkeypatch: pytest.MonkeyPatch, *looks: tuple[float, i
     return keeper.notes
 
 
-def test_actors_that_are_all_lost_and_have_no_room_are_told_of_at_once_and_once(
+def test_the_loss_of_all_actors_without_room_is_told_at_once_and_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     looks = [(second, 0, 2, True) for second in range(10, 30)]
@@ -265,7 +265,7 @@ def test_idle_actors_make_room_for_as_many_as_are_waited_for() -> None:
     assert keeper.left_after(12) == ["lost", "busy"]
 
 
-def test_room_is_made_at_once_for_actors_whose_node_has_gone_and_before_those_that_had_no_work() -> None:
+def test_actors_of_a_lost_node_get_room_before_idle_ones() -> None:
     keeper = Keeper(
         Pool(a=(True, 1, "gone"), b=(True, 2, "gone"), c=(True, 0, "gone"), i=(False, 0), j=(False, 0))
     )
@@ -273,7 +273,7 @@ def test_room_is_made_at_once_for_actors_whose_node_has_gone_and_before_those_th
     assert keeper.left_after(1, 4) == ["a", "b"] and len(keeper.notes) == 1
 
 
-def test_room_is_made_once_for_an_actor_that_has_its_cpus_and_starts_slowly(
+def test_room_is_made_once_for_an_actor_that_starts_slowly(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(pool, "_waited_for", lambda: set())
@@ -324,7 +324,7 @@ def test_the_last_actor_that_runs_stays_while_others_only_restart() -> None:
 # Nodes that are about to go. tests/faults drains a real one.
 
 
-def test_actors_on_a_node_that_is_about_to_go_are_replaced_and_let_go_once_they_have_finished() -> None:
+def test_actors_on_a_draining_node_are_replaced_and_finish_first() -> None:
     keeper = Keeper(Pool(a=(False, 1, "going"), b=(False, 0, "going"), c=(False, 2, "cpu")))
     keeper._leave({"going": 0})
     assert keeper.grown == [2] and list(keeper.pool._running_actors) == ["a", "c"]
@@ -338,7 +338,7 @@ def test_actors_on_a_node_that_is_about_to_go_are_replaced_and_let_go_once_they_
     ]
 
 
-def test_the_only_actors_are_not_let_go_before_others_run_though_their_node_is_about_to_go() -> None:
+def test_the_only_actors_on_a_draining_node_stay_until_others_run() -> None:
     keeper = Keeper(Pool(a=(False, 0, "going"), b=(False, 0, "going")))
     keeper._leave({"going": int((time.time() + 90) * 1000)})
     assert list(keeper.pool._running_actors) == ["a", "b"] and re.search("go in (90|8.) s:", keeper.notes[0])

@@ -61,7 +61,7 @@ def decided(
     ("per_step", "cpus", "workers"),
     [(12, 24, 12), (12, 22, 6), (12, 10, 4), (8, 14, 4), (7, 12, 1), (4, 100, 4), (6, 5, 2)],
 )
-def test_elastic_training_takes_the_largest_divisor_of_m_that_there_is_room_for(
+def test_elastic_training_takes_the_largest_divisor_of_m_with_room(
     per_step: int, cpus: float, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert decided(monkeypatch, per_step, 1, per_step, {"node": {"CPU": cpus}}) == workers
@@ -133,7 +133,7 @@ def test_a_plain_trainer_does_not_retry_an_error_of_raypipe() -> None:
     assert policy.make_decision(caught.value) == FailureDecision.RAISE and cause_of(caught.value) is NO_ROOM
 
 
-def test_a_plain_trainer_retries_a_loss_and_an_error_of_the_users_as_it_is_told() -> None:
+def test_a_plain_trainer_retries_losses_and_user_errors_as_told() -> None:
     (callback,) = _initialize_env_callbacks()
     callback.after_worker_group_poll_status(failed(ValueError("of the user's")))
     callback.after_worker_group_poll_status(failed(ConfigError("since its peer is gone"), LOST))
@@ -220,7 +220,7 @@ def test_what_dies_after_a_notice_counts_as_preempted() -> None:
     callback.after_worker_group_poll_status(polled(None, gone))
 
 
-def test_ray_trains_controller_asks_its_workers_how_they_are_twice_a_second_unless_told_otherwise() -> None:
+def test_ray_trains_controller_polls_twice_a_second_by_default() -> None:
     show = "import raypipe; from ray.train.v2._internal.constants import *; print(get_env_vars_to_propagate())"
     others = {name: value for name, value in os.environ.items() if name != HEALTH_CHECK_INTERVAL_S_ENV_VAR}
     for told, expected in ((None, "0.5"), ("3", "3")):
@@ -298,6 +298,7 @@ def test_the_controller_has_ended_when_fit_returns_or_raises(
     assert controller.calls == ["begun", "killed", "state asked for"]
 
 
+@pytest.mark.system
 @pytest.mark.cluster
 @pytest.mark.usefixtures("ray_cluster")
 def test_no_controller_outlives_its_run(tmp_path: Path) -> None:

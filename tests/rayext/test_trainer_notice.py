@@ -90,7 +90,7 @@ def test_checkpoints_come_more_often_as_the_nodes_end_comes_near(
 
 @pytest.mark.parametrize("left_s", [None, 300.0, 30.0, 12.0, 3.0])
 @pytest.mark.parametrize(("step_s", "checkpoint_s"), [(0.01, 0.01), (0.3, 0.5), (2.0, 0.2), (0.5, 9.0)])
-def test_a_train_function_ends_before_its_node_and_right_after_a_checkpoint(
+def test_a_train_function_ends_before_its_node_after_a_checkpoint(
     given: Any, clock: Clock, left_s: float | None, step_s: float, checkpoint_s: float
 ) -> None:
     notice, choose, checkpoints = Notice(print), random.Random(0), 0
@@ -116,7 +116,7 @@ def test_before_a_validation_a_checkpoint_is_due_in_any_case(given: Any, clock: 
     assert notice.is_due() and not notice.is_due() and notice.is_due(at_end=True)
 
 
-def test_ranks_agree_once_a_second_by_the_steps_of_the_first_and_at_last_after_each(
+def test_ranks_agree_once_a_second_and_at_last_after_each_step(
     given: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent: list[Any] = []

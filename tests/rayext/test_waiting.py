@@ -20,7 +20,7 @@ def test_a_wait_ends_with_what_it_was_for_and_lines_tell_of_it(capsys: pytest.Ca
     assert capsys.readouterr().out == "waiting 0 s more at most (train.start_timeout_s) for room: 2 CPUs\n"
 
 
-def test_a_cluster_that_is_not_there_is_named_with_the_reason_and_the_wait_can_be_ended_at_any_time(
+def test_a_missing_cluster_is_named_and_the_wait_can_be_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with socket.socket() as free:
@@ -38,7 +38,7 @@ def test_a_cluster_that_is_not_there_is_named_with_the_reason_and_the_wait_can_b
         connect(wait=Wait(1000.0, interrupted))
 
 
-def test_a_head_that_takes_connections_and_does_not_answer_is_not_waited_for_in_silence() -> None:
+def test_a_head_that_does_not_answer_is_not_awaited_in_silence() -> None:
     with socket.socket() as frozen:
         frozen.bind(("0.0.0.0", 0))
         frozen.listen()
@@ -49,7 +49,7 @@ def test_a_head_that_takes_connections_and_does_not_answer_is_not_waited_for_in_
 
 @pytest.mark.cluster
 @pytest.mark.usefixtures("ray_cluster")
-def test_of_two_runs_that_start_at_one_time_one_waits_until_the_other_has_what_it_needs() -> None:
+def test_of_two_runs_that_start_together_one_waits_for_the_other() -> None:
     assert not is_head_lost()
     order: list[str] = []
     with only_start(Wait(60.0)) as first:

@@ -80,7 +80,7 @@ class Actor:
 @pytest.mark.cluster
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.parametrize("same_node", [True, False])
-def test_a_stopped_actor_is_killed_and_named_while_the_stream_stands_still_and_only_then(same_node: bool) -> None:
+def test_a_stopped_actor_is_killed_only_while_the_stream_stands_still(same_node: bool) -> None:
     notes: list[tuple[str, str]] = []
     here = ray.get_runtime_context().get_node_id() if same_node else ""
     watch = Watch(lambda *note: notes.append(note), lambda key: f"in the block of {key}", here)

@@ -134,7 +134,7 @@ def write_claim(run_uri: str) -> None:
 
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("where", ["disk", "bucket"])
-def test_another_machines_run_loses_the_folder_when_it_is_no_more_heard_of(
+def test_another_machines_silent_run_loses_the_folder(
     where: str, tmp_path: Path, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
 ) -> None:
     run_uri = tmp_path.as_uri() if where == "disk" else request.getfixturevalue("bucket") + "/runs/mine"
@@ -168,7 +168,7 @@ def test_another_machines_run_that_is_heard_of_keeps_the_folder(bucket: str) -> 
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_lease_is_renewed_also_on_a_full_disk_and_is_not_taken_back_once_it_is_lost(full_disk: Path) -> None:
+def test_a_lease_is_renewed_on_a_full_disk_and_stays_lost_once_lost(full_disk: Path) -> None:
     from full_disk import fill
 
     with leased(full_disk.as_uri()) as mine:
@@ -185,7 +185,7 @@ def test_a_lease_is_renewed_also_on_a_full_disk_and_is_not_taken_back_once_it_is
         assert not renewing.is_alive() and not is_held(full_disk.as_uri(), mine)
 
 
-def test_a_lease_in_a_bucket_that_is_given_back_while_it_is_renewed_stays_given_back(
+def test_a_lease_given_back_while_it_is_renewed_stays_given_back(
     bucket: str, impatient: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looked = threading.Event()
@@ -249,7 +249,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("whose", [".", "config.yaml", "checkpoint_1/state.pt", "tune/link"])
-def test_a_resume_from_what_another_user_owns_runs_nothing_without_an_explicit_word(
+def test_a_resume_from_another_users_run_needs_trust(
     whose: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("checkpoint_1/state.pt", "tune/tuner.pkl"):

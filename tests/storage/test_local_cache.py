@@ -174,7 +174,7 @@ def test_the_least_recently_opened_shards_make_room(put: Put, proxy: FaultyProxy
     assert sent(proxy) == 4 * SIZE
 
 
-def test_who_reads_a_shard_that_is_evicted_reads_on_and_its_room_is_free_afterwards(
+def test_readers_of_an_evicted_shard_read_on_and_then_free_its_room(
     put: Put, proxy: FaultyProxy, tmp_path: Path
 ) -> None:
     one, other = put("a"), put("b")
@@ -215,9 +215,7 @@ def test_a_node_downloads_one_shard_at_a_time(
         first.join()
 
 
-def test_what_was_being_downloaded_at_the_last_start_of_the_machine_is_not_gone_on_with(
-    put: Put, proxy: FaultyProxy, tmp_path: Path
-) -> None:
+def test_a_download_does_not_continue_across_a_reboot(put: Put, proxy: FaultyProxy, tmp_path: Path) -> None:
     file = put()
     cache = LocalCache(tmp_path / "shards")
     cache.folder_of(file).mkdir(parents=True)

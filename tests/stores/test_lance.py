@@ -72,7 +72,7 @@ def test_images_may_be_blobs_extensions_or_structs(version: str, tmp_path: Path)
         assert store.read(np.empty(0, np.int64))["image"] == []
 
 
-def test_a_store_is_the_version_that_was_opened_whatever_is_written_meanwhile(tmp_path: Path) -> None:
+def test_a_store_is_the_version_that_was_opened(tmp_path: Path) -> None:
     address = write(tmp_path / "a.lance")
     store = open_store(address)
     fingerprint, copy = store.fingerprint, pickle.loads(pickle.dumps(store))
@@ -127,7 +127,7 @@ def test_columns_are_renamed_and_checked(tmp_path: Path) -> None:
         null.read(np.arange(2))
 
 
-def test_labels_of_floats_and_lists_are_no_classes_and_those_over_63_bits_have_no_value(tmp_path: Path) -> None:
+def test_float_and_list_labels_are_no_classes_and_63_bits_the_limit(tmp_path: Path) -> None:
     for name, labels, is_class, expected in (
         ("float", pa.array([0.5, 2, 3], pa.float32()), False, [0.5, 2, 3]),
         ("list", pa.array([[1], [2], [3]], pa.list_(pa.int64(), 1)), False, [[1], [2], [3]]),

@@ -101,7 +101,7 @@ def test_file_uri(tmp_path: Path, name: str) -> None:
     assert open_store(path.as_uri()).read(np.array([0]))["image"] == [b"x"]
 
 
-def test_a_folder_of_tars_is_one_store_and_class_folders_beside_a_tar_stay_class_folders(tmp_path: Path) -> None:
+def test_a_folder_of_tars_is_one_store_and_class_folders_stay_so(tmp_path: Path) -> None:
     for name in ("b.tar", "a.tar", ".hidden.tar"):
         write_tar(tmp_path / name, SAMPLES)
     assert isinstance(open_store(tmp_path), TarStore) and len(open_store(tmp_path)) == 2

@@ -242,7 +242,7 @@ def test_a_footer_that_miscounts_its_rows(tmp_path: Path, changed: list[int], me
         ParquetStore(tmp_path / "a.parquet").read(np.arange(60))
 
 
-def test_a_footer_whose_counts_of_nulls_are_of_another_schema_does_not_end_the_process(tmp_path: Path) -> None:
+def test_a_footer_with_foreign_null_counts_does_not_end_the_process(tmp_path: Path) -> None:
     path = write_table(tmp_path / "a.parquet", image=IMAGES, label=pa.array([0, 1, 2]))
     # In the schema, before a column's name: it has nulls (1, as Thrift has it); and now it has none.
     content = path.read_bytes()
@@ -427,7 +427,7 @@ def read_within(num_bytes: int, path: Path) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
-def test_a_row_group_of_images_that_hardly_shrink_may_be_as_large_as_what_is_stored(
+def test_a_row_group_that_hardly_shrinks_may_be_as_large_as_stored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("raypipe.stores.parquet.MAX_GROUP_BYTES", 1 << 20)

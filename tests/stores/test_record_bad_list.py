@@ -122,7 +122,7 @@ def test_a_spec_leaves_out_what_its_lists_name(tmp_path: Path) -> None:
         open_stream(STORE, val_exclude=tmp_path / "val.json")
 
 
-def test_the_samples_that_tell_the_size_of_a_validation_are_none_that_is_left_out(tmp_path: Path) -> None:
+def test_the_size_of_a_validation_is_not_told_by_excluded_samples(tmp_path: Path) -> None:
     from raypipe.plan.places import MicroBatchId
     from raypipe.streaming.maker import MicroBatchMaker
 

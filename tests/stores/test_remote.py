@@ -302,9 +302,7 @@ def test_an_upload_that_fails_leaves_the_old_store_or_none(
     assert store.read(np.arange(len(IMAGES)))["image"] == IMAGES
 
 
-def test_a_store_that_is_not_complete_is_neither_read_nor_written_over_unasked(
-    bucket: str, tmp_path: Path
-) -> None:
+def test_an_incomplete_store_is_neither_read_nor_overwritten_unasked(bucket: str, tmp_path: Path) -> None:
     address = f"{bucket}/x.lmdb"
     write(tmp_path / "a.lmdb")
     put(tmp_path / "a.lmdb", f"{address}/00000-0123abcd.lmdb")

@@ -174,7 +174,7 @@ def test_an_object_too_large_for_an_image_is_never_asked_for(
     assert proxy.requests["GET"] - before == 5
 
 
-def test_faults_of_the_network_are_tried_again_and_a_bucket_that_is_gone_is_an_error(
+def test_network_faults_are_retried_and_a_missing_bucket_is_an_error(
     bucket: str, s3_endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tmp_path / "root", f"{bucket}/train")

@@ -28,7 +28,7 @@ def write(path: Path, num: int = 4, **columns: list[int]) -> Store:
 
 
 @pytest.mark.parametrize("name", ["a.lmdb", "a.parquet"])
-def test_filters_and_weights_find_the_sizes_that_are_written_beside_a_store(name: str, tmp_path: Path) -> None:
+def test_filters_and_weights_find_the_sizes_beside_a_store(name: str, tmp_path: Path) -> None:
     store = write(tmp_path / name)
     before = store.fingerprint
     assert write_sizes(store, SIZES) == f"{tmp_path}/_{name}.sizes.parquet"
@@ -40,7 +40,7 @@ def test_filters_and_weights_find_the_sizes_that_are_written_beside_a_store(name
     assert again.fingerprint == before and again.columns == ("image", "label")
 
 
-def test_the_file_is_no_shard_of_a_folder_or_pattern_and_belongs_to_that_address(tmp_path: Path) -> None:
+def test_the_file_of_sizes_is_no_shard_and_belongs_to_its_address(tmp_path: Path) -> None:
     for number in range(2):
         write(tmp_path / f"train-{number}.parquet", 2)
     for address in (tmp_path, f"{tmp_path}/train-*.parquet", f"{tmp_path}/train-{{0..1}}.parquet"):

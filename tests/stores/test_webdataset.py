@@ -178,7 +178,7 @@ def test_images_of_another_suffix(tmp_path: Path) -> None:
     assert read(store) == {"image": [b"s"], "label": [1], "jpg": [b"j"]}
 
 
-def test_captions_beside_every_image_are_a_store_without_labels_and_beside_some_they_are_not(
+def test_captions_beside_every_image_make_a_store_without_labels(
     tmp_path: Path,
 ) -> None:
     members = [("x/1.jpg", b"a"), ("x/1.txt", b"t"), ("x/2.jpg", b"b")]
@@ -193,7 +193,7 @@ def test_options_are_of_the_webdataset_layout_only(tmp_path: Path) -> None:
         len(make(tmp_path / "a.tar", ("x/1.jpg", b"a"), image_column="jpg"))
 
 
-def test_a_suffix_or_field_that_no_sample_has_is_told_with_those_that_there_are(tmp_path: Path) -> None:
+def test_an_unknown_suffix_or_field_is_told_with_the_known_ones(tmp_path: Path) -> None:
     members = [("1.jpg", b"j"), ("1.seg.png", b"s"), ("1.json", b'{"species": 3}')]
     with pytest.raises(StoreError, match=r"no column 'spcies' for label_column; did you mean species\? its"):
         len(make(tmp_path / "a.tar", *members, label_column="spcies"))

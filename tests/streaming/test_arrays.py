@@ -94,7 +94,7 @@ def test_presets_that_move_pixels_take_any_channels_and_are_seeded(preset: str, 
             np.testing.assert_array_equal(pixels, whole)
 
 
-def test_uint8_rgb_as_an_array_has_the_pixels_and_the_digests_that_it_has_as_rgb() -> None:
+def test_uint8_rgb_as_an_array_has_the_pixels_and_digests_of_rgb() -> None:
     store = MemoryStore([picture(i) for i in range(NUM)], [0] * NUM)
     for train in ("center", "flip-crop", "small"):
         as_array, as_rgb = (spec_of(store, train=train, decode_as=how) for how in ("array", "rgb"))
@@ -119,7 +119,7 @@ def test_a_digest_knows_the_dtype() -> None:
 @pytest.mark.parametrize(
     "odd", [some("uint16", 0, 24, 20, 3), some("float32", 0, 24, 20, 4), some("uint16", 0, 24, 21, 4)]
 )
-def test_a_sample_of_another_dtype_channels_or_size_ends_the_run_by_its_name(odd: np.ndarray) -> None:
+def test_a_sample_of_another_dtype_or_shape_ends_the_run_by_its_name(odd: np.ndarray) -> None:
     store = store_of("uint16", 4)
     store._columns["image"][7] = npy(odd)
     with pytest.raises(ConfigError, match=rf"sample 7.*{odd.dtype} .*uint16 \(24, 20, 4\) is expected"):
@@ -188,7 +188,7 @@ def test_the_check_of_memory_counts_the_bytes_of_all_channels() -> None:
     assert _micro_batch_bytes(spec_of(images, train="light", decode_as="rgb")) == 4 * 16 * 16 * 3
 
 
-def test_images_of_another_number_of_channels_than_the_mean_are_refused_before_a_run() -> None:
+def test_images_need_as_many_channels_as_the_mean() -> None:
     spec = spec_of(store_of("uint16", 4))
     assert try_samples(spec, 3, channels=4) == {"train": (24, 20)}
     with pytest.raises(ConfigError, match=r"it has 4 channels, and augment\.mean and augment\.std are of 3"):
@@ -199,7 +199,7 @@ def test_images_of_another_number_of_channels_than_the_mean_are_refused_before_a
 
 @pytest.mark.parametrize("ring", [False, True])
 @pytest.mark.parametrize("dtype", ["uint16", "float32", "int16", "uint32", "float64"])
-def test_the_device_scales_whole_numbers_by_their_largest_and_leaves_floats(dtype: str, ring: bool) -> None:
+def test_the_device_scales_integers_by_their_largest_and_leaves_floats(dtype: str, ring: bool) -> None:
     spec = spec_of(store_of(dtype, 4))
     (batch, *_) = on_device(without_ray.host_batches(spec), CPU, lambda _: 1, ring=ring)
     image = batch.image
@@ -253,9 +253,7 @@ def test_colour_presets_of_16_bit_rgb_do_what_they_do_to_8_bits() -> None:
         ({"std": (1.0,)}, "augment.mean must be as many numbers as augment.std, 1"),
     ],
 )
-def test_operations_that_need_rgb_are_refused_where_the_mean_is_of_other_channels(
-    settings: Any, message: str
-) -> None:
+def test_operations_of_rgb_are_refused_for_other_channels(settings: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         DeviceAugment(AugmentConfig(**{"mean": (0.5,) * 4, "std": (0.5,) * 4} | settings), CPU)
 
@@ -275,7 +273,7 @@ def folder_of(root: Path) -> Path:
     return root
 
 
-def test_npy_files_are_the_samples_of_folders_and_archives_where_there_is_no_image(tmp_path: Path) -> None:
+def test_npy_files_are_samples_where_there_is_no_image(tmp_path: Path) -> None:
     root = folder_of(tmp_path / "arrays")
     members = {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*.npy"))}
     tar_of(tmp_path / "a.tar", members)

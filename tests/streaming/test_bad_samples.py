@@ -100,9 +100,7 @@ def test_a_stream_with_a_bad_sample_is_the_same_where_the_disk_is_full(
     assert len(warnings(caplog)) == 1
 
 
-def test_a_bad_sample_is_named_in_its_record_and_in_errors_without_control_characters(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_bad_samples_are_named_without_control_characters(folder: Path, tmp_path: Path) -> None:
     name = f"{folder}/a/07\\x1b[31m.jpg"
     digests(spec_of(folder, tmp_path / "quarantine"))
     records = [json.loads(line) for file in (tmp_path / "quarantine").iterdir() for line in file.open()]
@@ -131,7 +129,7 @@ def test_budget_lets_a_few_pass_and_stops_a_rate() -> None:
     )
 
 
-def test_the_users_code_is_named_where_it_is_at_fault_by_line_in_the_error_the_record_and_the_log(
+def test_faulty_user_code_is_named_by_line_in_error_record_and_log(
     folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def picky(image: np.ndarray) -> np.ndarray:
@@ -197,9 +195,7 @@ def write_labels(folder: Path, kind: str) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["mds", "parquet", "arrow"])
-def test_a_label_that_is_damaged_or_too_large_makes_a_bad_sample_and_no_other_class(
-    tmp_path: Path, kind: str
-) -> None:
+def test_a_damaged_label_makes_a_bad_sample_and_no_other_class(tmp_path: Path, kind: str) -> None:
     store = write_labels(tmp_path, kind)
     spec = open_stream(
         store,

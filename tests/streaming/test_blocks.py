@@ -19,7 +19,7 @@ def plan(num_train: int = 60, num_val: int = 25, per_step: int = 4, epochs: int 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("size", [1, 2, 3, 100])
-def test_every_rank_gets_its_micro_batches_in_order_in_blocks_of_one_segment(ranks: int, size: int) -> None:
+def test_ranks_get_micro_batches_in_order_in_blocks_of_one_segment(ranks: int, size: int) -> None:
     whole = plan()
     for step in (0, 1, 3):
         places = list(whole.micro_batches(whole.cursor_at(step)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +14,6 @@ from raypipe.config import AugmentConfig, PlanConfig, PoolConfig, TransformConfi
 from raypipe.errors import ConfigError
 from raypipe.plan.places import MicroBatchId
 from raypipe.stores import open_store
-from raypipe.stores.base import MemoryStore
 from raypipe.streaming.blocks import cut
 from raypipe.streaming.digest import batch_digest
 from raypipe.streaming.handover import loader
@@ -23,40 +21,16 @@ from raypipe.streaming.maker import MicroBatchMaker, try_samples
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.pipeline import _micro_batch_bytes
 from raypipe.streaming.row import batches_of, block_row
-from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.fields import MicroBatch
 
-from pictures import picture  # isort: skip
-
-BUCKETS = ["12x16", "14x14", "16x12"]
-SIDES = {(12, 16), (14, 14), (16, 12)}
-
-
-def pictures(num: int, bad: tuple[int, ...] = (), **columns: Any) -> MemoryStore:
-    sizes = [[(40, 60), (50, 50), (60, 40)][(i + i // 5) % 3] for i in range(num)]
-    images = [b"no image" if i in bad else picture(i, *sizes[i]) for i in range(num)]
-    heights, widths = zip(*sizes, strict=True)
-    return MemoryStore(images, np.arange(num) % 5, columns={"width": widths, "height": heights, **columns})
-
-
-TRAIN, VAL = pictures(50), MemoryStore([picture(1000 + i) for i in range(9)], [0] * 9)
-
-
-def spec_of(
-    store: Any = TRAIN, plan: dict[str, Any] | None = None, val_store: Any = VAL, **options: Any
-) -> StreamSpec:
-    given = {"epochs": 2, "micro_batch_size": 4, "global_batch_size": 8, "buckets": BUCKETS, **(plan or {})}
-    transform = TransformConfig(**{"train": "light", "val": "center", "size": 8, **options})
-    return open_stream(
-        store, val_store, plan=PlanConfig(**given), transform=transform, pool=PoolConfig(engine="inline")
-    )
+from bucketed import BUCKETS, SIDES, pictures, spec_of  # isort: skip
 
 
 def shapes(batches: list[MicroBatch], split: str = "train") -> set[tuple[int, ...]]:
     return {batch["image"].shape[1:3] for batch in batches if batch.at.split == split}
 
 
-def test_each_micro_batch_has_the_shape_of_its_bucket_and_validations_that_of_the_transform() -> None:
+def test_micro_batches_have_their_buckets_shape_and_validations_their_own() -> None:
     spec = spec_of()
     found = list(host_batches(spec))
     assert shapes(found) == SIDES and shapes(found, "val") == {(8, 8)}
@@ -142,7 +116,7 @@ def test_a_bad_sample_is_replaced_by_one_of_its_bucket_and_source() -> None:
 
 
 @pytest.mark.parametrize("decode", ["cpu", "gpu"])
-def test_validations_in_buckets_have_each_sample_once_in_the_shape_of_its_bucket(decode: str) -> None:
+def test_validations_in_buckets_have_each_sample_once_in_its_shape(decode: str) -> None:
     val = pictures(23)
     spec = spec_of(plan={"val_buckets": True}, val_store=val, size={0: 4, 1: 8}, decode=decode)
     sides = val.read(np.arange(23), ("height", "width"))
@@ -192,9 +166,7 @@ def test_a_function_of_the_user_gets_height_and_width_and_must_make_them(
         try_samples(stays, 5)
 
 
-def test_sizes_that_stand_beside_a_store_will_do_and_a_filter_leaves_samples_out(
-    stores: dict[str, Path], tmp_path: Path
-) -> None:
+def test_sizes_beside_a_store_will_do_and_a_filter_omits_samples(stores: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "train.lmdb").write_bytes(stores["train"].read_bytes())
     train = tmp_path / "train.lmdb"
     plan = PlanConfig(epochs=1, micro_batch_size=4, buckets=BUCKETS)

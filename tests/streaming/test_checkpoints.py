@@ -103,7 +103,7 @@ def test_a_run_without_a_folder_starts_from_its_beginning(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_one_is_passed_over_with_its_reason_and_nothing_is_removed(run: Path, damage: str) -> None:
+def test_a_damaged_checkpoint_is_passed_over_and_nothing_is_removed(run: Path, damage: str) -> None:
     (run / "checkpoint_manager_snapshot.json").write_text('{"checkpoint_resu')  # what Ray Train may leave
     broken, (harm, reason) = newest(run), DAMAGE[damage]
     harm(broken)
@@ -122,7 +122,7 @@ def step_of_each(run: Path) -> set[int]:
     return {int(path.name.split("_")[2]) for path in run.glob("checkpoint_*/")}
 
 
-def test_one_that_was_cut_off_is_passed_over_and_goes_with_the_next_that_is_written(run: Path) -> None:
+def test_a_cut_checkpoint_is_passed_over_and_later_removed(run: Path) -> None:
     (newest(run) / "checkpoint.json").unlink()
     _, passed_over = find_newest(run.as_uri(), check)
     assert list(passed_over.values()) == ["it was cut off while it was written"]
@@ -132,7 +132,7 @@ def test_one_that_was_cut_off_is_passed_over_and_goes_with_the_next_that_is_writ
         assert step_of_each(run) == left
 
 
-def test_a_place_that_is_reached_again_and_again_has_two_checkpoints_at_most(run: Path) -> None:
+def test_a_place_reached_repeatedly_has_two_checkpoints_at_most(run: Path) -> None:
     for _ in range(4):  # each resume of a run that has ended validates once more
         write(run.as_uri(), 1, 6)
     assert step_of(run) == 6 and len(list(run.glob("checkpoint_*"))) == 2
@@ -167,7 +167,7 @@ def test_the_state_is_read_once(run: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert sorted(reads) == ["checkpoint.json", "cursor.json", "state.pt"]
 
 
-def test_a_run_without_checkpoints_starts_from_another_run_or_one_of_its_checkpoints(
+def test_a_new_run_starts_from_another_run_or_its_checkpoint(
     run: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     own, first = (tmp_path_factory.mktemp("new") / "own").as_uri(), newest(run, before=1)
@@ -191,7 +191,7 @@ def test_if_all_were_cut_off_the_run_starts_from_its_beginning(run: Path) -> Non
     assert newest is None and len(passed_over) == 2
 
 
-def test_one_of_another_plan_is_passed_over_and_refused_where_there_is_no_other(run: Path) -> None:
+def test_a_checkpoint_of_another_plan_is_passed_over_or_refused(run: Path) -> None:
     write(run.as_uri(), 1, 9, plan="f" * 16)
     _, passed_over = find_newest(run.as_uri(), check)
     assert list(passed_over.values()) == [f"made under plan {'f' * 16}"] and step_of(run) == 6
@@ -216,7 +216,7 @@ def test_a_full_disk_leaves_what_there_is_and_nothing_half(full_disk: Path) -> N
     assert step_of(run) == 3
 
 
-def test_after_each_of_30_kills_while_checkpoints_are_written_the_newest_is_whole(tmp_path: Path) -> None:
+def test_after_30_kills_while_writing_the_newest_checkpoint_is_whole(tmp_path: Path) -> None:
     run, random_moment, step = tmp_path / "run", random.Random(1), 0
     for _ in range(30):
         reading, writing = os.pipe()

@@ -43,7 +43,7 @@ def kinds(run: Path) -> list[str]:
     return [record["kind"] for record in found.kept]
 
 
-def test_a_loop_of_ones_own_leaves_what_report_shows_and_ends_with_a_diagnosis(
+def test_an_own_loop_leaves_a_report_and_ends_with_a_diagnosis(
     spec: StreamSpec, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "runs" / "mine"

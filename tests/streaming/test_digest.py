@@ -96,7 +96,7 @@ def test_the_same_streams_are_equal() -> None:
     }
 
 
-def test_settings_that_differ_are_named_whether_the_streams_are_equal_or_not() -> None:
+def test_settings_that_differ_are_named_even_if_streams_are_equal() -> None:
     settings: dict[str, object] = {"workers": 4, "machine": "arm64"}
     found = compare(ONE, other(settings))
     assert found["equal"] and found["settings"] == {"workers": [1, 4], "machine": [None, "arm64"]}
@@ -231,7 +231,7 @@ def test_the_command_makes_the_stream_without_ray_where_it_is_asked_to(
     assert found["digest"] == combine(without_ray.digests(spec, 3))
 
 
-def test_the_digest_of_a_run_needs_its_folder_alone_and_settings_go_over_its_own(
+def test_the_digest_of_a_run_needs_its_folder_alone(
     stores: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan = PlanConfig(epochs=2, micro_batch_size=10, global_batch_size=20, seed=4)
@@ -246,7 +246,7 @@ def test_the_digest_of_a_run_needs_its_folder_alone_and_settings_go_over_its_own
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["digest"] == combine(expected)
 
 
-def test_what_is_wrong_with_an_address_is_told_of_the_store_though_a_run_is_looked_for_first(
+def test_a_wrong_address_is_told_as_a_stores_and_not_a_runs(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit):

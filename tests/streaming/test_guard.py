@@ -135,7 +135,7 @@ def rows(spec: StreamSpec) -> tuple[list[Any], list[str]]:
     return found, [text for kind, text in events if kind == "fault"]
 
 
-def test_a_sample_that_crashes_or_hangs_its_process_is_found_and_replaced_as_one_that_raises(
+def test_a_sample_that_crashes_or_hangs_its_process_is_replaced(
     request: pytest.FixtureRequest,
 ) -> None:
     expected = [row_of(batch) for batch in without_ray.host_batches(spec_of(raises))]

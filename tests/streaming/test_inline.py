@@ -142,7 +142,7 @@ def test_a_stream_that_is_left_early_leaves_nothing_of_itself(stores: dict[str, 
 
 
 @pytest.mark.usefixtures("cuda_or_pretended")
-def test_what_draws_from_what_threads_share_is_made_by_the_thread_that_asks(
+def test_draws_from_shared_generators_are_made_by_the_asking_thread(
     stores: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A device's ring, its decoder, and pool.threads have threads: beside one of them the main thread may draw."""
@@ -199,7 +199,7 @@ def test_a_dataset_of_ray_is_not_made_without_ray(stores: dict[str, Path]) -> No
         stream(stores["train"], pool=INLINE)
 
 
-def test_no_cluster_is_started_and_nothing_of_ray_data_or_train_is_imported(stores: dict[str, Path]) -> None:
+def test_no_cluster_starts_and_neither_ray_data_nor_train_is_imported(stores: dict[str, Path]) -> None:
     program = f"""
 import sys, raypipe
 spec = raypipe.open_stream({str(stores["train"])!r}, pool=raypipe.PoolConfig(engine="inline"))

@@ -67,7 +67,7 @@ PIPELINES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", PIPELINES)
-def test_a_keypoint_is_where_its_disc_is_and_the_image_is_the_same_without_it(name: str) -> None:
+def test_a_keypoint_is_where_its_disc_is_and_changes_no_pixel(name: str) -> None:
     made, num_seen, num_marked = content(PIPELINES[name]), 0, 0
     alone = Images(build_transform(PIPELINES[name], 128), TransformConfig(size=128))
     for (image, points), key in zip(SCENES, KEYS, strict=True):
@@ -110,7 +110,7 @@ def spec_of(transform: Any = "light", **config: Any) -> StreamSpec:
     )
 
 
-def test_a_batch_has_room_for_them_and_the_ring_and_any_reader_have_the_same() -> None:
+def test_ring_and_readers_have_the_same_keypoints_with_room() -> None:
     spec = spec_of()
     hosts = list(without_ray.host_batches(spec))
     assert hosts[0]["keypoints"].shape == (4, 5, 3)

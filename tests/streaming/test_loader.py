@@ -298,7 +298,7 @@ def inline(spec: StreamSpec) -> StreamSpec:
     return dataclasses.replace(spec, pool=PoolConfig(engine="inline"))
 
 
-def test_an_epoch_has_its_training_then_its_validation_and_tells_where_steps_end(inline: StreamSpec) -> None:
+def test_an_epoch_trains_then_validates_and_tells_where_steps_end(inline: StreamSpec) -> None:
     one, places, cursors = loader(inline), [], []
     for epoch in one.epochs():
         assert (len(epoch.train), len(epoch.val)) == (4 * 4, 4)
@@ -351,7 +351,7 @@ def ranked(spec: StreamSpec, rank: int, world_size: int) -> Loader:
     return Loader(spec, lambda start: Feed(inline_batches(spec, start, rank, world_size)), rank, world_size)
 
 
-def test_a_loader_whose_checkpoint_does_not_tell_its_place_does_not_begin_anew_in_silence(
+def test_a_loader_does_not_begin_anew_in_silence(
     inline: StreamSpec,
 ) -> None:
     one = ranked(inline, 0, 1)
@@ -445,9 +445,7 @@ def test_a_loader_that_is_left_has_ended_its_threads_and_then_its_actors(
 
 
 @pytest.mark.parametrize("held", ["nothing", "the loader", "an epoch", "its batches", "its epochs"])
-def test_a_stream_runs_as_long_as_anything_of_it_is_held_and_ends_without_the_collector(
-    inline: StreamSpec, held: str
-) -> None:
+def test_a_stream_ends_when_nothing_holds_it_without_the_collector(inline: StreamSpec, held: str) -> None:
     ends: list[str] = []
 
     def opened() -> Any:
@@ -484,7 +482,7 @@ def test_a_stream_that_has_ended_says_why_and_can_be_started_anew(inline: Stream
         next(one.epochs())
 
 
-def test_the_oldest_stream_with_actors_makes_room_and_says_so_and_no_other_does(inline: StreamSpec) -> None:
+def test_only_the_oldest_stream_with_actors_makes_room_and_says_so(inline: StreamSpec) -> None:
     def opened(supervisor: Any) -> tuple[Loader, Epoch]:
         source = Feed(inline_batches(inline, inline.plan.start()), supervisor)
         one = Loader(inline, lambda _: source, cursor=inline.plan.start())
@@ -533,7 +531,7 @@ def test_an_argument_of_a_loader_that_is_of_another_type_is_named(argument: Any,
         loader(MemoryStore([b""], [0]), **argument)  # type: ignore[arg-type]
 
 
-def test_a_run_that_is_started_again_after_its_end_says_that_nothing_is_left(
+def test_a_run_started_again_after_its_end_says_that_nothing_is_left(
     inline: StreamSpec, caplog: pytest.LogCaptureFixture
 ) -> None:
     plan = inline.plan

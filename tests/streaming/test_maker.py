@@ -44,7 +44,7 @@ def after_deaths_of(bad: int, touch: Any = None) -> Attempt:
 
 
 @pytest.mark.parametrize("micro_batch", [1, 4])
-def test_in_a_careful_attempt_each_sample_is_announced_then_read_and_a_bad_one_never(micro_batch: int) -> None:
+def test_a_careful_attempt_announces_each_sample_and_reads_no_bad_one(micro_batch: int) -> None:
     damaged = noted()
     damaged._columns["image"][0] = b"damaged"
     expected = batches(damaged, micro_batch)
@@ -57,7 +57,7 @@ def test_in_a_careful_attempt_each_sample_is_announced_then_read_and_a_bad_one_n
     assert len(reads) >= 30 and all(store.notes[n - 1] == ("announced", store.notes[n][1]) for n in reads)
 
 
-def test_a_sample_that_is_known_to_be_bad_is_not_read_with_its_micro_batch_either() -> None:
+def test_a_known_bad_sample_is_not_read_with_its_micro_batch() -> None:
     store = noted()
     store.deadly = 5
     assert sum(len(made.bad) for made in batches(store, 4, after_deaths_of(5))) == 2

@@ -23,7 +23,7 @@ def mixed(stores: dict[str, Path], config: dict[str, Any], **options: Any) -> St
     return open_stream(train, plan=plan, transform=transform, pool=PoolConfig(engine="inline"), **options)
 
 
-def test_batches_of_a_mixture_say_their_sources_and_copies_are_augmented_differently(
+def test_mixed_batches_say_their_sources_and_copies_differ(
     stores: dict[str, Path],
 ) -> None:
     spec = mixed(stores, {"mixture": {"big": 2, "small": 1}, "repeats": 2, "repeats_in": "micro_batch"})

@@ -157,7 +157,7 @@ def digests_of(
     return digests
 
 
-def test_the_digest_is_one_by_the_kernel_and_without_it_by_any_threads_actors_and_blocks(
+def test_one_digest_with_or_without_kernel_for_any_threads_and_actors(
     alone: list[bytes], tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     cases: list[tuple[Without, tuple[int, int], int]] = [

@@ -83,7 +83,7 @@ def wait_for_end(before: dict[str, str]) -> dict[str, str]:
     return left
 
 
-def test_the_digest_is_the_same_for_any_pool_any_workers_any_blocks_and_from_the_midst_of_one(
+def test_the_digest_is_the_same_for_any_pool_workers_and_blocks(
     stores: dict[str, Path], request: pytest.FixtureRequest
 ) -> None:
     spec = spec_of(stores)
@@ -101,7 +101,7 @@ def test_the_digest_is_the_same_for_any_pool_any_workers_any_blocks_and_from_the
     assert wait_for_end(before) == {}
 
 
-def test_an_execution_in_an_actor_and_one_whose_blocks_grow_have_the_same_digest(stores: dict[str, Path]) -> None:
+def test_executions_in_an_actor_and_with_growing_blocks_have_one_digest(stores: dict[str, Path]) -> None:
     plan = PlanConfig(epochs=3, micro_batch_size=2, global_batch_size=4, seed=5)
     spec = spec_of(stores, plan=plan, train_transform=corner, val_transform=corner)
     alone, start = without_ray.digests(spec), spec.plan.start()
@@ -121,7 +121,7 @@ def test_an_execution_in_an_actor_and_one_whose_blocks_grow_have_the_same_digest
     assert sizes[:16] == [1] * 16 and max(sizes) > 2, "they grow as soon as it is known what a micro-batch takes"
 
 
-def test_a_pool_is_at_work_before_its_ranks_ask_and_ends_with_them_though_they_never_did(
+def test_a_pool_works_before_its_ranks_ask_and_ends_with_them(
     stores: dict[str, Path],
 ) -> None:
     import ray
@@ -201,7 +201,7 @@ def test_masks_and_boxes_are_the_same_for_any_pool_and_whoever_reads(tmp_path: P
     assert sum(batch.num_bad for batch in seen) == 2
 
 
-def test_every_training_sample_comes_at_most_once_and_every_validation_sample_once(
+def test_training_samples_come_at_most_once_and_validations_once(
     stores: dict[str, Path],
 ) -> None:
     spec = spec_of(stores)
@@ -235,9 +235,7 @@ def test_stream_is_a_plain_dataset_of_blocks_of_micro_batches(stores: dict[str, 
     assert np.concatenate([batch.index for batch in batches]).tolist() == list(range(100))
 
 
-def test_while_the_consumer_stands_still_little_is_in_flight_and_nothing_spins(
-    stores: dict[str, Path], tmp_path: Path
-) -> None:
+def test_an_idle_consumer_has_little_in_flight_and_nothing_spins(stores: dict[str, Path], tmp_path: Path) -> None:
     def traced(image: np.ndarray) -> np.ndarray:
         with (tmp_path / "count").open("a") as file:
             file.write("x")
@@ -274,7 +272,7 @@ BAD = {3: b"", 17: picture(17)[:-200], 40: None}
 ONE_EPOCH = PlanConfig(epochs=1, micro_batch_size=8)
 
 
-def test_bad_samples_are_substituted_by_the_plan_and_written_to_the_quarantine(tmp_path: Path) -> None:
+def test_bad_samples_are_substituted_by_the_plan_and_quarantined(tmp_path: Path) -> None:
     spec = open_stream(
         with_bad(BAD),
         with_bad(BAD),
@@ -304,7 +302,7 @@ def test_bad_samples_are_substituted_by_the_plan_and_written_to_the_quarantine(t
     assert {p.name for p in (tmp_path / "one").iterdir()} == {p.name for p in (tmp_path / "two").iterdir()}
 
 
-def test_an_error_of_the_users_code_names_its_line_and_opencv_has_one_thread_in_an_actor() -> None:
+def test_an_error_of_user_code_names_its_line_and_opencv_has_one_thread() -> None:
     def broken(image: np.ndarray) -> np.ndarray:
         raise LookupError(f"{cv2.getNumThreads()} thread")
 

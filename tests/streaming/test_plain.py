@@ -56,7 +56,7 @@ def pending(spec: StreamSpec) -> Cursor:
     return dataclasses.replace(spec.plan.start(), step=spec.plan.steps_per_epoch)
 
 
-def test_dicts_have_targets_that_losses_leave_out_where_a_row_does_not_count(spec: StreamSpec) -> None:
+def test_dicts_have_targets_that_losses_ignore_for_padding(spec: StreamSpec) -> None:
     dicts, batches = (validation_of(spec, form) for form in ("dict", "batch"))
     num = 0
     for named, batch in zip(dicts, batches, strict=True):
@@ -164,7 +164,7 @@ def test_a_state_that_either_of_them_saves_goes_on_in_both(spec: StreamSpec) -> 
     assert [batch.at for batch in train] == rest and len(list(val)) == 4
 
 
-def test_a_resume_with_the_validation_still_to_come_has_it_and_may_leave_it_out(spec: StreamSpec) -> None:
+def test_a_resume_before_a_validation_has_it_and_may_leave_it_out(spec: StreamSpec) -> None:
     val = validation_of(spec, "batch")
     assert {batch.at.epoch for batch in val} == {0}
     train, _ = plain_loaders(loader(spec, cursor=pending(spec)), "batch")

@@ -42,7 +42,7 @@ few = st.tuples(st.integers(1, 12), st.integers(1, 12))  # so that there are tie
 
 @given(st.lists(sides | few, min_size=1, max_size=6), st.lists(sides | few, min_size=1, max_size=20))
 @settings(max_examples=100, deadline=None)
-def test_a_sample_is_in_the_bucket_of_the_nearest_ratio_then_area_then_the_first(
+def test_a_samples_bucket_has_the_nearest_ratio_then_area(
     buckets: list[tuple[int, int]], images: list[tuple[int, int]]
 ) -> None:
     heights, widths = np.array(images).T
@@ -50,7 +50,7 @@ def test_a_sample_is_in_the_bucket_of_the_nearest_ratio_then_area_then_the_first
     assert found == [slowly(width, height, buckets) for height, width in images]
 
 
-def test_buckets_of_one_ratio_are_told_apart_by_their_area_and_a_draw_goes_to_the_first() -> None:
+def test_buckets_of_one_ratio_are_told_apart_by_their_area() -> None:
     widths = np.array([10, 100, 45, 200, 20, 20])
     heights = np.array([10, 100, 45, 100, 30, 20])
     assert nearest(widths, heights, [(20, 20), (80, 80)]).tolist() == [0, 1, 1, 1, 0, 0]

@@ -60,7 +60,7 @@ def assert_same(found: list[MicroBatch], expected: list[MicroBatch]) -> None:
 
 
 @pytest.mark.parametrize("names", [("image",), ("image", "mask", "boxes")])
-def test_a_finished_row_has_its_micro_batches_and_no_copy_of_what_lies_in_one_piece(
+def test_a_finished_row_copies_no_array_that_lies_in_one_piece(
     names: tuple[str, ...],
 ) -> None:
     memory = BlockMemory({name: Field("array", "uint8", (2, 3)) for name in names}, 2)
@@ -83,7 +83,7 @@ def encoded(at: MicroBatchId, images: tuple[bytes, ...] = (b"abc", b"")) -> Micr
     return made(at, fields)
 
 
-def test_encoded_micro_batches_of_unlike_lengths_come_out_of_a_block_as_they_went_in() -> None:
+def test_encoded_micro_batches_come_out_of_a_block_as_they_went_in() -> None:
     all_made = [encoded(BLOCK[0]), encoded(BLOCK[1], (b"d", b"efghi"))]
     found = list(batches_of(block_row(all_made)))
     assert_same(found, all_made)
@@ -91,7 +91,7 @@ def test_encoded_micro_batches_of_unlike_lengths_come_out_of_a_block_as_they_wen
     assert isinstance(data, Ragged) and bytes(data.values) == b"defghi" and data.offsets.tolist() == [0, 1, 6]
 
 
-def test_images_of_unlike_sizes_and_lists_of_any_length_come_out_of_a_block_as_they_went_in() -> None:
+def test_images_and_lists_of_any_size_come_out_of_a_block_unchanged() -> None:
     tags = Field("ragged", "int16", (2,))
     lists = [[np.ones((3, 2), np.int16), None], [None, None]]
     texts, json = [[b"a", b"bcd"], [None, b"e"]], [[b"[1]", None], [None, b"{}"]]
@@ -134,7 +134,7 @@ def test_a_block_is_let_go_before_the_next_one_is_awaited() -> None:
     assert len(list(map(plain, host_batches(Iterator())))) == 6  # type: ignore[arg-type]
 
 
-def test_of_a_stream_at_its_end_ranks_get_nothing_and_no_execution_is_needed(stores: dict[str, Path]) -> None:
+def test_a_stream_at_its_end_needs_no_execution(stores: dict[str, Path]) -> None:
     spec = open_stream(stores["train"], plan=PlanConfig(epochs=1, micro_batch_size=4, global_batch_size=8))
     end = Cursor(1, 0, spec.plan.fingerprint)
     for apart in (False, True):

@@ -39,7 +39,7 @@ def test_images_grow_over_the_epochs_and_validations_have_the_last_size(stores: 
     assert _micro_batch_bytes(spec) == 6 * 16 * 16 * 3
 
 
-def test_each_epoch_has_the_bits_of_a_stream_of_its_size_alone_and_a_resume_gives_the_tail(
+def test_each_epoch_has_the_bits_of_a_stream_of_its_size_alone(
     stores: dict[str, Path],
 ) -> None:
     found = digests(spec_of(stores))
@@ -71,7 +71,7 @@ def test_the_loader_hands_out_images_of_each_size(stores: dict[str, Path], decod
     assert found == {("train", 0, (8, 8)), ("train", 1, (12, 12)), ("val", 1, (16, 16))}
 
 
-def test_a_transform_that_has_one_size_is_refused_for_training_and_not_for_validation(
+def test_a_transform_of_one_size_is_refused_for_training_alone(
     stores: dict[str, Path],
 ) -> None:
     steps = [{"Resize": {"height": 8, "width": 8}}]

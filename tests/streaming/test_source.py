@@ -60,7 +60,7 @@ def rows(plan: Plan, cursor: Cursor, readers: dict[Split, Store], block: int = 1
 
 
 @pytest.mark.parametrize("block", [1, 3])
-def test_the_source_yields_the_micro_batches_of_the_plan_one_row_per_block(block: int) -> None:
+def test_the_source_yields_the_plans_micro_batches_a_row_per_block(block: int) -> None:
     train, val = store(9), store(3)
     plan = make_plan(PlanConfig(epochs=2, micro_batch_size=2, global_batch_size=4), train, val)
     found = rows(plan, plan.start(), {"train": train, "val": val}, block)

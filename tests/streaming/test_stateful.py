@@ -218,7 +218,7 @@ def test_a_run_of_another_plan_is_refused_as_a_start(trained: tuple[RunConfig, P
         loader(spec, start_from=str(folder))
 
 
-def test_a_run_goes_on_from_the_checkpoint_of_an_own_loop_with_the_bits_of_an_unbroken_one(
+def test_a_run_goes_on_from_an_own_loops_checkpoint_with_equal_bits(
     trained: tuple[RunConfig, Path], reports: Reports, tmp_path: Path
 ) -> None:
     run, folder = trained
@@ -254,7 +254,7 @@ def test_a_run_refuses_an_own_loops_parts_of_other_names_or_groups(
 @pytest.mark.cluster
 @pytest.mark.timeout(180)
 @pytest.mark.usefixtures("two_cpus")
-def test_a_rank_that_is_killed_when_report_returns_resumes_from_that_report(
+def test_a_rank_killed_when_report_returns_resumes_from_that_report(
     stores: dict[str, Path], tmp_path: Path
 ) -> None:
     from ray.train import FailureConfig, RunConfig, ScalingConfig

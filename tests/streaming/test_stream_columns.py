@@ -232,7 +232,7 @@ def test_targets_of_any_numbers_reach_the_device(labels: Any) -> None:
         assert [*batch.columns] == ["caption"] and np.array_equal(batch.label, expected)
 
 
-def test_a_store_without_the_label_is_refused_unless_the_user_wants_no_target(tmp_path: Path) -> None:
+def test_a_store_without_labels_is_refused_unless_no_target_is_wanted(tmp_path: Path) -> None:
     words = "; did you mean labels\\? its columns are image, labels, .* or to '' for batches without a target"
     table = pa.table({"image": IMAGES, "labels": range(NUM), "caption": VALUES["caption"]})
     pq.write_table(table, tmp_path / "a.parquet")
@@ -253,7 +253,7 @@ def test_a_store_without_the_label_is_refused_unless_the_user_wants_no_target(tm
         spec(columns=["label"], label_column="")
 
 
-def test_without_a_target_a_label_that_is_there_is_not_read_and_no_cache_hands_it_on(
+def test_without_a_target_labels_are_neither_read_nor_cached(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAYPIPE_CACHE", str(tmp_path))
@@ -325,7 +325,7 @@ def drawn(columns: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
     return {"word": str(rng.choice(words)), "label": np.float32(len(words))}
 
 
-def test_a_function_named_in_the_configuration_makes_columns_and_the_target() -> None:
+def test_a_function_of_the_configuration_makes_columns_and_the_target() -> None:
     config = dataclasses.replace(TRANSFORM, make_columns=f"{__name__}:drawn")
     made = spec(columns=["caption"], transform=config)
     words = [columns_of(batch)["word"] for batch in host_batches(made)]

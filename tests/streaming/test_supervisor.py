@@ -21,7 +21,7 @@ def test_an_actor_that_is_new_has_not_died() -> None:
     assert supervisor.events(0) == []
 
 
-def test_after_a_death_its_micro_batch_is_done_carefully_and_others_are_not() -> None:
+def test_after_a_death_only_its_micro_batch_is_done_carefully() -> None:
     supervisor = Supervisor(max_attempts=3)
     supervisor.arrived("a", "process 1 on 10.0.0.1")
     supervisor.begins("a", [AT])
@@ -84,7 +84,7 @@ def test_a_transform_that_kills_on_every_sample_ends_the_run() -> None:
     )
 
 
-def test_the_ledger_names_the_micro_batches_of_a_block_and_a_careful_actor_the_very_one() -> None:
+def test_the_ledger_names_a_blocks_micro_batches_a_careful_actor_the_one() -> None:
     block = [AT, "train-e0000-s000005-m001", "train-e0000-s000007-m001"]
     supervisor = Supervisor(max_attempts=3)
     supervisor.arrived("a", "")
@@ -98,7 +98,7 @@ def test_the_ledger_names_the_micro_batches_of_a_block_and_a_careful_actor_the_v
     assert f"died in {block[1]}, at its sample 5 (" in second
 
 
-def test_as_many_bad_samples_as_attempts_are_let_pass_in_each_micro_batch_of_a_block() -> None:
+def test_each_micro_batch_may_have_as_many_bad_samples_as_attempts() -> None:
     block = [AT, "train-e0000-s000005-m001"]
     supervisor = Supervisor(max_attempts=3)
     supervisor.arrived("a", "")
@@ -132,7 +132,7 @@ def test_a_task_hears_the_same_sizes_again_though_more_is_known_by_then() -> Non
     assert supervisor.sizes("later", 100, 10**6) == {"train": 10, "val": 20}
 
 
-def test_a_block_that_came_through_costs_nothing_when_its_actor_dies_later() -> None:
+def test_a_delivered_block_costs_nothing_when_its_actor_dies() -> None:
     supervisor = Supervisor(max_attempts=1)
     supervisor.arrived("a", "")
     supervisor.begins("a", [AT])
@@ -151,7 +151,7 @@ def test_a_reader_that_begins_the_same_share_again_was_restarted() -> None:
     assert not supervisor.reads("b", "x")
 
 
-def test_a_reader_that_dies_again_and_again_of_one_thing_ends_the_run_there() -> None:
+def test_a_reader_that_keeps_dying_of_one_thing_ends_the_run_there() -> None:
     supervisor = Supervisor(max_attempts=3)
     supervisor.reads("a", "all")
     for group in (5, 7, 5, 5):
@@ -172,7 +172,7 @@ def test_ranks_that_leave_are_counted_once_each() -> None:
 
 @pytest.mark.cluster
 @pytest.mark.usefixtures("ray_cluster")
-def test_a_follower_tells_of_each_event_once_and_of_the_last_ones_when_it_is_stopped() -> None:
+def test_a_follower_tells_each_event_once_the_last_at_its_stop() -> None:
     supervisor = start_supervisor(1)
     told: list[tuple[str, str]] = []
     stop = follow(supervisor, lambda *event: told.append(event))

@@ -144,7 +144,7 @@ def test_each_crop_is_augmented_under_a_seed_of_its_own_and_normalised(spec: Str
     assert torch.equal(augmented.image, augmented.views["global"][:, 0])
 
 
-def test_without_operations_views_are_normalised_and_so_are_views_of_a_validation(stores: dict[str, Path]) -> None:
+def test_without_operations_views_are_normalised_in_validations_too(stores: dict[str, Path]) -> None:
     config, both = AugmentConfig(), spec_of(stores)
     both = replace(both, transforms={"train": VIEWS, "val": VIEWS})
     normalize = Normalize(config, CPU)

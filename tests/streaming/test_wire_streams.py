@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 import without_ray
+from bucketed import spec_of as in_buckets
 from signalled import own_processes
-from test_bucket_streams import spec_of as in_buckets
 
 from raypipe.commands.preview import Preview
 from raypipe.config import AugmentConfig, PlanConfig, PoolConfig, TransformConfig
@@ -89,7 +89,7 @@ def test_a_batch_has_the_images_of_the_rgb_wire_but_for_their_color(
             assert np.array_equal(image, wire.rgb(*wire.planes(of_rgb))), "padding is black"
 
 
-def test_a_block_in_one_memory_and_one_of_unlike_sizes_hold_the_bits_of_each_micro_batch(
+def test_blocks_in_one_memory_or_of_unlike_sizes_hold_equal_bits(
     stores: dict[str, Path],
 ) -> None:
     of_views, of_buckets = spec_of(stores, **KINDS["views"]), in_buckets(wire="yuv420", size=9)
@@ -124,7 +124,7 @@ def test_cached_samples_give_the_same_planes(
     assert without_ray.digests(cached) == without_ray.digests(cached) == without_ray.digests(spec_of(stores))
 
 
-def test_planes_are_half_the_bytes_and_part_of_the_fingerprint_the_digest_and_the_settings(
+def test_planes_are_half_the_bytes_and_part_of_fingerprint_and_digest(
     stores: dict[str, Path],
 ) -> None:
     planes, rgb = spec_of(stores), spec_of(stores, "rgb")
@@ -169,7 +169,7 @@ def test_a_preview_shows_rgb(stores: dict[str, Path]) -> None:
 
 
 @pytest.mark.cluster
-def test_two_ranks_and_actors_of_which_some_are_killed_have_the_digest_of_one(stores: dict[str, Path]) -> None:
+def test_two_ranks_with_killed_actors_have_the_digest_of_one(stores: dict[str, Path]) -> None:
     spec, rng, kills = spec_of(stores, pool=PoolConfig(min_actors=2, cpus_per_actor=0.5)), random.Random(0), []
     alone, ended = without_ray.digests(spec), threading.Event()
 

@@ -43,10 +43,10 @@ UNLIKE = {
 # Those that take more than some seconds here.
 LONG = {
     "test_the_host_never_waits_in_steady_state",
-    "test_a_run_that_is_repeated_and_one_that_is_resumed_end_with_the_same_bits",
+    "test_repeated_and_resumed_runs_end_with_the_same_bits",
     "test_the_whole_device_side_gives_the_same_bits_on_any_stream",
     "test_an_fp16_overflow_in_the_very_first_step_leaves_no_trace",
-    "test_a_checkpoint_goes_to_the_cpu_and_back_and_learns_the_same_to_rounding",
+    "test_a_checkpoint_learns_the_same_on_cpu_and_gpu_to_rounding",
 }
 # On CUDA these take indices that are in host memory.
 _TAKES_HOST = ("aten.copy_", "aten._to_copy", "aten.index.", "aten.index_put", "aten._has_compatible")

@@ -118,7 +118,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_a_request_to_stop_is_seen_though_storage_fails_at_times_and_the_thread_ends(
+def test_a_request_to_stop_is_seen_though_storage_fails_at_times(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(background, "_LOOK_S", 0.01)
@@ -187,7 +187,7 @@ def states(folder: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
-def test_checkpoints_that_are_written_beside_the_steps_are_those_that_the_steps_would_have_waited_for(
+def test_background_checkpoints_equal_those_that_steps_wait_for(
     run: RunConfig, slowly: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     beside = without_ray.train(dataclasses.replace(run, name="beside"))
@@ -205,9 +205,7 @@ def test_checkpoints_that_are_written_beside_the_steps_are_those_that_the_steps_
         assert flat(state) == flat(other[place])
 
 
-def test_a_checkpoint_is_made_when_its_time_has_come_and_the_records_go_as_far(
-    run: RunConfig, slowly: list[str]
-) -> None:
+def test_a_checkpoint_is_made_in_time_and_records_go_as_far(run: RunConfig, slowly: list[str]) -> None:
     """At each step, by this interval, though nothing is logged between the first and the last of an epoch."""
     config = dataclasses.replace(run.train, checkpoint_interval="0.000001s", log_interval=1000)
     figures = without_ray.train(dataclasses.replace(run, name="clock", train=config))
@@ -217,7 +215,7 @@ def test_a_checkpoint_is_made_when_its_time_has_come_and_the_records_go_as_far(
     assert [record["step"] for record in found.kept if record["kind"] == "train"] == list(range(1, 9))
 
 
-def test_a_checkpoint_that_cannot_be_written_ends_the_run_with_its_error_soon_and_leaves_the_ones_before(
+def test_a_failed_checkpoint_ends_the_run_and_leaves_the_ones_before(
     run: RunConfig, slowly: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     write = loop.write_checkpoint
@@ -233,7 +231,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_with_its_error_soon_an
     assert sorted(states(tmp_path / "full")) == ["checkpoint_0000_0000001", "checkpoint_0000_0000002"]
 
 
-def test_content_that_has_changed_is_told_by_the_trainer_which_takes_the_one_before(
+def test_the_trainer_tells_changed_content_and_takes_the_one_before(
     run: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     without_ray.train(dataclasses.replace(run, name="changed"))
@@ -267,7 +265,7 @@ def test_the_last_checkpoint_that_cannot_be_written_fails_the_run(
         without_ray.train(dataclasses.replace(once, train=config))
 
 
-def test_an_error_of_the_loop_waits_for_the_checkpoint_that_is_being_written(
+def test_an_error_of_the_loop_waits_for_the_checkpoint_under_way(
     run: RunConfig, slowly: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     backward = loop.Learner.backward
@@ -283,7 +281,7 @@ def test_an_error_of_the_loop_waits_for_the_checkpoint_that_is_being_written(
     assert list(states(tmp_path / "failed")) == ["checkpoint_0000_0000001"] and len(slowly) == 1
 
 
-def test_a_run_that_is_asked_to_stop_looks_in_its_thread_alone_and_ends_when_its_checkpoint_is_whole(
+def test_a_run_asked_to_stop_ends_when_its_checkpoint_is_whole(
     run: RunConfig, slowly: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     looking = list[str]()

@@ -15,7 +15,7 @@ def step(number: int, epoch: int = 0) -> dict[str, Any]:
     return {"kind": "train", "step": number, "epoch": epoch, "images_per_s": 1234.0, "wait_fraction": 0.25}
 
 
-def test_a_log_has_the_first_step_and_a_line_for_each_epoch_with_its_validation(
+def test_a_log_has_the_first_step_and_a_line_for_each_epoch(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with RunConsole(3, lambda epoch: epoch == 0, relays=False) as console:
@@ -58,7 +58,7 @@ def test_what_a_process_relays_is_read_as_it_was_told(capsys: pytest.CaptureFixt
     assert relayed("a user's print") is None
 
 
-def test_of_rays_lines_progress_goes_to_who_shows_it_noise_nowhere_and_all_else_to_ray(
+def test_rays_progress_is_shown_its_noise_dropped_and_the_rest_printed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     told: list[tuple[str, dict[str, Any]]] = []

@@ -26,7 +26,7 @@ def each_is_meant(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_the_first_signal_is_kept_until_it_is_looked_at_the_second_aborts_and_a_third_gets_what_stood_before(
+def test_the_first_signal_is_kept_the_second_aborts_the_third_is_pythons(
     signum: int, each_is_meant: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     caught: list[int] = []
@@ -52,7 +52,7 @@ def test_the_first_signal_is_kept_until_it_is_looked_at_the_second_aborts_and_a_
             signal.signal(each, handler)
 
 
-def test_trainers_that_can_be_asked_are_asked_at_the_signal_or_if_it_came_before() -> None:
+def test_trainers_are_asked_at_the_signal_or_if_it_came_before() -> None:
     asked: list[str] = []
     before = signal.getsignal(signal.SIGINT)
     with Interrupts() as interrupts:
@@ -138,7 +138,7 @@ def test_ctrl_c_while_ray_starts_ends_the_run_before_its_trainers(
         pytest.param(signal.SIGTERM, False, id="kill"),
     ],
 )
-def test_a_signal_to_the_process_or_its_group_ends_a_run_with_a_checkpoint_and_the_command_that_resumes(
+def test_a_signal_ends_a_run_with_a_checkpoint_and_a_resume_command(
     signum: int, to_group: bool, tmp_path: Path, ray_folder: str, job: list[str]
 ) -> None:
     endless = ["--plan.epochs=100000", "--train.checkpoint_interval=0", "--train.log_interval=1000000"]

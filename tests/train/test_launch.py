@@ -74,7 +74,7 @@ def spec(train: MemoryStore, val: MemoryStore | None = None) -> StreamSpec:
         "plan",
     ],
 )
-def test_a_run_with_credentials_in_an_address_ends_without_showing_or_keeping_them(
+def test_credentials_in_an_address_are_neither_shown_nor_kept(
     setting: str, stores: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     config = tmp_path / "run.yaml"
@@ -131,7 +131,7 @@ def test_describe_shows_the_settings_and_what_follows_from_them() -> None:
     assert "transform  1 to 5 actors" in shown
 
 
-def test_a_run_without_actors_says_who_makes_the_stream_and_asks_for_no_object_store() -> None:
+def test_a_run_without_actors_says_so_and_needs_no_object_store() -> None:
     run = dataclasses.replace(RUN, pool=PoolConfig(engine="inline", max_in_flight=10**9))
     shown = describe(run, spec(store(("a",))), Allocation(2, False, 1.0, 0), "file:///runs/mine")
     assert "transform  in the trainers themselves (pool.engine=inline)" in shown
@@ -240,7 +240,7 @@ def test_a_report_that_cannot_be_made_hides_neither_result_nor_error(
     assert "no report: TypeError" in caplog.text
 
 
-def test_an_error_of_other_code_is_its_message_with_the_traceback_in_a_file(tmp_path: Path) -> None:
+def test_other_codes_errors_are_a_message_with_the_traceback_in_a_file(tmp_path: Path) -> None:
     try:
         raise ValueError("in the user's code")
     except ValueError as error:
@@ -356,7 +356,7 @@ def test_a_stalled_checkpoint_is_told_at_the_end_and_not_as_the_model(
     ("split", "steps"),
     [("train", [1, 16, 32]), ("val", [16, 16, 32])],  # and at the ends of the epochs
 )
-def test_a_checkpoint_is_made_at_the_step_after_a_notice_which_is_a_fault_of_the_run(
+def test_a_notice_is_a_fault_and_leads_to_a_checkpoint_at_the_next_step(
     stores: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, split: str, steps: list[int]
 ) -> None:
     written: list[int] = []
@@ -378,7 +378,7 @@ def test_a_checkpoint_is_made_at_the_step_after_a_notice_which_is_a_fault_of_the
     assert faults == [(steps[0], "the node of trainers 0 is about to go (abcdefgh): a checkpoint is made")]
 
 
-def test_a_run_that_has_ended_says_so_and_has_its_result_again_without_ray(
+def test_an_ended_run_says_so_and_has_its_result_without_ray(
     stores: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = dataclasses.replace(small_run(tmp_path, stores["train"], stores["val"], 1, 4), name="mine")
@@ -398,7 +398,7 @@ def test_a_run_that_has_ended_says_so_and_has_its_result_again_without_ray(
         train(dataclasses.replace(run, resume="auto"))
 
 
-def test_a_new_run_says_from_which_checkpoint_it_starts_or_why_it_does_not(
+def test_a_new_run_says_its_starting_checkpoint_or_why_there_is_none(
     stores: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupted(**_: Any) -> None:
@@ -419,7 +419,7 @@ def test_a_new_run_says_from_which_checkpoint_it_starts_or_why_it_does_not(
         train(dataclasses.replace(run, plan=dataclasses.replace(run.plan, seed=7)))
 
 
-def test_ctrl_c_before_the_trainers_is_a_stop_with_a_checkpoint_only_where_there_is_one(
+def test_ctrl_c_before_the_trainers_names_a_checkpoint_only_if_any(
     stores: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(**_: Any) -> None:

@@ -32,7 +32,7 @@ def test_the_small_model_needs_no_torchvision() -> None:
     subprocess.run([sys.executable, "-c", f"{code}; assert 'torchvision' not in sys.modules"], check=True)
 
 
-def test_images_of_four_channels_go_to_the_small_model_and_to_none_of_torchvision() -> None:
+def test_four_channels_go_to_the_small_model_and_not_to_torchvisions() -> None:
     assert build_model("small", 7, channels=4)(torch.zeros(2, 4, 8, 8)).shape == (2, 7)
     with pytest.raises(ConfigError, match=r"train\.model='resnet18' takes three channels, .* of 4"):
         build_model("resnet18", 7, channels=4)
@@ -151,7 +151,7 @@ def test_model_loss_optimizer_and_schedule_may_be_code_of_the_users() -> None:
     assert build_schedule(TrainConfig(schedule=own("half")))(3, 10, 2, 0.4) == 0.2
 
 
-def test_a_validation_has_the_users_loss_or_cross_entropy_without_smoothing() -> None:
+def test_a_validation_has_the_users_loss_or_plain_cross_entropy() -> None:
     logits, target = torch.tensor([[2.0, -1, 0, 0, 1]]), torch.tensor([3])
     assert torch.equal(learner(loss=own("hinge")).val_loss(logits, target), hinge(logits, target))
     plain = nn.functional.cross_entropy(logits, target, reduction="none")

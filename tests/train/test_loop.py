@@ -111,7 +111,7 @@ def test_two_workers_see_the_same_samples_and_learn_the_same(run: RunConfig, alo
 
 @pytest.mark.system
 @pytest.mark.timeout(400)
-def test_a_run_that_is_killed_and_damaged_goes_on_with_other_workers_to_the_same_weights(
+def test_a_killed_and_damaged_run_goes_on_to_the_same_weights(
     run: RunConfig, alone: dict[str, Any], request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, killed = Path(run.storage_path) / "killed", list[int]()
@@ -166,7 +166,7 @@ def test_a_run_that_is_killed_and_damaged_goes_on_with_other_workers_to_the_same
 
 
 @pytest.mark.soak  # as in a bucket (tests/test_cloud.py), and as a job (tests/test_jobs.py)
-def test_a_run_that_is_asked_to_stop_leaves_a_checkpoint_and_goes_on_from_it(
+def test_a_run_asked_to_stop_leaves_a_checkpoint_and_goes_on_from_it(
     run: RunConfig, alone: dict[str, Any]
 ) -> None:
     folder = Path(run.storage_path) / "asked"
@@ -191,9 +191,7 @@ def test_a_run_that_is_asked_to_stop_leaves_a_checkpoint_and_goes_on_from_it(
     assert (Path(stopped["run_dir"]) / "config.yaml").read_text() == before
 
 
-def test_what_goes_wrong_before_the_first_micro_batch_is_recorded_when_nothing_else_is(
-    run: RunConfig, tmp_path: Path
-) -> None:
+def test_a_fault_before_the_first_micro_batch_is_recorded(run: RunConfig, tmp_path: Path) -> None:
     def dies(image: Any) -> Any:
         os._exit(1)
 
@@ -226,7 +224,7 @@ def test_a_label_outside_of_the_classes_is_named_and_not_tried_again(
 
 
 @pytest.mark.soak  # the next one stops while it waits for its first batch
-def test_a_run_that_is_asked_to_stop_before_it_trains_ends_after_its_first_step(run: RunConfig) -> None:
+def test_a_run_asked_to_stop_before_it_trains_ends_after_a_step(run: RunConfig) -> None:
     folder = Path(run.storage_path) / "early"
     asking = once_it_is_there(folder / "config.yaml", lambda: request_stop(folder.as_uri()))
     settings = dataclasses.replace(run.train, log_interval=100, checkpoint_interval=0)
@@ -235,7 +233,8 @@ def test_a_run_that_is_asked_to_stop_before_it_trains_ends_after_its_first_step(
     assert result["stopped"] and result["steps"] == 1
 
 
-def test_a_run_whose_pool_has_no_room_records_it_and_ctrl_c_ends_it_within_seconds_though_it_does_no_step(
+@pytest.mark.system
+def test_a_run_without_room_records_it_and_ctrl_c_ends_it(
     run: RunConfig, idle_cluster: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, held, seen = Path(run.storage_path) / "waits", list[Any](), list[str]()

@@ -76,7 +76,7 @@ def test_a_parameter_without_a_gradient_has_zeros_and_a_frozen_one_none() -> Non
     assert net[2].weight.grad is None
 
 
-def test_gradients_have_the_strides_of_their_parameters_as_after_a_backward() -> None:
+def test_gradients_have_the_strides_of_their_parameters() -> None:
     plain, channels_last = model(), model().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     sums = []
     for net in (plain, channels_last):
@@ -148,7 +148,7 @@ class Sent:
 
 
 @pytest.mark.parametrize("world_size", [2, 4, 8])
-def test_running_statistics_are_the_same_to_the_bit_for_every_number_of_workers(
+def test_running_statistics_are_bit_identical_for_any_workers(
     world_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     per_step, num_steps = 8, 3

@@ -60,7 +60,7 @@ def test_auto_starts_under_a_name_and_goes_on_with_what_has_begun_there(tmp_path
     assert folder_to_resume("runs/auto", "", "") == "runs/auto"
 
 
-def test_auto_takes_the_settings_of_the_run_and_those_that_are_given_again(tmp_path: Path) -> None:
+def test_auto_takes_the_runs_settings_and_those_given_again(tmp_path: Path) -> None:
     command = [f"--storage_path={tmp_path}", "--name=mine", "--resume=auto", "--plan.seed=7"]
     first = parse_run(command, None)
     assert first.resume == "auto" and first.plan.seed == 7 and first.train.model == "small"
@@ -69,7 +69,7 @@ def test_auto_takes_the_settings_of_the_run_and_those_that_are_given_again(tmp_p
     assert again.resume == str(tmp_path / "mine") and (again.log, again.train.log_interval) == ("json", 3)
 
 
-def test_starts_of_one_second_get_names_of_their_own_and_a_given_name_is_had_once(tmp_path: Path) -> None:
+def test_starts_of_one_second_get_their_own_names(tmp_path: Path) -> None:
     run = RunConfig(storage_path=str(tmp_path / "runs"))
     with located(run) as (first, first_uri, _), located(run) as (second, second_uri, _):
         assert first_uri != second_uri and first.name != second.name

@@ -102,7 +102,7 @@ PRESETS = ["light", "heavy", "center", "resize", "small", "simclr", "dino"]
 
 
 @pytest.mark.parametrize("name", [*PRESETS, *OTHERS])
-def test_a_micro_batch_is_the_same_with_and_without_the_kernel_by_threads_and_alone(name: str) -> None:
+def test_a_micro_batch_is_the_same_with_and_without_the_kernel(name: str) -> None:
     transform = OTHERS[name]() if name in OTHERS else name
     expected = made(transform)
     assert {record["index"] for record in expected[1]} == {10, 11, 12}
@@ -171,7 +171,7 @@ def test_samples_of_a_cache_are_transformed_as_their_files_are() -> None:
         assert made(transform, kept) == made(transform, SAMPLES[:10])
 
 
-def test_images_too_small_for_a_crop_are_bad_samples_and_the_others_are_made() -> None:
+def test_images_too_small_for_a_crop_are_bad_samples_others_are_made() -> None:
     arrays, bad = made("flip-crop", size=64)
     small = [48, 33]  # pixels of the short side, of 64 - 2 x 4 that there must be
     assert {10, 11, 12} < {record["index"] for record in bad} and len(bad) == 3 + len(small)
@@ -180,7 +180,7 @@ def test_images_too_small_for_a_crop_are_bad_samples_and_the_others_are_made() -
         assert made("flip-crop", size=64) == (arrays, bad)
 
 
-def test_the_program_is_the_beginning_of_a_pipeline_that_is_no_more_than_its_steps() -> None:
+def test_the_program_is_the_beginning_of_a_pipeline_of_steps() -> None:
     crop = A.RandomResizedCrop((32, 32))
     program, rest = find_program(A.Compose([crop, A.HorizontalFlip(), A.GaussNoise(p=1), A.VerticalFlip()]))
     assert program is not None and len(program.steps) == 2 and len(rest) == 2

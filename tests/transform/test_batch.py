@@ -308,7 +308,7 @@ def test_substitution_is_the_same_every_time_and_recorded() -> None:
     np.testing.assert_array_equal(first["image"][1], alone["image"][0])  # pixels under its own key
 
 
-def test_what_earlier_attempts_have_taught_is_heeded_for_samples_and_substitutes() -> None:
+def test_lessons_of_earlier_attempts_hold_for_substitutes_too() -> None:
     touched = list[int]()
     attempt = Attempt({21: "it crashed", 50: "so did this"}, touched.append)
 
@@ -321,7 +321,7 @@ def test_what_earlier_attempts_have_taught_is_heeded_for_samples_and_substitutes
     assert [(r["index"], r["substitute"], r["error"]) for r in bad] == [(21, 51, "it crashed")]
 
 
-def test_a_sample_is_read_when_it_is_its_turn_and_not_at_all_where_it_must_not_be() -> None:
+def test_a_sample_is_read_in_its_turn_or_not_at_all() -> None:
     events = list[Any]()
 
     def read(index: int) -> EncodedSample:
@@ -385,7 +385,7 @@ def test_raise_names_store_index_and_reason(exact: bool) -> None:
         batch(transform, [JPEGS[0], b"no"], substitutes)
 
 
-def test_an_exception_of_the_users_transform_is_a_bad_sample_with_its_name() -> None:
+def test_an_exception_of_a_users_transform_is_a_named_bad_sample() -> None:
     def picky(image: np.ndarray) -> np.ndarray:
         if image.shape == IMAGES[1].shape:
             raise LookupError("not this one")

@@ -254,7 +254,7 @@ def test_a_function_makes_the_columns_and_options_are_of_what_it_makes() -> None
     assert found["tokens"].tolist() == [[3, 3, 3], [1, 0, 0]]
 
 
-def test_what_a_function_draws_hangs_on_the_key_alone_and_not_as_the_transform_draws() -> None:
+def test_a_functions_draws_depend_on_the_key_and_not_the_transforms() -> None:
     def keyed(columns: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
         return {"drawn": rng.random(2)}
 
@@ -270,7 +270,7 @@ def test_what_a_function_draws_hangs_on_the_key_alone_and_not_as_the_transform_d
     assert maker({"a": [1]}, function=keyed).one({"a": 1}, (1, 2))["column.drawn"].tolist() != image
 
 
-def test_a_function_that_fails_makes_a_bad_sample_and_one_that_gives_no_dict_ends_the_run() -> None:
+def test_a_failing_function_makes_a_bad_sample_and_no_dict_ends_the_run() -> None:
     columns = maker({"a": ["1"]}, function=lambda columns: {"b": int(columns["a"])})
     place = r"test_columns\.py:\d+ in <lambda>"
     with pytest.raises(TransformError, match=rf"transform\.make_columns failed at .*{place}: ValueError"):

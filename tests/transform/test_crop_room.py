@@ -39,7 +39,7 @@ def test_a_crop_that_no_image_has_room_for_is_refused_before_the_run(name: str) 
         open_stream(store, plan=PlanConfig(micro_batch_size=2), **TOO_SMALL[name])
 
 
-def test_a_crop_is_not_refused_where_some_images_have_room_for_it_or_a_resize_comes_first() -> None:
+def test_a_crop_is_allowed_where_some_images_have_room_or_after_resize() -> None:
     small, large = picture(0, 32, 32), picture(1, 232, 240)
     mixed = MemoryStore([small, large, small], [0] * 3)
     open_stream(mixed, plan=PlanConfig(micro_batch_size=2), transform=TransformConfig(train="flip-crop"))

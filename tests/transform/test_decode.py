@@ -375,7 +375,7 @@ class Trap:
 
 
 @pytest.mark.parametrize("mode", ["RGBA", "P", "LA"])
-def test_a_png_whose_pixels_have_a_wrong_checksum_is_bad_whatever_reads_it(mode: str) -> None:
+def test_a_png_with_a_wrong_checksum_of_pixels_is_always_bad(mode: str) -> None:
     first, second = (encoded(Image.new("RGBA", (6, 5), color).convert(mode), "png") for color in ("red", "blue"))
     parts = [re.split(b"(?=....(?:IHDR|PLTE|tRNS|IDAT|IEND))", data, flags=re.DOTALL) for data in (first, second)]
     # The second image's pixels, with the first one's checksum of them.
@@ -436,7 +436,7 @@ def test_resize_short_side_shrinks_and_never_enlarges(shape: tuple[int, int]) ->
         assert abs(max(small.shape[:2]) - 50 * max(shape) / min(shape)) <= 0.5
 
 
-def test_import_brings_neither_torch_nor_ray_nor_pillow_nor_albumentations() -> None:
+def test_importing_decode_brings_no_torch_ray_pillow_or_albumentations() -> None:
     code = (
         "import sys, raypipe.transform.decode; print({'torch', 'ray', 'PIL', 'albumentations'} & set(sys.modules))"
     )

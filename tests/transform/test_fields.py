@@ -83,7 +83,7 @@ def test_each_field_has_the_values_of_its_samples_in_order() -> None:
     assert batch.weight.tolist() == [1, 1] and batch.weight.dtype == np.float32
 
 
-def test_rows_that_are_left_out_hold_the_fill_of_each_field_and_count_for_nothing() -> None:
+def test_omitted_rows_hold_the_fill_of_each_field_and_do_not_count() -> None:
     memory = BlockMemory(fields(), 2)
     filled(memory, 3, 3, 3)  # what lies there before
     batch = filled(memory, None, 4, None)
@@ -179,7 +179,7 @@ def test_blocks_of_a_transform_do_not_share_memory() -> None:
     assert first["image"][0, 0, 0, 0] == 1 and not np.shares_memory(first["image"], second["image"])
 
 
-def test_a_transform_makes_each_micro_batch_in_the_memory_that_it_is_given() -> None:
+def test_a_transform_makes_micro_batches_in_the_memory_it_is_given() -> None:
     images = [encode_jpeg(np.full((8, 8, 3), 40 * number, np.uint8)) for number in range(4)]
     transform = transform_of("resize", TransformConfig(size=8))
     memory = BlockMemory(transform.content.fields, 2)
@@ -216,7 +216,7 @@ def test_views_of_a_function_take_the_place_of_the_image() -> None:
     assert batch["view.b"].dtype == np.uint16 and batch["view.b"][0].all() and not batch["view.b"][1].any()
 
 
-def test_a_function_of_views_shows_them_by_its_first_sample_even_to_padding() -> None:
+def test_a_function_of_views_shows_them_by_its_first_sample() -> None:
     def views(image: np.ndarray) -> dict[str, np.ndarray]:
         return {"left": image[:, :4], "right": image[:, 4:]}
 
@@ -249,7 +249,7 @@ def test_samples_of_any_length_come_out_as_they_went_in(kind: Any, samples: list
     assert [each.tolist() for each in found] == expected if kind == "ragged" else found == expected
 
 
-def test_lists_of_arrays_keep_dtype_and_shape_of_their_elements_with_no_sample_too() -> None:
+def test_lists_of_arrays_keep_their_dtype_and_shape_even_if_empty() -> None:
     like = Field("ragged", "float32", (2, 3))
     some = Ragged.of("ragged", [np.ones((4, 2, 3), np.float32), None], like)
     assert some.values.shape == (4, 2, 3) and some.values.dtype == np.float32
@@ -258,7 +258,7 @@ def test_lists_of_arrays_keep_dtype_and_shape_of_their_elements_with_no_sample_t
     assert [part.shape for part in nothing.unpacked()] == [(0, 2, 3)] * 2
 
 
-def test_unpacked_lists_are_views_of_what_was_sent_and_a_copy_has_memory_of_its_own() -> None:
+def test_unpacked_lists_are_views_and_a_copy_has_its_own_memory() -> None:
     sent = np.arange(4)
     ragged = Ragged("ragged", sent, np.array([0, 1, 1, 4]))
     parts = ragged.unpacked()

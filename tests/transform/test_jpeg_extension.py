@@ -92,13 +92,13 @@ def test_all_kinds_of_codes_give_the_pixels_of_simplejpeg(
 
 
 @needs_extension
-def test_of_damaged_bytes_it_accepts_only_what_simplejpeg_does_and_with_its_pixels() -> None:
+def test_it_accepts_only_the_damaged_bytes_that_simplejpeg_does() -> None:
     accepted, refused, wrong = fuzz(0, 4000)
     assert not wrong and accepted > 100 and refused > 1000
 
 
 @needs_extension
-def test_a_file_of_another_revision_of_jfif_is_refused_as_simplejpeg_refuses_it(simd: None) -> None:
+def test_another_revision_of_jfif_is_refused_as_by_simplejpeg(simd: None) -> None:
     from _raypipe_kernel import decode_crop
 
     data = bytearray(encode(smooth(40, 50)))

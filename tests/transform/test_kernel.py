@@ -344,7 +344,7 @@ def test_headers_above_the_limits_are_refused() -> None:
         assert kernel.sizes([bytes(data[:end])])[0].tolist() == [[0, 0]]
 
 
-def test_of_damaged_bytes_it_accepts_only_what_decode_does_and_with_its_pixels() -> None:
+def test_it_accepts_only_the_damaged_bytes_that_decode_does() -> None:
     accepted, refused, wrong = fuzz_run(0, 3000)
     assert not wrong and accepted > 100 and refused > 1000
 

@@ -101,7 +101,7 @@ def test_steps_and_files_of_them_are_transforms(tmp_path: Path) -> None:
             np.testing.assert_array_equal(found, expected)
 
 
-def test_a_check_knows_what_is_wrong_with_steps_and_leaves_the_users_code_alone() -> None:
+def test_a_check_finds_wrong_steps_and_leaves_user_code_alone() -> None:
     check_transform([{"Blur": None}], 8)
     for other in ("none", "light", "augmix", "no_such_module_xyz:f", None, len):
         check_transform(other, 8)
@@ -140,7 +140,7 @@ print(json.dumps(found))
 """
 
 
-def test_pixels_are_by_the_key_in_any_process_after_any_other_with_any_number_of_threads() -> None:
+def test_pixels_depend_on_the_key_alone_in_any_process_and_threads() -> None:
     def run(threads: int, seed: int, keys: list[int]) -> dict[str, str]:
         command = [sys.executable, "-c", TWICE, json.dumps([threads, seed, keys]), *TORCHVISION]
         done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=100)
@@ -202,7 +202,7 @@ def test_a_function_that_returns_no_transform_is_a_config_error(mine: str) -> No
         build_transform(f"{mine}:forgot", 8)
 
 
-def test_albumentations_is_imported_only_when_a_preset_needs_it_and_never_asks_the_network() -> None:
+def test_albumentations_is_imported_only_if_needed_and_stays_offline() -> None:
     code = (
         "import os, sys; os.environ.pop('NO_ALBUMENTATIONS_UPDATE', None)\n"
         "from raypipe.transform.presets import build_transform\n"

@@ -12,7 +12,7 @@ from process_state import draws, undisturbed
 from raypipe.transform.process_state import process_kept, seed_process
 
 
-def test_the_generators_and_the_number_of_threads_are_put_back_even_after_an_error() -> None:
+def test_generators_and_thread_counts_are_restored_even_after_an_error() -> None:
     with undisturbed():
         with process_kept():
             seed_process(1, 2)
@@ -24,7 +24,7 @@ def test_the_generators_and_the_number_of_threads_are_put_back_even_after_an_err
             raise ValueError("mine")
 
 
-def test_the_number_of_threads_is_put_back_by_the_last_of_several_that_work() -> None:
+def test_the_last_worker_restores_the_number_of_threads() -> None:
     inside, leave = threading.Barrier(2), threading.Event()
 
     def work() -> None:

@@ -81,7 +81,7 @@ def test_arrays_of_any_dtype_lie_aligned_in_one_piece_and_never_overlap() -> Non
     assert 0 <= address(last) - address(first) - first.nbytes < 500
 
 
-def test_the_memory_of_arrays_is_not_used_again_as_long_as_one_of_them_is_there() -> None:
+def test_memory_is_not_used_again_while_one_of_its_arrays_is_alive() -> None:
     kinds = {"image": ((2, 800, 800), np.dtype(np.uint8)), "label": ((2,), np.dtype(np.int64))}
     arrays = reused_arrays(kinds)
     at, label = address(arrays["image"]), arrays["label"]

@@ -93,7 +93,7 @@ def test_what_one_has_put_another_finds_and_cannot_change() -> None:
         found[0].pixels[:] = 0
 
 
-def test_many_processes_write_and_read_the_same_samples_and_none_reads_another() -> None:
+def test_many_processes_share_samples_and_none_reads_a_wrong_one() -> None:
     store = numbered(300)
     cache = opened(store)
     context = multiprocessing.get_context("fork")
@@ -130,7 +130,7 @@ cache.put(0, 0, pixels)
 """
 
 
-def test_a_process_that_is_killed_while_it_writes_leaves_nothing_that_is_read() -> None:
+def test_a_process_killed_while_writing_leaves_nothing_that_is_read() -> None:
     shape = (6000, 9000)  # 162 MB: many milliseconds of writing
     cache = opened(numbered(3), limit=400 << 20)
     file = cache._path
@@ -218,7 +218,7 @@ def test_by_default_it_takes_a_quarter_of_what_is_free() -> None:
     assert limit == pytest.approx(0.25 * free.f_bavail * free.f_frsize, rel=0.05)
 
 
-def test_stores_share_the_limit_by_their_samples_and_one_store_has_one_cache() -> None:
+def test_stores_share_the_limit_by_samples_and_each_has_one_cache() -> None:
     train, val = numbered(300), numbered(100)
     pool = PoolConfig(cache="disk", cache_bytes=4_000_000)
     caches = open_caches(pool, {"train": train, "val": val}, TransformConfig())
@@ -255,7 +255,7 @@ def test_another_store_finds_nothing_and_what_nobody_uses_is_removed(tmp_path: P
 
 
 @pytest.mark.parametrize("change", ["min_side", "exif", "limit", "version", "start of the machine", "time"])
-def test_another_setting_version_or_start_of_the_machine_has_another_cache(
+def test_another_setting_version_or_boot_has_another_cache(
     change: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     image = tmp_path / "store" / "class" / "a.jpg"
@@ -310,7 +310,7 @@ def test_a_place_that_cannot_be_used_is_named(monkeypatch: pytest.MonkeyPatch, t
         (TransformConfig(crop_decode="scaled"), "each crop is decoded at a scale of its own"),
     ],
 )
-def test_it_is_refused_where_what_is_decoded_is_not_the_same_in_each_epoch(
+def test_a_cache_is_refused_if_decoding_differs_between_epochs(
     transform: TransformConfig, message: str, stores: dict[str, Path]
 ) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -442,7 +442,7 @@ def test_what_is_kept_is_not_read_again_and_a_resume_goes_on_with_it() -> None:
 @pytest.mark.cluster
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.parametrize("name", ["train", pytest.param("parquet", marks=pytest.mark.soak)])
-def test_the_digest_is_the_same_with_any_cache_and_any_actors_and_after_a_resume(
+def test_the_digest_is_the_same_with_any_cache_and_actors(
     name: str, stores: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.undo()  # actors are processes of the cluster, and know nothing of this test's places

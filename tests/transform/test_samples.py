@@ -22,7 +22,7 @@ class Watched(MemoryStore):
         return super().read(indices, columns)
 
 
-def test_samples_come_in_the_order_asked_for_with_columns_by_the_stores_names() -> None:
+def test_samples_come_in_the_asked_order_with_the_stores_columns() -> None:
     store = MemoryStore([b"a", b"b"], [3, 4], columns=TARGETS)
     found = read_samples(store, np.array([1, 0, 1]), Wanted(columns=("objects", "seg")))
     b = EncodedSample(b"b", 4, {"objects": [], "seg": b"m1"})

@@ -17,7 +17,7 @@ from raypipe.transform.sizes import size_in
 SCHEDULE = TransformConfig(size={20: 224, 0: 128, 10: 160})
 
 
-def test_a_schedule_holds_from_each_of_its_epochs_on_and_a_validation_has_its_last_size() -> None:
+def test_a_schedule_holds_from_its_epochs_and_validations_have_the_last() -> None:
     assert [size_in(SCHEDULE, "train", epoch) for epoch in (0, 9, 10, 19, 20, 99)] == [
         128,
         128,
@@ -30,7 +30,7 @@ def test_a_schedule_holds_from_each_of_its_epochs_on_and_a_validation_has_its_la
     assert size_in(TransformConfig(size=32), "train", 5) == 32
 
 
-def test_a_bucket_grows_with_the_schedule_and_is_as_written_at_its_last_size() -> None:
+def test_a_bucket_grows_with_the_schedule_to_its_written_size() -> None:
     bucket = (192, 256)
     assert [size_in(SCHEDULE, "train", epoch, bucket) for epoch in (0, 10, 20)] == [(110, 146), (137, 183), bucket]
     assert size_in(SCHEDULE, "val", 0, bucket) == bucket == size_in(TransformConfig(size=7), "train", 0, bucket)

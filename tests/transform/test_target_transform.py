@@ -208,7 +208,7 @@ def test_a_bad_sample_of_a_validation_has_neither_mask_nor_boxes() -> None:
     assert (batch["boxes"][0, :, 4] == -1).all() and batch["boxes"][1, 0, 4] == 1
 
 
-def test_more_boxes_than_there_is_room_for_end_the_run_whatever_is_seen_of_them() -> None:
+def test_more_boxes_than_there_is_room_for_end_the_run() -> None:
     far = other("objects", [[0, 0, 3, 3, 1]] * 5)
     transform = both(A.Compose([A.Crop(50, 50, 100, 100)]), store_address="x.lmdb")
     with pytest.raises(
@@ -231,7 +231,7 @@ class Mine(A.DualTransform):
         return img[::-1]
 
 
-def test_a_transform_that_cannot_move_boxes_makes_bad_samples_that_name_it() -> None:
+def test_a_transform_that_cannot_move_boxes_is_named_by_bad_samples() -> None:
     with pytest.raises(SampleError, match=r"the transform failed at .*: NotImplementedError: BBoxes .* Mine"):
         one(A.Compose([Mine(p=1)]), SCENES[0], (1, 2))
 

@@ -265,7 +265,7 @@ def test_none_stays_none() -> None:
         np.array([1, 2, 0, -5, 60.5, 3]),
     ],
 )
-def test_keypoints_have_the_forms_of_boxes_and_may_lie_outside_of_the_image(value: Any) -> None:
+def test_keypoints_have_the_forms_of_boxes_and_may_lie_outside(value: Any) -> None:
     found = decode_keypoints(value, (40, 48))
     assert found.dtype == np.float32 and found.tolist() == [[1, 2, 0], [-5, 60.5, 3]]
 
@@ -288,7 +288,7 @@ def test_malformed_keypoints_make_a_bad_sample(value: Any, message: str) -> None
         decode_keypoints(value, (40, 48))
 
 
-def test_keypoints_outside_of_the_image_are_marked_and_keep_their_label_and_place() -> None:
+def test_outside_keypoints_are_marked_and_keep_label_and_place() -> None:
     corners = [[0, 0, 0], [7.9, 5.9, 1], [8, 1, 0], [1, 6, 4], [-0.1, 1, 2]]
     found = marked(corners, (6, 8, 3))
     assert found[:, 2].tolist() == [0, 1, -2, -6, -4]

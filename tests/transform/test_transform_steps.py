@@ -126,7 +126,7 @@ REFUSED = {
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of those that have better siblings
 @pytest.mark.parametrize("name", NAMES)
-def test_each_transform_of_the_library_works_on_an_image_and_by_its_key_or_is_refused(name: str) -> None:
+def test_each_library_transform_works_by_its_key_or_is_refused(name: str) -> None:
     inner = [{"HorizontalFlip": {"p": 0.5}}, {"RandomBrightnessContrast": {"p": 0.5}}]
     arguments = {"transforms": inner} if name in COMPOSITIONS else ARGUMENTS.get(name, {}) | {"p": 1}
     if name in REFUSED:

@@ -56,7 +56,7 @@ def key_of(name: str, number: int) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("name", PIPELINES)
-def test_each_crop_is_what_its_transform_makes_of_the_whole_image_under_a_key_of_its_own(name: str) -> None:
+def test_each_crop_is_its_transform_of_the_image_under_its_own_key(name: str) -> None:
     made = views({"near": (PIPELINES[name], 3), "far": PIPELINES[name]})
     alone = SampleTransform(build_transform(PIPELINES[name], 16))
     for number in range(3):

@@ -36,7 +36,7 @@ def noise(rng: np.random.Generator, *shape: int) -> np.ndarray:
 
 
 @pytest.mark.skipif(not kernel.available(), reason=f"no kernel: {kernel.why_no_kernel()}")
-def test_the_kernel_is_the_reference_to_the_bit_and_writes_in_its_slots_alone(simd: None) -> None:
+def test_the_kernel_equals_the_reference_and_writes_its_slots_alone(simd: None) -> None:
     rng = np.random.default_rng(0)
     for number in range(60):
         height, width = SHAPES[number] if number < len(SHAPES) else rng.integers(1, 90, 2).tolist()
@@ -114,7 +114,7 @@ def test_what_does_not_go_with_it_is_told_in_a_line(other: Any) -> None:
         TransformConfig(wire="yuv420", **other)
 
 
-def test_fields_of_a_stream_have_the_shapes_of_planes_before_and_behind_the_first_sample() -> None:
+def test_fields_have_the_shapes_of_planes_before_and_after_a_sample() -> None:
     transforms: list[Any] = ["center", lambda image: cv2.resize(image, (9, 9))]
     for transform in transforms:
         content = build_content(transform, TransformConfig(wire="yuv420", size=9))

@@ -16,10 +16,10 @@ import pytest
 
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 import albumentations as A  # noqa: N812
-import cloudpickle
 import torch
 import torchvision
 from micro_batches import run, samples_of, transform_of
+from ray import cloudpickle
 from torchvision.transforms import v2
 
 from raypipe.config import TransformConfig

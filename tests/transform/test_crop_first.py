@@ -11,9 +11,9 @@ import pytest
 
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 import albumentations as A  # noqa: N812
-import cloudpickle
 import torch
 import torchvision
+from ray import cloudpickle
 from torchvision.transforms import v2
 
 from raypipe.transform.presets import build_transform

@@ -55,7 +55,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             return match[0]
         uri = PAGES.get(source, source.removeprefix("docs/"))
         if files.get_file_from_path(uri) is None:
-            uri += "" if Path(uri).suffix else ".txt"  # a browser shows LICENSE.txt, and downloads LICENSE
+            # A browser shows LICENSE.txt, and downloads LICENSE; Markdown that is no page would be taken for one.
+            uri += ".txt" if Path(uri).suffix in ("", ".md") else ""
             files.append(File.generated(config, uri, abs_src_path=str(ROOT / source)))
         return f"[{title(source) if text == path else text}]({uri}{anchor})"
 

@@ -307,13 +307,17 @@ static inline uint64_t load(const unsigned char *from)
         position += advance; \
         DROP(skip & 255); \
     }
+#define DECODE_LONG \
+    do { \
+        LONG_SYMBOL(table, symbol, value); \
+        position += advance_of(symbol); \
+        block[ORDER[position - 1]] = (JCOEF)value; \
+    } while (0)
 #define DECODE_PAIR \
     { \
         const uint64_t pair = table->pairs[bits >> (64 - PAIR_BITS)]; \
         if (__builtin_expect(!pair, 0)) { \
-            LONG_SYMBOL(table, symbol, value); \
-            position += advance_of(symbol); \
-            block[ORDER[position - 1]] = (JCOEF)value; \
+            DECODE_LONG; \
             continue; \
         } \
         const int first = position + (int)(pair >> 8 & 255), is_inside = first < DCTSIZE2; \
@@ -327,9 +331,7 @@ static inline uint64_t load(const unsigned char *from)
     { \
         const int32_t entry = table->look[bits >> (64 - LOOK_BITS)]; \
         if (__builtin_expect(!entry, 0)) { \
-            LONG_SYMBOL(table, symbol, value); \
-            position += advance_of(symbol); \
-            block[ORDER[position - 1]] = (JCOEF)value; \
+            DECODE_LONG; \
             continue; \
         } \
         position += entry >> 8 & 255; \

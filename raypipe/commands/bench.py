@@ -234,7 +234,7 @@ def stream_once(
     from raypipe.streaming.opening import open_stream
     from raypipe.streaming.pipeline import splits
     from raypipe.streaming.row import host_blocks
-    from raypipe.transform.fields import CHROMA, is_image
+    from raypipe.transform.fields import is_chroma, is_image
 
     # The same transform in both splits, so that every micro-batch costs the same.
     transform = dataclasses.replace(transform, val=transform.train)
@@ -251,7 +251,7 @@ def stream_once(
         num_images = sum(int((batch.weight > 0).sum()) for batch in batches)
         blocks.append((arrived, num_images))
         arrays = batches[0].arrays()
-        num_bytes = sum(arrays[name].nbytes for name in arrays if is_image(name) or name.startswith(f"{CHROMA}."))
+        num_bytes = sum(arrays[name].nbytes for name in arrays if is_image(name) or is_chroma(name))
         if arrived - blocks[0][0] > seconds and len(blocks) >= _MIN_BLOCKS:
             break
         del block, batches

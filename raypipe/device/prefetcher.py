@@ -37,6 +37,7 @@ from raypipe.transform.fields import (
     MicroBatch,
     Ragged,
     in_group,
+    is_chroma,
     is_image,
 )
 from raypipe.transform.sizes import Size
@@ -290,7 +291,7 @@ def _whole(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The arrays of a micro-batch with its images as RGB, and not as planes."""
     chroma = in_group(tensors, CHROMA)
     images = {name: rgb(tensors[name], of_image) for name, of_image in chroma.items()}
-    seen = {name: array for name, array in tensors.items() if not name.startswith(f"{CHROMA}.")}
+    seen = {name: array for name, array in tensors.items() if not is_chroma(name)}
     return seen | images
 
 

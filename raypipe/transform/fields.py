@@ -45,6 +45,11 @@ def is_image(name: str) -> bool:
     return name == IMAGE or name.startswith(f"{VIEW}.")
 
 
+def is_chroma(name: str) -> bool:
+    """Whether a field of this name is the chroma of an image."""
+    return name.startswith(f"{CHROMA}.")
+
+
 def chroma_of(name: str) -> str:
     """The field that has the chroma of an image's field."""
     return f"{CHROMA}.{name}"
@@ -148,7 +153,7 @@ class MicroBatch:
         """The same with its images as RGB, however they have traveled."""
         arrays = self.arrays()
         images = {name: rgb(arrays[name], chroma) for name, chroma in self.arrays(CHROMA).items()}
-        others = {name: values for name, values in self.fields.items() if not name.startswith(f"{CHROMA}.")}
+        others = {name: values for name, values in self.fields.items() if not is_chroma(name)}
         return replace(self, fields={**others, **images})
 
     def __getitem__(self, name: str) -> np.ndarray:
@@ -317,7 +322,7 @@ def learn(fields: dict[str, Field], sample: Mapping[str, Any]) -> None:
     if any(is_image(name) and name not in fields for name in sample):  # views, where an image was expected
         fields.pop(IMAGE, None)
     for name, value in sample.items():
-        like = fields.get(name) or Field(fill=_NO_COLOUR if name.startswith(f"{CHROMA}.") else 0)
+        like = fields.get(name) or Field(fill=_NO_COLOUR if is_chroma(name) else 0)
         if like.kind == "array" and like.shape is None:
             fields[name] = replace(like, dtype=value.dtype.name, shape=value.shape)
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,19 +36,6 @@ pytestmark = pytest.mark.skipif(not kernel.available(), reason=f"no kernel: {ker
 
 CROP, CROP_SCALED, RESIZE, PAD, TURN, AFFINE, DROPOUT = tuple(Code)[:7]
 Op = tuple[int, list[int]]
-
-
-@pytest.fixture(params=[0, 1, 2], ids=["scalar", "ssse3", "avx2"])
-def simd(request: pytest.FixtureRequest) -> Iterator[int]:
-    """Each level of vector instructions that the processor has."""
-    from _raypipe_kernel import set_simd
-
-    try:
-        if set_simd(request.param) < request.param:
-            pytest.skip("the processor does not have it")
-        yield request.param
-    finally:
-        set_simd(2)
 
 
 def noise(rng: np.random.Generator, height: int, width: int) -> np.ndarray:

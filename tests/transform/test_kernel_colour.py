@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-from typing import Any
 
 import cv2
 import numpy as np
@@ -49,17 +48,6 @@ def drawn(rng: np.random.Generator, op: Op) -> list[int]:
         taps = rng.integers(-(1 << 14), 1 << 14, MAX_FILTER**2) * (rng.random(MAX_FILTER**2) < 8 / side**2)
         return [side, int(rng.integers(5)), *(taps // 4).tolist()]
     return []
-
-
-@pytest.fixture(params=[0, 1, 2], ids=["scalar", "ssse3", "avx2"])
-def simd(request: pytest.FixtureRequest) -> Any:
-    module = pytest.importorskip("_raypipe_kernel")
-    try:
-        if module.set_simd(request.param) < request.param:
-            pytest.skip("the processor does not have it")
-        yield
-    finally:
-        module.set_simd(2)
 
 
 def by_kernel(pixels: np.ndarray, op: Op, params: list[int]) -> np.ndarray:

@@ -20,17 +20,6 @@ from raypipe.transform.samples import EncodedSample
 SHAPES = [(1, 1), (1, 8), (9, 1), (2, 2), (3, 5), (16, 16), (17, 33), (33, 16), (64, 63), (67, 129), (224, 224)]
 
 
-@pytest.fixture(params=[0, 1, 2], ids=["scalar", "ssse3", "avx2"])
-def simd(request: pytest.FixtureRequest) -> Any:
-    module = pytest.importorskip("_raypipe_kernel")
-    try:
-        if module.set_simd(request.param) < request.param:
-            pytest.skip("the processor does not have it")
-        yield
-    finally:
-        module.set_simd(2)
-
-
 def noise(rng: np.random.Generator, *shape: int) -> np.ndarray:
     return rng.integers(-60, 316, (*shape, 3)).clip(0, 255).astype(np.uint8)
 

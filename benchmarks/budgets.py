@@ -10,7 +10,7 @@
     host ms       a call's median time on this CPU, with images so small that the arithmetic hardly counts
 
 The last line is JSON.
-`tests/device/test_budgets.py` holds the counts against the table in docs/gpu.md.
+`tests/device/test_budgets.py` holds the counts against the table in benchmarks/results/gpu.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Epochs with and without a cache of decoded samples, on one core: docs/cache.md has a run.
+"""Epochs with and without a cache of decoded samples, on one core: docs/performance.md has a run.
 
     python benchmarks/sample_cache.py STORE [--transform light] [--size 224] [--samples 500] [--repeats 3]
 

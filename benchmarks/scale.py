@@ -1,7 +1,7 @@
 """How many micro-batches a second one execution sustains, and several: the control path alone.
 
     python benchmarks/scale.py actors ranks bytes executions [--seconds 8 --repeats 3 --profile FOLDER]
-    python benchmarks/scale.py --show a.json b.json --picture docs/scale.png
+    python benchmarks/scale.py --show a.json b.json --picture benchmarks/results/scale.png
 
 The real pipeline (source, back-pressure, actor pool, split, hand-over), with a transform that sleeps and
 micro-batches of one tiny image. The sleep is such that the actors could finish OFFERED micro-batches/s, far more

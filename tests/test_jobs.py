@@ -300,7 +300,7 @@ def assert_as_unbroken(done: subprocess.CompletedProcess[str], folder: Path, dig
 
 
 def submit_a_folder_of_ones_own(head: LocalHead, folder: Path) -> None:
-    """As docs/cluster.md has it: raypipe goes along, secrets do not, and the exit code is the job's."""
+    """As docs/clusters.md has it: raypipe goes along, secrets do not, and the exit code is the job's."""
     folder.mkdir()
     shutil.copy(ROOT / ".rayignore", folder)
     for name in (".env", "id_rsa", "train.lmdb", "part.py"):

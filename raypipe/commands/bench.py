@@ -4,7 +4,7 @@
                    bytes already in memory, no Ray; in a submitted job, as many tasks of the cluster
     stream         what one consumer gets from the whole pipe, in its steady state
     first batch    from ray.init to the first micro-batch
-    costs          CPU time and bytes of an image, by which docs/costs.md sizes a cluster
+    costs          CPU time and bytes of an image, by which docs/clusters.md sizes a cluster
 
 The machine's speed drifts, so the ceiling is measured before and after each stream. Blocks come in clumps, as many
 as there are actors, so the stream's rate is the slope of a line through all of them: a difference between two of

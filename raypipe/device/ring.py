@@ -79,7 +79,7 @@ def hand_over(ready: Any, tensors: Iterable[torch.Tensor], device: torch.device)
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise ConfigError(
             "a batch was asked for while a CUDA graph is captured: ask for it before, and copy it into the "
-            "tensors that the graph reads (docs/gpu.md)"
+            "tensors that the graph reads (docs/performance.md)"
         )
     stream = torch.get_device_module(device).current_stream(device)
     ready.wait(stream)

@@ -191,7 +191,7 @@ def _about_launches(times: StageTimes, name: str) -> str:
         f"{times.drained_fraction:.0%} of the micro-batches were asked for. Let nothing in the loop wait for the "
         f"{name} (loss.item(), print of a tensor); then {lighter}give each launch more to do (a larger "
         "plan.micro_batch_size), or launch less (train.compile=true, or a step captured as a CUDA graph, "
-        "docs/gpu.md)."
+        "docs/performance.md)."
     )
 
 

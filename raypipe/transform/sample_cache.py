@@ -1,4 +1,4 @@
-"""Decoded samples of a store that a node keeps across epochs, on its disk; see docs/cache.md.
+"""Decoded samples of a store that a node keeps across epochs, on its disk; see docs/performance.md.
 
     ROOT/KEY     one file per store (its fingerprint), settings and versions of the decode, limit, and start of the
                  machine; what is in it is a pure function of these and of a sample's index

@@ -1,6 +1,6 @@
 """Runs check.py on releases of Ray, each in an environment that uv lays over the project's, and shows the results.
 
-    python tests/compat/releases.py [2.54.0 2.57.0 …] [--output docs/ray.md]
+    python tests/compat/releases.py [2.54.0 2.57.0 …] [--output benchmarks/results/ray.md]
 
 Some four minutes each on two cores. With --output their rows in the table of that page are written anew.
 """

@@ -1,4 +1,4 @@
-"""The counts of docs/gpu.md: what the device side gives to the device for one micro-batch."""
+"""The counts of benchmarks/results/gpu.md: what the device side gives to the device for one micro-batch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from budgets import CONFIGS, Budget, Counted, budgets
 
-PAGE = Path(__file__).parents[2] / "docs" / "gpu.md"
+PAGE = Path(__file__).parents[2] / "benchmarks" / "results" / "gpu.md"
 
 
 def written() -> dict[str, Budget]:

@@ -1,4 +1,4 @@
-"""What is kept for a machine with a GPU: its script, and docs/gpu.md's list of what was not run."""
+"""What is kept for a machine with a GPU: its script, and benchmarks/results/gpu.md's list of what was not run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ STEPS = [
 
 def rows() -> str:
     """The table of what was not run."""
-    return (ROOT / "docs" / "gpu.md").read_text().partition("\n## What was not run\n")[2]
+    return (ROOT / "benchmarks" / "results" / "gpu.md").read_text().partition("\n## What was not run\n")[2]
 
 
 def skipped_where(condition: str) -> set[str]:

@@ -622,7 +622,7 @@ def test_a_graph_that_watches_its_own_thread_is_captured_beside_the_ring() -> No
 
 
 def test_a_graph_that_watches_all_threads_is_not() -> None:
-    """So docs/gpu.md asks for the other mode."""
+    """So benchmarks/results/gpu.md asks for the other mode."""
     found = set()
     for seed in range(30):
         cuda = Cuda(seed)

@@ -61,7 +61,7 @@ def test_augmented_micro_batches_are_the_same_for_any_actors(stores: dict[str, P
 
 
 def test_two_ranks_of_one_device_have_by_gloo_what_one_rank_has(stores: dict[str, Path], tmp_path: Path) -> None:
-    """NCCL refuses two ranks on one device: see docs/gpu.md."""
+    """NCCL refuses two ranks on one device: see benchmarks/results/gpu.md."""
     from ray.train import RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 

@@ -227,7 +227,7 @@ def test_a_batch_that_is_asked_for_within_a_capture_is_refused() -> None:
 
 
 def test_a_captured_step_learns_beside_the_ring_what_a_plain_one_does() -> None:
-    """The ring's thread takes memory while the step is captured: see docs/gpu.md."""
+    """The ring's thread takes memory while the step is captured: see benchmarks/results/gpu.md."""
 
     def trained(captured: bool) -> tuple[list[float], torch.Tensor]:
         torch.manual_seed(0)

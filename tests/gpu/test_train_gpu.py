@@ -201,7 +201,7 @@ def meets_itself(rank: int, folder: str) -> None:
 
 @pytest.mark.timeout(110)
 def test_nccl_refuses_two_ranks_of_one_device(tmp_path: Path) -> None:
-    """Therefore gloo, above; see docs/gpu.md. Should it ever accept them, the page changes."""
+    """Therefore gloo, above; see benchmarks/results/gpu.md. Should it ever accept them, the page changes."""
     torch.multiprocessing.spawn(meets_itself, (str(tmp_path),), nprocs=2)
     assert any("Duplicate GPU" in (tmp_path / str(rank)).read_text() for rank in range(2))
 

@@ -52,8 +52,8 @@ class Known:
         per_actor: images/s that an actor decodes and transforms: 15 made 12,070 (results/gpu.md).
         encoded_bytes: of an image of ImageNet (docs/clusters.md).
         block_ms: CPU time of an execution for a block, the consumer's share included (results/scale.md).
-        rank_ms: time of a rank's interpreter for a micro-batch: 6.3 ms to take it (results/scale.md), 4.3 to augment
-            it by `standard` and 4.4 for the BatchNorm layers of ResNet-50 (results/gpu.md).
+        rank_ms: time of a rank's interpreter for a micro-batch: 6.3 ms to take it (results/scale.md), 4.3 to
+            augment it by `standard` and 4.4 for the BatchNorm layers of ResNet-50 (results/gpu.md).
         pcie_gb_per_s: of 16 lanes of PCIe 5.0, 63 GB/s each way by its standard, less a fifth for packets.
         network_gbit_per_s: into the GPUs' host: an A3's first card has 200, a P5's has 100.
         host_cpus: of a P5.

@@ -334,7 +334,7 @@ class PoolConfig(Section, prefix="pool."):
     Attributes:
         engine: "ray": actors make the stream; "inline": this process does, for debugging (docs/performance.md).
         threads: of engine "inline"; 0 = the thread that asks for a micro-batch makes it.
-        executions: Ray Data executions that share the ranks, each with a pool; must divide W (docs/performance.md).
+        executions: Ray Data executions that share the ranks, each with a pool; must divide W.
         min_actors: actors of each execution that must run before the stream starts.
         max_actors: actors that the pool may grow to; 0 = all that the cluster can hold beside the trainers.
         cpus_per_actor: CPUs that Ray reserves for each, which makes images with as many threads.

@@ -332,19 +332,19 @@ class PoolConfig(Section, prefix="pool."):
     """The pool of CPU actors that decode and transform.
 
     Attributes:
-        engine: "ray": actors make the stream; "inline": this process does, for debugging (docs/performance.md).
+        engine: "ray": actors make the stream; "inline": this process does, for debugging (docs/tuning.md).
         threads: of engine "inline"; 0 = the thread that asks for a micro-batch makes it.
-        executions: Ray Data executions that share the ranks, each with a pool; must divide W.
+        executions: Ray Data executions that share the ranks, each with a pool; must divide W (docs/scale.md).
         min_actors: actors of each execution that must run before the stream starts.
         max_actors: actors that the pool may grow to; 0 = all that the cluster can hold beside the trainers.
         cpus_per_actor: CPUs that Ray reserves for each, which makes images with as many threads.
         grow_after_s: the pool grows if ranks waited for half of this many seconds; at most once in this time.
         shrink_after_s: seconds without waiting after which idle actors are given back.
         label_selector: `label=value` of the nodes that actors prefer, and alone ask for; empty = any node.
-        block: micro-batches that Ray moves at a time; 0 = chosen by their size and time (docs/performance.md).
+        block: micro-batches that Ray moves at a time; 0 = chosen by their size and time (docs/tuning.md).
         max_in_flight: micro-batches in work or waiting at any time; 0 = 3 blocks per actor and 2 per rank.
         read: "actor": actors read the store; "stage": one reader does; "auto": stage for stores in groups.
-        cache: "disk": keep decoded samples across epochs, on each node, in RAYPIPE_CACHE (docs/performance.md).
+        cache: "disk": keep decoded samples across epochs, on each node, in RAYPIPE_CACHE (docs/cache.md).
         cache_bytes: limit of that cache, on a node; 0 = a quarter of the disk that is free at the start.
         max_attempts: actors that may die at one block, or readers at one row group, before the run ends.
         stall_timeout_s: the run ends after this many seconds without a finished micro-batch or room for trainers.
@@ -496,7 +496,7 @@ class TrainConfig(Section, prefix="train."):
         compile: compile the model (torch.compile); the first step then takes minutes.
         max_grad_norm: clip the gradient's norm, over all parameters, to this; 0 = no clipping.
         ema_decay: keep an exponential moving average of the weights, and validate it; 0 = none.
-        ordered_sum: replace DDP by sums that do not depend on W (docs/reproducibility.md); "auto" = on CPU.
+        ordered_sum: replace DDP by sums that do not depend on W (docs/determinism.md); "auto" = on CPU.
         max_failures: restarts of the workers after something has died; -1 = no limit.
         max_preemption_failures: restarts after a notice that a trainer's node will go, Ray 2.60; -1 = no limit.
         start_timeout_s: a start waits so long for the cluster to answer, for room that other jobs hold, and for

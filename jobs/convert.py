@@ -3,7 +3,7 @@
     uv run jobs/convert.py photos.tar train.lmdb --short-side 256
     ray job submit --working-dir . -- python jobs/convert.py s3://bucket/raw.parquet /shared/train.lmdb
 
-The last line of standard output is one JSON object: samples, classes, bytes, skipped, unsized.
+The last line of standard output is one JSON object: samples, classes, bytes, skipped, without_size.
 """
 
 import sys

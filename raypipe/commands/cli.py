@@ -229,7 +229,9 @@ def version_text() -> str:
 def _print_settings(pattern: str = "") -> None:
     text = settings_text(pattern)
     if not text:
-        sys.stderr.write(error_text(f"no setting has {pattern!r} in its name", "`raypipe help settings` lists all"))
+        sys.stderr.write(
+            error_text(f"no setting has {pattern!r} in its name", "`raypipe help settings` lists all")
+        )
         sys.exit(2)
     print(text, end="")
 

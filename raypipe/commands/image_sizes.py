@@ -62,7 +62,9 @@ def add_sizes(store: Store, *, exif: bool = False, progress: bool = True) -> dic
     if set(SIZE_COLUMNS) <= set(store.columns):
         raise ConfigError(f"{store.address} has columns width and height already")
     if not address or address.startswith("hf://"):
-        raise ConfigError(f"{store.address}: nothing can be written next to it; `raypipe convert` writes sizes too")
+        raise ConfigError(
+            f"{store.address}: nothing can be written next to it; `raypipe convert` writes sizes too"
+        )
     check_place(address)
     started = time.perf_counter()
     sizes = np.full((num_samples, 2), -1, np.int32)

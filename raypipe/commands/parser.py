@@ -120,7 +120,9 @@ class Parser:
 
     def format_help(self) -> str:
         """The help: usage, description, arguments, options, examples, and where the settings are."""
-        rows = [(_OPTIONAL[key][0] if key in _OPTIONAL else key.upper(), s.about) for key, s in self.places.items()]
+        rows = [
+            (_OPTIONAL[key][0] if key in _OPTIONAL else key.upper(), s.about) for key, s in self.places.items()
+        ]
         options = [_row(key, setting) for key, setting in self.options.items()]
         options += [_CONFIG] * self.takes_run + _GENERAL
         parts = [f"usage: {self._usage()}\n", f"{self._about}\n"]

@@ -98,4 +98,4 @@ def test_the_command_ends_with_the_figures_as_json(run: Path, capsys: pytest.Cap
     assert (run / "report.html").exists()
     with pytest.raises(SystemExit):
         main(["report"])
-    assert capsys.readouterr().err.startswith("ConfigError: the report needs a run: give its folder")
+    assert capsys.readouterr().err.startswith("error: the report needs a run: give its folder")

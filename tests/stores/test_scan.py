@@ -71,7 +71,7 @@ def test_without_sizes_the_error_says_how_to_make_them(tmp_path: Path) -> None:
     store = write(tmp_path / "a.lmdb")
     with pytest.raises(
         ConfigError,
-        match=r"'width' .* are label; `raypipe inspect .*a\.lmdb --add-sizes` adds",
+        match=r"'width' .* are label; `raypipe add-sizes .*a\.lmdb` adds",
     ):
         matching(store, "width > 1")
     with pytest.raises(ConfigError, match=r"no column 'size' for store.filter; its columns are $"):

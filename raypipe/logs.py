@@ -176,7 +176,7 @@ _UNITS = {"_per_s": "{}/s", "_px": "{} px", "_s": "{} s"}
 
 
 def table(heading: str, rows: Mapping[str, Any]) -> None:
-    """Print names and values, on standard output; a dict of dicts or lists takes several rows, None takes no row."""
+    """Print names and values, on standard output; a dict of dicts or lists takes several rows, None no row."""
     lines: list[tuple[str, str]] = []
     for name, value in rows.items():
         suffix = next(filter(name.endswith, _UNITS), "")

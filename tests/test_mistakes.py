@@ -54,7 +54,7 @@ MISTAKES = {
     "no validation file": (["--store.val=nothing.lmdb"], "nothing.lmdb does not exist"),
     "no such column": (
         ["--store.train=a.parquet", "--store.image_column=img"],
-        "'img' for image_column; did you mean image?",
+        "'img' for image_column\n  tip: did you mean image?",
     ),
     "no class names": (["--store.train=unnamed.lmdb"], "set train.num_classes"),
     "labels beyond the classes": (

@@ -60,9 +60,9 @@ def bench(
         raypipe bench train.lmdb --images-per-s 20000 --core-hour-price 0.04 --gb-price 0.01
 
     Args:
-        run: Here the training store, transform.train, plan.micro_batch_size and the pool matter. pool.max_actors is also
-            the number of processes of the ceiling (0 = one per CPU). The ceiling does not use pool.cache; with it
-            the stream's first epoch is not measured.
+        run: Here the training store, transform.train, plan.micro_batch_size and the pool matter. The ceiling has
+            pool.max_actors processes (0 = one per CPU), and does not use pool.cache; with a cache the stream's
+            first epoch is not measured.
         target: see `parser`.
         seconds: how long to measure each stream.
         repeats: how often to measure; the result is the medians.
@@ -120,8 +120,8 @@ def print_bench(figures: dict[str, Any]) -> None:
     if rate := figures.get("wanted_images_per_s"):
         read, sent = (rate / 1e6 * 8 * figures[f"{way}_gb_per_million"] for way in ("read", "sent"))
         print(
-            f"{rate:,.0f} images/s need {figures['cpus_needed']:,} such CPUs, {_HEADROOM:.0%} to spare, which read "
-            f"{read:.1f} Gbit/s from the store and send {sent:.1f} Gbit/s of pixels."
+            f"{rate:,.0f} images/s need {figures['cpus_needed']:,} such CPUs, {_HEADROOM:.0%} to spare, which "
+            f"read {read:.1f} Gbit/s from the store and send {sent:.1f} Gbit/s of pixels."
         )
 
 

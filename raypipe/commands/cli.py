@@ -1,6 +1,6 @@
 """The command line: `raypipe COMMAND`, see `raypipe --help`.
 
-A command prints text in a terminal. In a pipe, or with --json, the last line of standard output is one JSON object.
+A command prints text in a terminal. In a pipe, or with --json, the last line of its output is one JSON object.
 
 Exit codes: 0 done; 1 an error, a comparison that found a difference, or a failed check of doctor; 2 wrong usage;
 75 a run was stopped, and has a checkpoint to continue from; 130 interrupted.
@@ -173,8 +173,8 @@ _PRINTED: dict[str, Callable[[dict[str, Any]], None]] = {
     "doctor": doctor.print_checks,
 }
 _HELP = {
-    "help COMMAND": "the same as raypipe COMMAND --help",
-    "help settings [PATTERN]": "settings of a run, with type, default and meaning",
+    "help COMMAND": "Print the help of a command, as its --help does.",
+    "help settings [PATTERN]": "Print the settings of a run, with type, default and meaning.",
 }
 
 
@@ -243,7 +243,7 @@ def print_result(result: dict[str, Any]) -> None:
 
 
 def _finish(command: Callable[[], dict[str, Any]], show: Callable[[dict[str, Any]], None] | None = None) -> None:
-    """Run a command, show its result, as text if `show` is given and there is a terminal, and end with its code."""
+    """Run a command, show its result (as text, in a terminal and if `show` is given), and exit with its code."""
     try:
         result = command()
         _shutdown()

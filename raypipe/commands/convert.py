@@ -4,8 +4,8 @@
     → one rename, or, at a URI, one manifest: the new store exists whole or not at all
 
 A local destination of one shard is a file, of several a folder of shards; a remote one is a folder. Order and
-indices are the source's, unless samples are skipped. A source that can only be read in order (samples, a Dataset, a
-zip) goes through this process once, into a store in the cache folder, which is then copied like any other.
+indices are the source's, unless samples are skipped. A source that can only be read in order (samples, a Dataset,
+a zip) goes through this process once, into a store in the cache folder, which is then copied like any other.
 """
 
 from __future__ import annotations

@@ -22,12 +22,11 @@ from raypipe.logs import printable
 from raypipe.section import Setting, described, expected, settings_of
 
 _OPTIONAL = {
-    "target": (
-        "STORE|RUN",
-        "a store, or a run's folder, whose settings then apply first; empty = store.train",
-    ),
-    "folder": ("RUN", "the folder of a run; empty = the one of storage_path and name"),
+    "target": "a store, or a run's folder, whose settings then apply first; empty = store.train",
+    "folder": "the folder of a run; empty = the one of storage_path and name",
 }
+# Words for values that say more than the name of the parameter.
+_VALUES = {"target": "STORE|RUN", "folder": "RUN", "against": "RUN", "output": "FILE", "compare": "FILE"}
 _CONFIG = ("--config FILE", "YAML file with any settings of a run; may be repeated")
 _GENERAL = [
     ("--json", "print one JSON object, as in a pipe, instead of text"),
@@ -58,7 +57,7 @@ class Parser:
         for key, parameter in parameters.items():
             setting = Setting(kinds[key], parameter.default, about.get(key, ""))
             if key in _OPTIONAL and not setting.default:
-                self.places[key] = setting._replace(about=_OPTIONAL[key][1])
+                self.places[key] = setting._replace(about=_OPTIONAL[key])
             elif setting.default is parameter.empty and key != "run":
                 self.required.append(key)
                 own = self.options if parameter.kind is parameter.KEYWORD_ONLY else self.places
@@ -77,7 +76,7 @@ class Parser:
             if word in ("-h", "--help"):
                 print(self.format_help(), end="")
                 sys.exit(0)
-            word = "--output" if word == "-o" else word
+            word = re.sub(r"^-o(?==|$)", "--output", word)
             if not word.startswith("--"):
                 if not places:
                     self.error(f"unexpected argument {word!r}", self._usage())
@@ -99,7 +98,7 @@ class Parser:
             else:
                 texts[key] = text
         if missing := [key for key in self.required if key not in texts]:
-            names = (_dashed(key) if key in self.options else key.upper() for key in missing)
+            names = (_dashed(key) if key in self.options else _value(key) for key in missing)
             self.error(f"missing: {', '.join(names)}", self._usage())
         return texts, configs
 
@@ -120,23 +119,20 @@ class Parser:
 
     def format_help(self) -> str:
         """The help: usage, description, arguments, options, examples, and where the settings are."""
-        rows = [
-            (_OPTIONAL[key][0] if key in _OPTIONAL else key.upper(), s.about) for key, s in self.places.items()
-        ]
+        rows = [(_value(key), setting.about) for key, setting in self.places.items()]
         options = [_row(key, setting) for key, setting in self.options.items()]
         options += [_CONFIG] * self.takes_run + _GENERAL
-        parts = [f"usage: {self._usage()}\n", f"{self._about}\n"]
+        parts = [f"usage: {self._usage()}\n", *map(_wrapped, self._about.split("\n\n"))]
         parts += [_block("Arguments", rows)] * bool(rows) + [_block("Options", options)]
         if self._examples:
             parts.append(f"Examples:\n{textwrap.indent(self._examples, '  ')}\n")
         if self.takes_run:
             text = "Settings of a run are options too, such as --plan.epochs 90. "
-            text += "`raypipe help settings [PATTERN]` explains them. " + self._about_run
-            parts.append("\n".join(textwrap.wrap(text, _width())) + "\n")
+            parts.append(_wrapped(f"{text}`raypipe help settings [PATTERN]` explains them. {self._about_run}"))
         return "\n".join(parts)
 
     def _usage(self) -> str:
-        places = (f"[{_OPTIONAL[key][0]}]" if key not in self.required else key.upper() for key in self.places)
+        places = (_value(key) if key in self.required else f"[{_value(key)}]" for key in self.places)
         options = (" ".join(_row(key, self.options[key])[:1]) for key in self.required if key in self.options)
         return " ".join([self.prog, *places, *options, "[--OPTION VALUE …]"])
 
@@ -171,21 +167,30 @@ def _sections(doc: str) -> tuple[str, str]:
 
 def _row(key: str, setting: Setting) -> tuple[str, str]:
     """An option and its text."""
-    kind, default, about = setting
+    kind, default, about = setting._replace(about=setting.about.removesuffix("."))
     option = _dashed(key)
     if kind is bool:
         return f"{option}, --no-{option[2:]}" if default else option, about
-    values = {int: "N", float: "X"}.get(kind, key.upper())
+    values = {int: "N", float: "X"}.get(kind, _value(key))
     if get_origin(kind) is Literal:
         values = f"{{{','.join(get_args(kind))}}}"
     if default and default is not inspect.Parameter.empty:  # the meaning of 0 and of empty is in the text
         shown = f"{default:g}" if isinstance(default, float) else default
-        about = f"{about.removesuffix('.')} (default: {shown})"
+        about = f"{about} (default: {shown})"
     return f"{'-o, ' if key == 'output' else ''}{option} {values}", about
 
 
 def _dashed(key: str) -> str:
     return f"--{key.replace('_', '-')}"
+
+
+def _value(key: str) -> str:
+    return _VALUES.get(key, key.upper())
+
+
+def _wrapped(paragraph: str) -> str:
+    """A paragraph in lines of the terminal's width; one with commands, which are indented, stays as it is."""
+    return (paragraph if "\n " in f"\n{paragraph}" else textwrap.fill(paragraph, _width())) + "\n"
 
 
 def _width() -> int:
@@ -196,7 +201,7 @@ def _block(title: str, rows: list[tuple[str, str]]) -> str:
     """Names and texts in two columns, under a title."""
     lines = [f"{title}:"]
     for name, text in rows:
-        wrapped = textwrap.wrap(text, _width() - _INDENT) or [""]
+        wrapped = textwrap.wrap(text.removesuffix("."), _width() - _INDENT)
         first = f"  {name}".ljust(_INDENT)
         lines += [first + wrapped.pop(0)] if len(first) == _INDENT else [first]
         lines += [" " * _INDENT + line for line in wrapped]

@@ -1,4 +1,4 @@
-"""The commands on a run by its folder: its state, and a request to stop it, from any machine that sees the folder."""
+"""The commands on a run by its folder, from any machine that sees it: its state, and a request to stop it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def stop(folder: str) -> dict[str, Any]:
 
 
 def status(folder: str) -> dict[str, Any]:
-    """Show the state of a run: its step, its age, what it waits for.
+    """Show the step of a run, how old it is, and what the run waits for.
 
     Examples:
         raypipe status runs/20261121-104600-3fa2

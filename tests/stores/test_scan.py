@@ -83,7 +83,7 @@ def test_sizes_of_other_contents_are_refused(tmp_path: Path) -> None:
     address = write_sizes(write(tmp_path / "a.lmdb"), SIZES)
     (tmp_path / "a.lmdb").unlink()
     store = write(tmp_path / "a.lmdb", 3)
-    with pytest.raises(ConfigError, match=r"_a\.lmdb\.sizes\.parquet has the sizes of .* --add-sizes`"):
+    with pytest.raises(ConfigError, match=r"_a\.lmdb\.sizes\.parquet has the sizes of .*`raypipe add-sizes .*`"):
         numbers_of(store, "width", "plan.weights")
     table = pa.table({"width": [1, 2, 3], "height": [1, 2, 3]})
     pq.write_table(table, address)

@@ -25,7 +25,6 @@ def inspect(run: RunConfig, target: str = "") -> dict[str, Any]:
 
     Args:
         run: Here those of the store, and of masks, boxes and keypoints, matter.
-        target: see `parser`.
     """
     from raypipe.commands.inspection import describe
     from raypipe.streaming.opening import open_train
@@ -47,7 +46,6 @@ def verify(run: RunConfig, target: str = "", *, output: str = "") -> dict[str, A
 
     Args:
         run: Here those of the store and its columns, and of masks, boxes and keypoints, matter.
-        target: see `parser`.
         output: where to write the list of bad samples, for --store.exclude, a local path or a URI; empty =
             NAME.bad.json in this folder, if any sample is bad.
     """
@@ -84,7 +82,6 @@ def add_sizes(run: RunConfig, target: str = "") -> dict[str, Any]:
 
     Args:
         run: Here those of the store, and transform.apply_exif, matter.
-        target: see `parser`.
     """
     from raypipe.commands import image_sizes
     from raypipe.streaming.opening import open_train
@@ -104,7 +101,6 @@ def plan(run: RunConfig, target: str = "") -> dict[str, Any]:
 
     Args:
         run: Here those of the stores and the plan matter.
-        target: see `parser`.
     """
     from raypipe.commands.plan_summary import summary
     from raypipe.streaming.opening import spec_of
@@ -140,7 +136,6 @@ def digest(
     Args:
         run: train.num_workers consumers share each step (0 = one consumer); the pool may have more actors than
             there are CPUs.
-        target: see `parser`.
         from_step: resume at this training step, counted through all epochs.
         to_step: end before this training step, including a validation before it; 0 = at the end.
         output: write the settings and the digest of every micro-batch to this file, a local path or a URI.
@@ -235,7 +230,6 @@ def report(run: RunConfig, folder: str = "", *, against: str = "", output: str =
 
     Args:
         run: Without a folder, storage_path and name matter.
-        folder: see `parser`.
         against: another run, to draw into the same charts.
         output: where to write the page, a local path or a URI; empty = report.html in the run's folder.
     """

@@ -63,7 +63,6 @@ def bench(
         run: Here the training store, transform.train, plan.micro_batch_size and the pool matter. The ceiling has
             pool.max_actors processes (0 = one per CPU), and does not use pool.cache; with a cache the stream's
             first epoch is not measured.
-        target: see `parser`.
         seconds: how long to measure each stream.
         repeats: how often to measure; the result is the medians.
         images_per_s: a rate of all GPUs together, for which to compute CPUs and network; 0 = none.
@@ -92,30 +91,13 @@ def bench(
     return figures
 
 
-_NAMES = {
-    "ceiling_images_per_s": "ceiling, images/s",
-    "stream_images_per_s": "stream, images/s",
-    "ratio": "stream / ceiling",
-    "first_batch_s": "first batch, s",
-    "micro_batch_bytes": "micro-batch, bytes",
-    "read_cpu_s_per_image": "reading, CPU s/image",
-    "transform_cpu_s_per_image": "transform, CPU s/image",
-    "encoded_bytes_per_image": "encoded, bytes/image",
-    "jpeg_420_share": "stored as JPEG 4:2:0, share",
-    "core_hours_per_million": "a million images, CPU core-hours",
-    "read_gb_per_million": "a million images, GB from the store",
-    "sent_gb_per_million": "a million images, GB of pixels",
-    "dollars_per_million": "a million images, dollars",
-}
-
-
 def print_bench(figures: dict[str, Any]) -> None:
     """Print the result of `bench`, and what it means."""
     size, actors = figures["size"], figures["actors"]
     sizes = ", ".join(map(str, size.values() if isinstance(size, dict) else [size]))
     heading = f"{figures['store']}: {brief(figures['transform'])} at {sizes} px, {actors} actors"
     heading += f", micro-batches of {figures['micro_batch']}"
-    table(heading, {text: float(figures[name]) for name, text in _NAMES.items() if name in figures})
+    table(heading, {name: value for name, value in figures.items() if isinstance(value, float)})
     print(verdict(figures, actors))
     if rate := figures.get("wanted_images_per_s"):
         read, sent = (rate / 1e6 * 8 * figures[f"{way}_gb_per_million"] for way in ("read", "sent"))

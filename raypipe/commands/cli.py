@@ -13,13 +13,12 @@ import logging
 import os
 import sys
 from collections.abc import Callable
-from difflib import get_close_matches
 from importlib import import_module
 from typing import Any, Literal
 
 import raypipe
 from raypipe.commands import audit, bench, doctor, status
-from raypipe.commands.parser import error_text, settings_text
+from raypipe.commands.parser import error_text, fail, meant, settings_text
 from raypipe.commands.settings import parse_command
 from raypipe.config import RunConfig
 from raypipe.errors import RaypipeError
@@ -118,7 +117,6 @@ def draw_preview(
 
     Args:
         run: Here those of the store, plan, transform and augment matter.
-        target: see `parser`.
         output: the PNG to write.
         show_epochs: how many epochs to show, evenly spread over the run.
         samples: how many samples to show, the first of the run.
@@ -140,27 +138,24 @@ def draw_preview(
     )
 
 
-COMMANDS: dict[str, Callable[..., dict[str, Any]]] = {
-    "train": train,
-    "status": status.status,
-    "stop": status.stop,
-    "report": audit.report,
-    "inspect": audit.inspect,
-    "verify": audit.verify,
-    "convert": convert_store,
-    "add-sizes": audit.add_sizes,
-    "preview": draw_preview,
-    "plan": audit.plan,
-    "digest": audit.digest,
-    "digest compare": audit.digest_compare,
-    "bench": bench.bench,
-    "doctor": doctor.doctor,
+GROUPS: dict[str, dict[str, Callable[..., dict[str, Any]]]] = {
+    "Run": {"train": train, "status": status.status, "stop": status.stop, "report": audit.report},
+    "Data": {
+        "inspect": audit.inspect,
+        "verify": audit.verify,
+        "convert": convert_store,
+        "add-sizes": audit.add_sizes,
+        "preview": draw_preview,
+    },
+    "Check": {
+        "plan": audit.plan,
+        "digest": audit.digest,
+        "digest compare": audit.digest_compare,
+        "bench": bench.bench,
+        "doctor": doctor.doctor,
+    },
 }
-GROUPS = {
-    "Run": ["train", "status", "stop", "report"],
-    "Data": ["inspect", "verify", "convert", "add-sizes", "preview"],
-    "Check": ["plan", "digest", "digest compare", "bench", "doctor"],
-}
+COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
 # Commands whose text is more than a table of their result.
 _PRINTED: dict[str, Callable[[dict[str, Any]], None]] = {
     "status": status.print_status,
@@ -172,68 +167,42 @@ _PRINTED: dict[str, Callable[[dict[str, Any]], None]] = {
     "bench": bench.print_bench,
     "doctor": doctor.print_checks,
 }
-_HELP = {
-    "help COMMAND": "Print the help of a command, as its --help does.",
-    "help settings [PATTERN]": "Print the settings of a run, with type, default and meaning.",
-}
 
 
 def main(args: list[str] | None = None) -> None:
     """The `raypipe` command. Options may be written with dashes or underscores."""
     words = sys.argv[1:] if args is None else args
-    if words[:2] == ["help", "settings"]:
-        _print_settings(*words[2:3])
-    elif words in ([], ["help"], ["-h"], ["--help"]):
+    if words in ([], ["help"], ["-h"], ["--help"]):
         print(overview(), end="")
     elif words == ["--version"]:
-        print(version_text())
+        print(f"raypipe {raypipe.__version__} (ray {version_of('ray')}, torch {version_of('torch')})")
+    elif words[:2] == ["help", "settings"]:
+        print(settings_text(*words[2:3]), end="")
     else:
         words = [*words[1:], "--help"] if words[0] == "help" else words
-        name, rest = " ".join(words[:2]), words[2:]
+        name = " ".join(words[:2]) if " ".join(words[:2]) in COMMANDS else words[0]
         if name not in COMMANDS:
-            name, rest = words[0], words[1:]
-        if name not in COMMANDS:
-            near = get_close_matches(name, COMMANDS, 1)
-            tip = f"did you mean {near[0]!r}?" if near else "`raypipe --help` lists the commands"
-            sys.stderr.write(error_text(f"unknown command {name!r}", tip))
-            sys.exit(2)
-        _finish(
-            lambda: COMMANDS[name](**parse_command(name, COMMANDS[name], [w for w in rest if w != "--json"])),
-            None if "--json" in rest else _PRINTED.get(name, print_result),
-        )
+            fail(f"unknown command {name!r}{meant(name, COMMANDS)}", "`raypipe --help` lists the commands")
+        rest = [word for word in words[len(name.split()) :] if word != "--json"]
+        show = None if "--json" in words else _PRINTED.get(name, print_result)
+        _finish(lambda: COMMANDS[name](**parse_command(name, COMMANDS[name], rest)), show)
 
 
 def run_job(job: Callable[..., dict[str, Any]], doc: str | None) -> None:
     """The body of a script in jobs/: settings in, see `settings.parse_command`, a result out, as of a command."""
     args = [word for word in sys.argv[1:] if word != "--json"]
-    _finish(
-        lambda: job(**parse_command("", job, args, doc)), print_result if len(args) == len(sys.argv) - 1 else None
-    )
+    show = None if "--json" in sys.argv else print_result
+    _finish(lambda: job(**parse_command("", job, args, doc)), show)
 
 
 def overview() -> str:
     """The help of `raypipe` itself: its commands in groups."""
     lines = ["raypipe: image input for PyTorch training on Ray", "", "usage: raypipe COMMAND [--OPTION VALUE …]"]
-    texts = {name: (command.__doc__ or "").partition("\n")[0] for name, command in COMMANDS.items()}
-    for group, names in (GROUPS | {"Help": list(_HELP)}).items():
-        lines += ["", f"{group}:", *(f"  {name:24}{(texts | _HELP)[name]}" for name in names)]
-    _, _, codes = (__doc__ or "").partition("\n\n")
-    return "\n".join([*lines, "", codes])
-
-
-def version_text() -> str:
-    """The versions of raypipe, Ray and torch, which are not imported for it."""
-    return f"raypipe {raypipe.__version__} (ray {version_of('ray')}, torch {version_of('torch')})"
-
-
-def _print_settings(pattern: str = "") -> None:
-    text = settings_text(pattern)
-    if not text:
-        sys.stderr.write(
-            error_text(f"no setting has {pattern!r} in its name", "`raypipe help settings` lists all")
-        )
-        sys.exit(2)
-    print(text, end="")
+    for group, commands in GROUPS.items():
+        rows = [(name, (command.__doc__ or "").partition("\n")[0]) for name, command in commands.items()]
+        lines += ["", f"{group}:", *(f"  {name:16}{text}" for name, text in rows)]
+    lines += ["", "Help:", "  help COMMAND, or help settings [PATTERN] for the settings of a run"]
+    return "\n".join([*lines, "", (__doc__ or "").partition("\n\n")[2]])
 
 
 def print_result(result: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from raypipe.commands.parser import Parser
+from raypipe.commands.parser import Parser, fail
 from raypipe.config import RunConfig
 from raypipe.errors import ConfigError
 from raypipe.lookup import search_here
@@ -59,7 +59,7 @@ def _read(parser: Parser, args: list[str]) -> dict[str, Any]:
         values |= {key: _from_text(text, kinds[key]) for key, text in texts.items()}
         return {key: check(key, value, kinds[key]) for key, value in values.items()}
     except ConfigError as error:
-        parser.error(str(error))
+        fail(str(error))
 
 
 def _flat(values: Mapping[str, Any], parser: Parser, prefix: str = "") -> dict[str, Any]:

@@ -39,24 +39,9 @@ def parse(*args: str) -> RunConfig:
 
 
 def convert(
-    run: RunConfig,
-    src: str,
-    *,
-    size: int = 0,
-    height: int,
-    on_bad: Literal["raise", "skip"] = "raise",
-    big: bool = False,
-    sizes: bool = True,
+    run: RunConfig, src: str, *, height: int = 0, on_bad: Literal["raise", "skip"] = "raise", big: bool = False
 ) -> dict[str, Any]:
-    """Convert.
-
-    Examples:
-        raypipe convert a.tar --height 3
-
-    Args:
-        src: the source.
-        height: in pixels.
-    """
+    """Convert."""
     return {}
 
 
@@ -65,15 +50,13 @@ def convert(
     [
         ("a-b.lmdb --height=3", {"src": "a-b.lmdb", "height": "3"}),
         ("--height 3 a.lmdb --on-bad skip", {"src": "a.lmdb", "height": "3", "on_bad": "skip"}),
-        ("a --height 3 --plan.micro-batch-size=8", {"src": "a", "height": "3", "plan.micro_batch_size": "8"}),
-        ("a --height 3 --plan.micro_batch_size -8", {"src": "a", "height": "3", "plan.micro_batch_size": "-8"}),
-        (
-            "a --height 3 --transform.train=my-mod:f=x-y",
-            {"src": "a", "height": "3", "transform.train": "my-mod:f=x-y"},
-        ),
-        ("a --big --height 3 --no-sizes", {"src": "a", "height": "3", "big": "true", "sizes": "false"}),
-        ("--big=false --sizes a --height 3", {"src": "a", "height": "3", "big": "false", "sizes": "true"}),
-        ("a --height 3 --no-transform.apply-exif", {"src": "a", "height": "3", "transform.apply_exif": "false"}),
+        ("a --plan.micro-batch-size=8", {"src": "a", "plan.micro_batch_size": "8"}),
+        ("a --plan.micro_batch_size -8", {"src": "a", "plan.micro_batch_size": "-8"}),
+        ("a --transform.train=my-mod:f=x-y", {"src": "a", "transform.train": "my-mod:f=x-y"}),
+        ("a --big --no-trust", {"src": "a", "big": "true", "trust": "false"}),
+        ("--big=false a", {"src": "a", "big": "false"}),
+        ("--no-big a --transform.apply-exif", {"src": "a", "big": "false", "transform.apply_exif": "true"}),
+        ("a --no-transform.apply-exif", {"src": "a", "transform.apply_exif": "false"}),
         ("a --height 3 --height 4", {"src": "a", "height": "4"}),
     ],
 )
@@ -81,24 +64,24 @@ def test_options_may_have_dashes_and_flags_need_no_value(given: str, texts: dict
     assert Parser("convert", convert).read(given.split()) == (texts, [])
 
 
+USAGE = "tip: raypipe convert SRC [--OPTION VALUE …]\n"
+
+
 @pytest.mark.parametrize(
     ("given", "error"),
     [
-        (
-            "a b --height 3",
-            "error: unexpected argument 'b'\n  tip: raypipe convert SRC --height N [--OPTION VALUE …]\n",
-        ),
-        ("a", "error: missing: --height\n  tip: raypipe convert SRC --height N [--OPTION VALUE …]\n"),
-        ("a --height --big", "error: --height needs a value\n"),
-        ("a --height 3 --no-height", "error: unknown setting 'no_height'\n  tip: did you mean 'height'?\n"),
-        ("a --hight 3", "error: unknown setting 'hight'\n  tip: did you mean 'height'?\n"),
-        ("a --qwerty 3", "error: unknown setting 'qwerty'\n  tip: `raypipe help settings` lists"),
+        ("a b", f"unexpected argument 'b'\n  {USAGE}"),
+        ("--height 3", f"missing: SRC\n  {USAGE}"),
+        ("a --height --big", f"--height needs a value\n  {USAGE}"),
+        ("a --no-height", "unknown setting 'no_height'\n  tip: did you mean 'height'?\n"),
+        ("a --hight 3", "unknown setting 'hight'\n  tip: did you mean 'height'?\n"),
+        ("a --qwerty 3", "unknown setting 'qwerty'\n  tip: `raypipe help settings` lists"),
     ],
 )
 def test_wrong_usage_exits_with_2_and_a_tip(given: str, error: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         Parser("convert", convert).read(given.split())
-    assert caught.value.code == 2 and capsys.readouterr().err.startswith(error)
+    assert caught.value.code == 2 and capsys.readouterr().err.startswith(f"error: {error}")
 
 
 # Help
@@ -114,9 +97,7 @@ def help_of(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", ["", *cli.COMMANDS, *JOBS])
-@pytest.mark.parametrize("columns", ["80", "120"])
-def test_a_help_has_at_most_40_lines(name: str, columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", columns)
+def test_a_help_has_at_most_40_lines(name: str) -> None:
     text = help_of(name)
     assert text.count("\n") <= 40, text
     for noise in ("(default: )", "type:", "None", "  \n", "=="):
@@ -140,11 +121,10 @@ def test_a_usage_line_and_two_examples_parse(name: str, tmp_path: Path, monkeypa
 
 
 def test_every_command_is_in_one_group_of_the_overview(capsys: pytest.CaptureFixture[str]) -> None:
-    assert sorted(name for names in cli.GROUPS.values() for name in names) == sorted(cli.COMMANDS)
     for words in ([], ["--help"], ["help"]):
         main(words)
         assert capsys.readouterr().out == cli.overview()
-    assert all(len(line) <= 90 for line in cli.overview().splitlines()[:30])
+    assert all(len(line) <= 90 for line in cli.overview().splitlines()[:25])
 
 
 def test_help_settings_prints_type_default_and_meaning(capsys: pytest.CaptureFixture[str]) -> None:

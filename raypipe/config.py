@@ -94,7 +94,7 @@ class StoreConfig(Section, prefix="store."):
         image_column: name of the image column, where columns have names; of WebDataset, the suffix of the images.
         label_column: the same for labels: classes, or any numbers of one shape; of WebDataset, their suffix, or
             their field in the JSON; empty = batches have no target (docs/columns.md).
-        exclude: list of bad samples to exclude, from `raypipe inspect --verify`, a path or a URI; empty = none. Of
+        exclude: list of bad samples to exclude, from `raypipe verify`, a path or a URI; empty = none. Of
             a mixture `{NAME: LIST, …}`.
         val_exclude: the same for the validation store.
         filter: train on the samples for which an expression of columns is true, "width >= 256 and label != 3";

@@ -230,26 +230,15 @@ def test_the_ray_train_loop_of_docs_integrations_reports_and_learns(
 
 
 @pytest.mark.pages
-def test_docs_plans_mixes_by_weights_and_learns_on_buckets(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    names = program("plans.md", monkeypatch, tmp_path)
-    assert names["sources"] == {0: 48, 1: 16} and names["mixture"].kept["train"].num_left_out > 100
-    # Of 40 pictures each: five micro-batches an epoch, of which one in all makes no step; learnt in all shapes.
-    seen = names["seen"]
-    assert set(seen) == {(12, 16), (14, 14), (16, 12)} and sum(seen.values()) == 4 * 14
-    assert max(seen.values()) <= 20 and np.mean(names["right"][-14:]) > 0.9
-
-
-@pytest.mark.pages
 @pytest.mark.timeout(240)
-def test_docs_sampling_draws_exact_shares_and_balanced_classes_win(
+def test_docs_sampling_draws_shares_learns_on_buckets_and_balance_wins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import torch
 
     with one_thread():
         names = program("sampling.md", monkeypatch, tmp_path)
+    assert names["sources"] == {0: 48, 1: 16} and names["mixture"].kept["train"].num_left_out > 100
     assert names["shares"] == {(35, 15): 5 * 28} and names["accuracies"][-1] > 0.9
     assert names["sizes"][0] == 150 and names["sizes"][-1] == 3
     sizes, (uniform, balanced) = torch.tensor(names["sizes"]), names["results"].values()
@@ -257,8 +246,12 @@ def test_docs_sampling_draws_exact_shares_and_balanced_classes_win(
         assert drawn.sum() == 4096 and (drawn >= 9 * sizes).all() and (drawn <= 10 * sizes).all()
     for drawn, _ in balanced:  # in each of 8 epochs 51 or 52
         assert drawn.sum() == 4096 and (drawn >= 8 * 51).all() and (drawn <= 8 * 52).all()
-    ours, theirs = (torch.stack([each for _, each in runs]) for runs in (balanced, uniform))
-    assert ours.mean() > theirs.mean() and ours[:, 5:].mean() > theirs[:, 5:].mean() + 0.03
+    with_balance, without = (torch.stack([accuracies for _, accuracies in runs]) for runs in (balanced, uniform))
+    assert with_balance.mean() > without.mean() and with_balance[:, 5:].mean() > without[:, 5:].mean() + 0.03
+    # Of 40 pictures each: five micro-batches an epoch, of which one in all makes no step; learnt in all shapes.
+    shapes = names["batch_shapes"]
+    assert set(shapes) == {(12, 16), (14, 14), (16, 12)} and sum(shapes.values()) == 4 * 14
+    assert max(shapes.values()) <= 20 and np.mean(names["right"][-14:]) > 0.9
 
 
 @pytest.mark.pages
@@ -281,67 +274,23 @@ def test_docs_cache_has_each_image_once_cropped_and_flipped(
 
 
 @pytest.mark.pages
-def test_the_captions_of_docs_columns_are_learnt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = program("columns.md", monkeypatch, tmp_path)
-    assert len(names["found"]) == 120 and names["retrieved"] > 0.7  # by chance 1 / 12
-    assert names["batch"].columns.keys() == {"caption", "tokens", "tokens_length"}
-    outputs = names["torch"].zeros(2, 40)
-    assert names["per_attribute"](outputs, outputs).shape == names["squared"](outputs, outputs[:, 0]).shape == (2,)
-
-
-@pytest.mark.pages
-@pytest.mark.timeout(240)
-def test_the_arrays_of_docs_arrays_are_learned_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with one_thread():
-        names = program("arrays.md", monkeypatch, tmp_path)
-    assert names["explained"] > 0.8 and names["batch"].image.shape == (32, 4, 24, 24)
-
-
-@pytest.mark.pages
-@pytest.mark.timeout(240)
-def test_the_views_of_docs_views_are_learned_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with one_thread():
-        names = program("views.md", monkeypatch, tmp_path)
-    assert names["shapes"] == {"global": (64, 2, 3, 16, 16), "local": (64, 8, 3, 8, 8), "whole": (64, 3, 16, 16)}
-    accuracies, by_epoch = names["accuracies"], names["by_epoch"]
-    assert len(accuracies) == 4 and accuracies[-1] > accuracies[0] + 0.03 > 0.5
-    assert by_epoch[-1] < by_epoch[0] - 0.3 and names["largest"] < 0.3
-    assert {name: tuple(view.shape) for name, view in names["patches"].items()} == {
-        "patch": (64, 3, 4, 4),
-        "others": (64, 2, 3, 4, 4),
-    }
-
-
-@pytest.mark.pages
 @pytest.mark.cluster
 @pytest.mark.timeout(240)
 @pytest.mark.usefixtures("one_cpu")
-def test_the_program_of_docs_own_store_streams_audits_and_copies(
+def test_docs_formats_converts_from_python_and_streams_a_store_of_sqlite(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names = program("own-store.md", monkeypatch, tmp_path)
-    assert isinstance(names["store"], Store) and isinstance(names["ChunkedStore"]("digits.sqlite"), Store)
-    assert names["num_bad"] == 1 and names["found"]["bad_samples"] == 1
-    assert {"index": 7, "name": "", "samples": 1}.items() <= names["found"]["reasons"][0].items()
-    copy = raypipe.open_store("digits.lmdb")
-    assert len(copy) == 1437 and copy.classes == names["store"].classes
-
-
-@pytest.mark.pages
-@pytest.mark.cluster
-@pytest.mark.usefixtures("ray_cluster")
-def test_the_program_of_docs_formats_converts_samples_and_a_dataset(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    program("formats.md", monkeypatch, tmp_path)
-    store = raypipe.open_store("samples.lmdb")
-    assert (
-        len(store) == 100
-        and store.columns == ("image", "label", "name", "width", "height")
-        and store.classes == tuple("0123456789")
-    )
+    names = program("formats.md", monkeypatch, tmp_path)
+    samples = raypipe.open_store("samples.lmdb")
+    assert len(samples) == 100 and samples.columns == ("image", "label", "name", "width", "height")
+    assert samples.classes == tuple("0123456789")
     labels = raypipe.open_store("dataset.parquet").read(np.arange(100))["label"]
     assert labels.tolist() == [i % 10 for i in range(100)]
+    assert isinstance(names["store"], Store) and isinstance(names["ChunkedStore"]("digits.sqlite"), Store)
+    assert names["num_bad"] == 1 and names["findings"]["bad_samples"] == 1
+    assert {"index": 7, "name": "", "samples": 1}.items() <= names["findings"]["reasons"][0].items()
+    copy = raypipe.open_store("digits.lmdb")
+    assert len(copy) == 1437 and copy.classes == names["store"].classes
 
 
 @pytest.mark.pages
@@ -426,7 +375,7 @@ def test_what_docs_transforms_has_makes_images(
     stores: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page = ROOT / "docs" / "transforms.md"
-    own, given = blocks("python", page)
+    own, given, *_ = blocks("python", page)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "my_transforms", raising=False)
@@ -463,27 +412,43 @@ def test_docs_transforms_has_every_preset() -> None:
 
 
 @pytest.mark.pages
+@pytest.mark.timeout(240)
+def test_the_views_of_docs_transforms_are_learned_from(
+    tmp_path: Path, stores: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copy(stores["train"], tmp_path / "train.lmdb")
+    with one_thread():
+        names = program("transforms.md", monkeypatch, tmp_path)
+    num, shapes = 128, names["shapes"]
+    assert shapes == {"global": (num, 2, 3, 16, 16), "local": (num, 8, 3, 8, 8), "whole": (num, 3, 16, 16)}
+    accuracies = names["accuracies"]
+    assert len(accuracies) == 4 and accuracies[-1] > accuracies[0] + 0.03 > 0.5
+    patches = {name: tuple(view.shape) for name, view in names["patches"].items()}
+    assert patches == {"patch": (num, 3, 4, 4), "others": (num, 2, 3, 4, 4)}
+
+
+@pytest.mark.pages
 @pytest.mark.cluster
 @pytest.mark.timeout(240)
 @pytest.mark.usefixtures("one_cpu")
-def test_what_docs_targets_trains_learns(
+def test_docs_targets_learns_masks_captions_and_fields(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import torch
-
-    monkeypatch.chdir(tmp_path)
-    torch.manual_seed(0)
-    names: dict[str, Any] = {}
-    for code in blocks("python", ROOT / "docs" / "targets.md"):
-        exec(compile(code, "targets.md", "exec"), names)
+    with one_thread():
+        names = program("targets.md", monkeypatch, tmp_path)
     losses, targets = names["losses"], names["targets"]
-    assert len(losses) == 64 and sum(losses[-8:]) < 0.5 * sum(losses[:8])
+    assert len(losses) == 90 and sum(losses[-8:]) < 0.5 * sum(losses[:8])
     assert len(targets) == 16 and {tuple(each["boxes"].shape) for each in targets} <= {(0, 4), (1, 4)}
-    assert names["in_sight"].shape == (16, 2) and 0 < names["in_sight"].sum() < 32
+    assert names["visible"].shape == (16, 2) and 0 < names["visible"].sum() < 32
+    assert len(names["hits"]) == 120 and names["retrieved"] > 0.7  # by chance 1 / 12
+    outputs = names["torch"].zeros(2, 40)
+    assert names["per_attribute"](outputs, outputs).shape == names["squared"](outputs, outputs[:, 0]).shape == (2,)
+    assert names["explained"] > 0.8 and names["batch"].image.shape == (32, 4, 24, 24)
     verify, *others = commands(ROOT / "docs" / "targets.md")
+    capsys.readouterr()
     cli.main(verify[1:])
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert (found["samples"], found["bad_samples"]) == (256, 0)
+    assert (found["samples"], found["bad_samples"]) == (720, 0)
     for words in others:
         cli.main([*words[1:], *(["--pool.engine=inline"] if words[1] == "digest" else [])])
     assert Path("grid.png").stat().st_size > 10_000

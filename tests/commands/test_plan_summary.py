@@ -46,8 +46,8 @@ def test_the_command_shows_the_plan_as_a_table(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "120")
-    (tmp_path / "run.yaml").write_text(blocks("yaml", ROOT / "docs" / "plans.md")[0])
-    (words,) = [words for words in commands(ROOT / "docs" / "plans.md") if words[1] == "plan"]
+    (tmp_path / "run.yaml").write_text(blocks("yaml", ROOT / "docs" / "sampling.md")[0])
+    (words,) = [words for words in commands(ROOT / "docs" / "sampling.md") if words[1] == "plan"]
     ours = f"{{photos: {stores['train']}, drawings: {stores['val']}}}"
     small = ["--plan.micro_batch_size=4", "--plan.global_batch_size=16", "--plan.epoch_samples=100"]
     cli.main([*words[1:], f"--store.train={ours}", "--store.filter=label != 3", *small])

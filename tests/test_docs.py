@@ -123,13 +123,13 @@ def program(name: str, monkeypatch: pytest.MonkeyPatch, folder: Path, **instead:
 
 
 @pytest.mark.pages
-def test_the_code_of_docs_running_trains_a_model_of_ones_own() -> None:
+def test_the_code_of_docs_quickstart_trains_a_model_of_ones_own() -> None:
     """README.md's own code is run by tests/test_own_loop.py."""
     import torch
 
-    (own,) = blocks("python", ROOT / "docs" / "running.md")
+    (own,) = blocks("python", ROOT / "docs" / "quickstart.md")
     names: dict[str, Any] = {"raypipe": raypipe}
-    exec(compile(own, "running.md", "exec"), names)
+    exec(compile(own, "quickstart.md", "exec"), names)
     net = names["model"](5)
     logits = net(torch.randn(3, 3, 224, 224))
     assert names["loss"](logits, torch.arange(3)).shape == (3,)
@@ -166,7 +166,7 @@ def test_the_code_of_llms_txt_trains_and_evaluates(
 @pytest.mark.cluster
 @pytest.mark.timeout(240)
 @pytest.mark.usefixtures("two_cpus")
-def test_the_program_of_docs_own_loop_trains_fails_and_goes_on(
+def test_the_program_of_docs_training_loop_fails_and_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     # Two workers see what one sees, as tests/train/test_loop.py has it.
@@ -175,7 +175,7 @@ def test_the_program_of_docs_own_loop_trains_fails_and_goes_on(
         of_actors = raypipe.open_stream
         inline = functools.partial(of_actors, pool=raypipe.PoolConfig(engine="inline"))
         monkeypatch.setattr(raypipe, "open_stream", inline)
-    names = program("own-loop.md", monkeypatch, tmp_path, num_workers="2" if soak else "1")
+    names = program("training-loop.md", monkeypatch, tmp_path, num_workers="2" if soak else "1")
     assert names["metrics"]["began_at"] == 8 and names["metrics"]["steps"] == 22
     assert names["metrics"]["accuracy"] > 0.5
     assert names["batch"].at.split == "val" and sum(names["sizes"]) == 32 * len(names["epoch"].train) == 32 * 4
@@ -255,11 +255,11 @@ def test_docs_sampling_draws_shares_learns_on_buckets_and_balance_wins(
 
 
 @pytest.mark.pages
-def test_docs_cache_has_each_image_once_cropped_and_flipped(
+def test_docs_performance_caches_each_image_once_cropped_and_flipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copy(digits_stores()[0], tmp_path / "train.lmdb")
-    names = program("cache.md", monkeypatch, tmp_path)
+    names = program("performance.md", monkeypatch, tmp_path)
     images, labels, batches = (names[name] for name in ("images", "labels", "batches"))
     assert images.shape[1:] == (3, 8, 8) and len(images) == len(labels) == len(
         names["raypipe"].open_store("train.lmdb")
@@ -297,11 +297,11 @@ def test_docs_formats_converts_from_python_and_streams_a_store_of_sqlite(
 @pytest.mark.cluster
 @pytest.mark.timeout(240)
 @pytest.mark.usefixtures("two_cpus")
-def test_the_digests_of_docs_determinism_are_equal_and_differ_as_it_says(
+def test_the_digests_of_docs_reproducibility_are_as_it_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    page = ROOT / "docs" / "determinism.md"
+    page = ROOT / "docs" / "reproducibility.md"
     shown = []
     *digests, diff = commands(page)
     # One of them on a cluster: that it is equal to the others says the most.

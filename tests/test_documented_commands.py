@@ -50,10 +50,11 @@ ONE_CPU = ["--pool.max_actors=1", "--train.num_workers=1", "--train.cpus_per_wor
 JOB = [*ONE_EPOCH, *ONE_CPU, "--train.model=small", "--train.num_classes=5"]
 TUNE = ["--trials=2", "--seeds=2", "--storage_path=runs"]
 ELSEWHERE = {
-    ("README.md", "jobs/train.py"): "test_jobs.py",
-    **{("llms.txt", name): "here, of running.md" for name in ("jobs/train.py", "convert", "digest")},
+    ("README.md", "train"): "test_jobs.py",
+    ("README.md", "digest"): "test_docs.py",
+    **{("llms.txt", name): "here, of quickstart.md" for name in ("jobs/train.py", "convert", "digest")},
     ("sampling.md", "plan"): "test_plan_summary.py",
-    **{("determinism.md", name): "test_docs.py" for name in ("digest",)},
+    ("reproducibility.md", "digest"): "test_docs.py",
     **{("targets.md", name): "test_docs.py" for name in ("verify", "digest", "preview")},
 }
 
@@ -115,34 +116,26 @@ def runs(*what: tuple[str, str]) -> Callable[[Callable[..., None]], Callable[...
     return lambda test: test
 
 
-@runs(("running.md", "convert"), ("running.md", "verify"), ("running.md", "digest"))
-@pytest.mark.usefixtures("ray_cluster", "s3")
-def test_docs_running_converts_verifies_and_audits(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    few = samples(64)
-    write_tar("photos.tar", (few[i % 64] for i in range(1600)))
-    here, there = of("running.md", "convert")
-    assert run(here, capsys)["samples"] == 1600
-    (verify,) = of("running.md", "verify")
+@runs(*(("quickstart.md", name) for name in ("convert", "verify", "preview")))
+@pytest.mark.usefixtures("ray_cluster", "folder")
+def test_docs_quickstart_converts_verifies_and_shows(capsys: pytest.CaptureFixture[str]) -> None:
+    train, val = of("quickstart.md", "convert")
+    for words, num in ((train, 40), (val, 20)):
+        write_folder(Path(words[2]), num)
+        assert run(words, capsys)["samples"] == num == len(open_store(words[3]))
+    (verify,) = of("quickstart.md", "verify")
     assert run(verify, capsys)["bad_samples"] == 0 and Path("bad.json").exists()
-    whole, part, of_run = of("running.md", "digest")
-    Path("run.yaml").write_text("store: {train: train.lmdb}\nplan: {epochs: 2}")
-    Path(of_run[2]).mkdir(parents=True)
-    Path(of_run[2], "config.yaml").write_text(CONFIG_HEAD + Path("run.yaml").read_text())
-    made = run([*whole, "--pool.engine=inline"], capsys)
-    assert made["micro_batches"] == 200
-    assert run([*of_run, "--pool.engine=inline"], capsys)["digest"] == made["digest"]
-    found = run(part, capsys)
-    assert found["equal"] and found["compared"] == 40
-    write_tar("photos.tar", few)
-    assert run(there, capsys)["samples"] == 64 == len(open_store(there[-1]))
+    (preview,) = of("quickstart.md", "preview")
+    assert run(preview, capsys)["samples"] == 6 and Path("grid.png").stat().st_size > 1000
 
 
-@runs(("running.md", "stop"), ("running.md", "status"))
+@runs(("quickstart.md", "stop"), ("quickstart.md", "status"), ("quickstart.md", "report"))
 @pytest.mark.usefixtures("s3")
-def test_docs_running_stops_a_run_in_a_bucket_and_tells_where_it_stands(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    (words,), (status,) = of("running.md", "stop"), of("running.md", "status")
+def test_docs_quickstart_stops_a_run_and_tells_where_it_stands(capsys: pytest.CaptureFixture[str]) -> None:
+    """Here it is a run in a bucket."""
+    (words,), (status,) = of("quickstart.md", "stop"), of("quickstart.md", "status")
+    assert words[2] == status[2] == "runs/first"
+    words[2] = status[2] = "s3://my-bucket/runs/first"
     filesystem, path = open_filesystem(words[2])
     with filesystem.open_output_stream(f"{path}/config.yaml") as file:
         file.write(CONFIG_HEAD.encode())
@@ -154,22 +147,35 @@ def test_docs_running_stops_a_run_in_a_bucket_and_tells_where_it_stands(
         chronicle._look(time.time())
         assert run(status, capsys)["waits_for"] == "train-e0000-s000000-m000"
     chronicle.close()
+    make_run(Path("runs/first"), name="first")
+    (report,) = of("quickstart.md", "report")
+    assert run(report, capsys)["steps"] == 30 and Path("runs/first/report.html").exists()
 
 
-@runs(("running.md", "bench"))
-@pytest.mark.usefixtures("folder")
-def test_docs_running_sizes_a_cluster_by_what_it_has_measured() -> None:
-    write_atomically("imagenet.lmdb", samples(100), CLASSES)
-    (bench,) = of("running.md", "bench")
-    assert run_alone(bench)["cpus_needed"] > 0  # it ends the cluster that it is connected to
+@runs(("concepts.md", "digest"), ("concepts.md", "plan"))
+@pytest.mark.usefixtures("ray_cluster", "folder")
+def test_docs_concepts_plans_and_audits_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+    write_tar("photos.tar", (samples(64)[i % 64] for i in range(1600)))
+    run(["raypipe", "convert", "photos.tar", "train.lmdb"], capsys)
+    Path("run.yaml").write_text("store: {train: train.lmdb}\nplan: {epochs: 2}")
+    (plan,) = of("concepts.md", "plan")
+    assert run(plan, capsys)["samples"] == 1536
+    whole, part, of_run = of("concepts.md", "digest")
+    Path(of_run[2]).mkdir(parents=True)
+    Path(of_run[2], "config.yaml").write_text(CONFIG_HEAD + Path("run.yaml").read_text())
+    hashed = run([*whole, "--pool.engine=inline"], capsys)
+    assert hashed["micro_batches"] == 200
+    assert run([*of_run, "--pool.engine=inline"], capsys)["digest"] == hashed["digest"]
+    found = run(part, capsys)
+    assert found["equal"] and found["compared"] == 40
 
 
-@runs(("cache.md", "digest"))
+@runs(("performance.md", "digest"))
 @pytest.mark.soak  # tests/transform/test_sample_cache.py has the digests of any cache
 @pytest.mark.usefixtures("ray_cluster", "folder")
-def test_docs_cache_changes_no_bit(capsys: pytest.CaptureFixture[str]) -> None:
+def test_docs_performance_caches_and_changes_no_bit(capsys: pytest.CaptureFixture[str]) -> None:
     write_atomically("train.lmdb", samples(200), CLASSES)
-    off, kept, *_ = of("cache.md", "digest")
+    off, kept, *_ = of("performance.md", "digest")
     assert run(off, capsys)["samples"] == 2 * 192
     assert run(kept, capsys)["equal"]
 
@@ -181,34 +187,26 @@ def test_docs_formats_converts_into_a_bucket(capsys: pytest.CaptureFixture[str])
     assert run(convert, capsys)["samples"] == 100 == len(open_store(convert[3]))
 
 
-@runs(("costs.md", "bench"))
-@pytest.mark.soak  # the README's commands, on a store in a bucket, as test_cloud.py has it
-@pytest.mark.usefixtures("folder", "s3")
-def test_docs_costs_sizes_a_cluster_for_a_store_in_a_bucket() -> None:
-    write_tar("photos.tar", samples(100))
-    (bench,) = of("costs.md", "bench")
-    run_alone(["raypipe", "convert", "photos.tar", bench[2]])
-    assert run_alone(bench)["store"] == bench[2]
-
-
-@runs(("tuning.md", "report"))
+@runs(("performance.md", "report"))
 @pytest.mark.usefixtures("folder")
-def test_docs_tuning_compares_runs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_docs_performance_compares_runs(capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("before", "after"):
         make_run(Path("runs", name), name=name)
-    (report,) = of("tuning.md", "report")
+    (report,) = of("performance.md", "report")
     found = run(report, capsys)
     assert Path("runs/after/report.html").exists() and found["against"]["steps"] == 30
 
 
-@runs(("tuning.md", "bench"))
-@pytest.mark.soak  # the same command as the README's
-@pytest.mark.usefixtures("folder")
-def test_docs_tuning_measures() -> None:
-    for name in ("train.lmdb", "train-256.lmdb"):
-        write_atomically(name, samples(100), CLASSES)
-    for words in of("tuning.md", "bench"):
-        assert run_alone(words)["ratio"] > 0
+@runs(("performance.md", "bench"), ("clusters.md", "bench"))
+@pytest.mark.soak  # tests/commands/test_bench.py has shorter ones
+@pytest.mark.usefixtures("folder", "s3")
+def test_the_benches_of_docs_measure_and_size_a_cluster() -> None:
+    write_tar("photos.tar", samples(100))
+    for words in [words for page in ("performance.md", "clusters.md") for words in of(page, "bench")]:
+        run_alone(["raypipe", "convert", "photos.tar", words[2], "--overwrite"])
+        found = run_alone(words)  # it ends the cluster that it is connected to
+        assert found["ratio"] > 0 and found["store"] == words[2]
+        assert found.get("cpus_needed", 0) > 0 or not any("images-per-s" in word for word in words)
 
 
 @pytest.mark.usefixtures("ray_cluster", "folder")
@@ -340,42 +338,36 @@ def job(words: list[str], *options: str) -> dict[str, Any]:
     return run_alone([*words, *JOB, *options])
 
 
-@runs(("running.md", "jobs/train.py"), ("running.md", "jobs/tune.py"))
+@runs(("quickstart.md", "train"), ("training-loop.md", "train"))
 @pytest.mark.soak
 @pytest.mark.timeout(900)
-@pytest.mark.usefixtures("s3")
-def test_the_jobs_of_docs_running_run() -> None:
+@pytest.mark.usefixtures("folder", "s3")
+def test_the_runs_of_docs_quickstart_run() -> None:
     """The first, on the digits, is that of test_jobs.py."""
-    _, first, resume, submitted, without_bad, in_bucket, best = of("running.md", "jobs/train.py")
+    _, first, resume, mine = of("quickstart.md", "train")
     write_stores("train.lmdb", "val.lmdb")
-    assert job(first, f"--name={RUN_ID}")["steps"] == 10
-    assert run_alone(resume)["run_dir"].endswith(RUN_ID)
-    (verify,) = of("running.md", "verify")
+    assert job(first)["steps"] == 10
+    assert run_alone(resume)["run_dir"].endswith("/runs/first")
+    (verify,) = of("quickstart.md", "verify")
     run_alone(verify)
-    assert job(without_bad)["steps"] == 10
-    run_alone(["raypipe", "convert", "train.lmdb", in_bucket[2]])
-    assert job(in_bucket)["run_dir"].startswith("s3://bucket/runs/")
     Path("my_package").mkdir()
     Path("my_package", "__init__.py").touch()
     Path("my_package", "transforms.py").write_text(blocks("python", ROOT / "docs" / "transforms.md")[0])
     Path("run.yaml").write_text(blocks("yaml", ROOT / "README.md")[0])
-    assert job(submitted)["run_dir"].startswith("s3://my-bucket/runs/")
-    (tune,) = of("running.md", "jobs/tune.py")
-    found = job(tune, *TUNE)
-    assert found["config"].endswith("best.yaml")
-    Path(found["config"]).parent.rename(Path(best[2]).parent)
-    assert run_alone([*best, "--plan.epochs=1", "--name=best"])["steps"] == 10
+    assert job(mine)["run_dir"].startswith("s3://my-bucket/runs/")
+    for words in of("training-loop.md", "train"):
+        assert job(words, "--name=loop", "--storage-path=runs")["steps"] == 10
 
 
-@runs(("cluster.md", "jobs/train.py"))
+@runs(("clusters.md", "jobs/train.py"))
 @pytest.mark.soak
 @pytest.mark.timeout(600)
 @pytest.mark.usefixtures("folder", "s3")
-def test_the_jobs_of_docs_cluster_run() -> None:
+def test_the_jobs_of_docs_clusters_run() -> None:
     write_stores("val.parquet")
     for name in ("train", "val"):
         run_alone(["raypipe", "convert", "val.parquet", f"s3://my-bucket/{name}.parquet"])
-    standing, words = of("cluster.md", "jobs/train.py")
+    standing, words = of("clusters.md", "jobs/train.py")
     assert job(words)["run_dir"] == "s3://my-bucket/runs/first"
     assert job(standing, "--storage_path=runs", "--train.num_classes=10")["run_dir"].endswith(
         "/runs/first"

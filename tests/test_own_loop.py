@@ -84,7 +84,7 @@ epoch.val:
 """,
 }
 EVERY, DIES_AT = 8, 18
-FUNCTIONS = {"train_sharded": "own-loop.md", "train_ray": "integrations.md"}
+FUNCTIONS = {"train_sharded": "training-loop.md", "train_ray": "integrations.md"}
 
 
 def newcomers_program(folder: Path, num_workers: int, timeout_s: float) -> subprocess.CompletedProcess[str]:
@@ -138,9 +138,9 @@ def test_readmes_fifteen_lines_say_that_two_workers_have_no_room(tmp_path: Path)
 
 def gradients_with_hooks(rank: int, world_size: int, folder: str) -> None:
     """In a rank of gloo: the page's hooks give the average of the ranks, as closely as each is meant to."""
-    (code,) = (code for code in blocks("python", ROOT / "docs" / "own-loop.md") if "register_comm_hook" in code)
+    (code,) = (code for code in blocks("python", ROOT / "docs" / "training-loop.md") if "register_comm_hook" in code)
     names: dict[str, Any] = {}
-    exec(compile(code, "own-loop.md", "exec"), names)
+    exec(compile(code, "training-loop.md", "exec"), names)
     dist.init_process_group("gloo", init_method=f"file://{folder}/ranks", rank=rank, world_size=world_size)
     try:
         found = {}
@@ -192,7 +192,7 @@ def test_two_ranks_killed_in_mid_epoch_go_on_with_the_same_samples(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("RAYPIPE_CACHE", str(tmp_path / "cache"))
     names: dict[str, Any] = {"__name__": "__main__"}
-    own_loop = blocks("python", ROOT / "docs" / "own-loop.md")
+    own_loop = blocks("python", ROOT / "docs" / "training-loop.md")
     page = blocks("python", ROOT / "docs" / FUNCTIONS[function])
     (code,) = (code for code in page if f"def {function}" in code)
     watched = f"import watched\n{code}".replace(

@@ -140,7 +140,7 @@ def draw(medians: dict[str, Any], path: str) -> None:
         limit = rows.get("ceiling, exact", {}).get("steady", 0)
         if limit:
             axis.axvline(limit, color="black", linestyle="--", linewidth=1)
-            label = f"limit of the cores\n{limit:,.0f} "
+            label = f"limit of the cores \n{limit:,.0f} "
             axis.text(limit, 0, label, ha="right", va="center", fontsize=9)
         axis.set(title=_TITLES[case], xlabel="images/s", xlim=(0, 1.1 * max(*steady, limit)))
         axis.tick_params(labelsize=9)

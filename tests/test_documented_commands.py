@@ -339,7 +339,7 @@ def job(words: list[str], *options: str) -> dict[str, Any]:
     return run_alone([*words, *JOB, *options])
 
 
-@runs(("quickstart.md", "train"), ("training-loop.md", "train"))
+@runs(("quickstart.md", "train"), ("quickstart.md", "jobs/train.py"), ("training-loop.md", "train"))
 @pytest.mark.soak
 @pytest.mark.timeout(900)
 @pytest.mark.usefixtures("folder", "s3")
@@ -351,11 +351,9 @@ def test_the_runs_of_docs_quickstart_run() -> None:
     assert run_alone(resume)["run_dir"].endswith("/runs/first")
     (verify,) = of("quickstart.md", "verify")
     run_alone(verify)
-    Path("my_package").mkdir()
-    Path("my_package", "__init__.py").touch()
-    Path("my_package", "transforms.py").write_text(blocks("python", ROOT / "docs" / "transforms.md")[0])
-    Path("run.yaml").write_text(blocks("yaml", ROOT / "README.md")[0])
-    assert job(mine)["run_dir"].startswith("s3://my-bucket/runs/")
+    Path("run.yaml").write_text(blocks("yaml", ROOT / "docs" / "quickstart.md")[0])
+    for words in (mine, *of("quickstart.md", "jobs/train.py")):
+        assert job(words)["run_dir"].startswith("s3://my-bucket/runs/")
     for words in of("training-loop.md", "train"):
         assert job(words, "--name=loop", "--storage-path=runs")["steps"] == 10
 

@@ -121,7 +121,7 @@ def verdicts(results: dict[str, Any], starts: list[list[float]]) -> dict[str, di
 def draw(medians: dict[str, Any], path: str) -> None:
     """Draw the steady throughput of each loader as bars, a panel for each case, and the limit of the cores.
 
-    raypipe has one bar, of its defaults. The limit is the rate of decode and transform on the same cores, without a
+    raypipe has one bar, with its defaults. The limit is the rate of decode and transform on these cores, without a
     loader.
     """
     import matplotlib

@@ -339,7 +339,7 @@ def job(words: list[str], *options: str) -> dict[str, Any]:
     return run_alone([*words, *JOB, *options])
 
 
-@runs(("quickstart.md", "train"), ("quickstart.md", "jobs/train.py"), ("training-loop.md", "train"))
+@runs(("quickstart.md", "train"), ("quickstart.md", "jobs/train.py"))
 @pytest.mark.soak
 @pytest.mark.timeout(900)
 @pytest.mark.usefixtures("folder", "s3")
@@ -354,8 +354,6 @@ def test_the_runs_of_docs_quickstart_run() -> None:
     Path("run.yaml").write_text(blocks("yaml", ROOT / "docs" / "quickstart.md")[0])
     for words in (mine, *of("quickstart.md", "jobs/train.py")):
         assert job(words)["run_dir"].startswith("s3://my-bucket/runs/")
-    for words in of("training-loop.md", "train"):
-        assert job(words, "--name=loop", "--storage-path=runs")["steps"] == 10
 
 
 @runs(("clusters.md", "jobs/train.py"))

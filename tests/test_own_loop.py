@@ -143,9 +143,8 @@ def test_readmes_fifteen_lines_say_that_two_workers_have_no_room(tmp_path: Path)
 
 def gradients_with_hooks(rank: int, world_size: int, folder: str) -> None:
     """In a rank of gloo: the page's hooks give the average of the ranks, as closely as each is meant to."""
-    (code,) = (
-        code for code in blocks("python", ROOT / "docs" / "training-loop.md") if "register_comm_hook" in code
-    )
+    page = blocks("python", ROOT / "docs" / "training-loop.md")
+    (code,) = (code for code in page if "register_comm_hook" in code)
     names: dict[str, Any] = {}
     exec(compile(code, "training-loop.md", "exec"), names)
     dist.init_process_group("gloo", init_method=f"file://{folder}/ranks", rank=rank, world_size=world_size)
@@ -203,17 +202,16 @@ def test_metrics_reach_weights_and_biases_mlflow_and_a_stream_hydra(
         monkeypatch.setitem(sys.modules, name, module)
     names: dict[str, Any] = {"Path": Path, "raypipe": raypipe}
     page = blocks("python", ROOT / "docs" / "training-loop.md")
-    for code in [
-        code for code in page if any(f"def {name}(" in code for name in ("log_to_wandb", "send_run", "stream_of"))
-    ]:
+    for name in ("log_to_wandb", "send_run", "stream_of"):
+        (code,) = (code for code in page if f"def {name}(" in code)
         exec(compile(code, "training-loop.md", "exec"), names)
     for rank in range(2):
         for kind in ("wandb", "mlflow"):
             names[f"log_to_{kind}"](SimpleNamespace(rank=rank, global_step=8), {"accuracy": 0.5})
     assert logged == [("wandb", {"accuracy": 0.5}, 8), ("mlflow", {"accuracy": 0.5}, 8)]
-    make_run(tmp_path)
+    folder = make_run(tmp_path / "run")
     logged.clear()
-    names["send_run"](tmp_path, mlflow.log_metrics)
+    names["send_run"](folder, mlflow.log_metrics)
     assert {name.partition("_")[0] for _, metrics, _ in logged for name in metrics} == {"train", "val"}
     assert all(isinstance(value, int | float) for _, metrics, _ in logged for value in metrics.values())
     assert [step for *_, step in logged] == sorted(step for *_, step in logged)

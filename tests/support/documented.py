@@ -1,6 +1,6 @@
 """What README.md and docs/ show: their blocks of code, and the commands in them.
 
-Which test holds which page to its word, besides the checks of all pages in test_docs.py (links, settings, commands):
+Which test holds which page to its word, besides the checks of all pages in test_docs.py (links, settings):
 
 | page | programs | commands |
 | --- | --- | --- |

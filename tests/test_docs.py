@@ -358,16 +358,24 @@ def test_what_docs_moving_has_instead_of_other_loaders_runs(
     for number in range(10):
         write_tar(tmp_path / f"train-{number:04d}.tar", samples(10, first=10 * number))
     pipeline = albumentations.Compose([albumentations.RandomResizedCrop((16, 16))])
+    for number, sample in enumerate(samples(40)):
+        place = tmp_path / "photos" / str(sample["label"]) / f"{number}.jpg"
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_bytes(sample["image"])
+    small = {"epochs=90, micro_batch_size=128": "epochs=2, micro_batch_size=16", "0099": "0009"}
     ours = [code for code in blocks("python", ROOT / "docs" / "moving.md") if "import raypipe" in code]
     ours = [code for code in ours if "sys.argv" not in code]  # tests/test_moving.py has the scripts
-    assert len(ours) == 3
+    assert len(ours) == 4
     for code in ours:
-        names = {"raypipe": raypipe, "pipeline": pipeline}
-        exec(compile(code.replace("0099", "0009"), "moving.md", "exec"), names)
+        names: dict[str, Any] = {"raypipe": raypipe, "pipeline": pipeline}
+        for page, test in small.items():
+            code = code.replace(page, test)
+        exec(compile(code, "moving.md", "exec"), names)
         if "spec" in names:
-            assert len(names["spec"].stores["train"]) == 100
+            assert len(names["spec"].stores["train"]) == (40 if "photos" in code else 100)
         if "image" in names:
-            assert names["image"].shape == (16, 16, 16, 3) and names["label"].shape == (16,)
+            shape = (16, 3, 16, 16) if "photos" in code else (16, 16, 16, 3)
+            assert names["image"].shape == shape and names.get("label", names.get("target")).shape == (16,)
 
 
 @pytest.mark.pages

@@ -60,6 +60,6 @@ def test_the_site_loads_nothing_from_another_host(site: Path) -> None:
 
 @pytest.mark.pages
 def test_the_site_shows_the_picture_of_the_palette(site: Path) -> None:
-    text = (site / "index.html").read_text()
+    text = (site / "concepts.html").read_text()
     assert "architecture-light.svg#only-light" in text and "architecture-dark.svg#only-dark" in text
     assert "<picture>" not in text

@@ -90,7 +90,11 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
+RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.md"))
+LINKING = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "tests" / "README.md", *RESULTS]
+
+
+@pytest.mark.parametrize("page", LINKING, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_link_leads_somewhere(page: Path) -> None:
     for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         if "://" not in link:
@@ -98,6 +102,22 @@ def test_every_link_leads_somewhere(page: Path) -> None:
             target = page.parent / path if path else page
             assert target.exists(), link
             assert not anchor or anchor in anchors(target), link
+
+
+def test_guides_are_short_and_each_begins_with_something_that_runs() -> None:
+    guides = [page for page in PAGES if page.parent.name == "docs" and page.stem not in ("README", "reference")]
+    for page in guides:
+        prose, *_ = re.subn(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S)
+        assert len(prose.split()) <= 1200, page.name
+        assert prose.count("![") + prose.count("<img") <= 3, page.name
+        first_section = page.read_text().partition("\n## ")[0]
+        assert "```console" in first_section or "```python" in first_section, page.name
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
+def test_every_result_is_in_the_index_of_results() -> None:
+    index = (ROOT / "benchmarks" / "results" / "README.md").read_text()
+    assert {page.name for page in RESULTS} - {"README.md"} <= set(re.findall(r"\]\(([\w-]+\.md)", index))
 
 
 def test_the_index_has_every_page() -> None:
@@ -304,6 +324,7 @@ def test_the_digests_of_docs_reproducibility_are_as_it_says(
     page = ROOT / "docs" / "reproducibility.md"
     shown = []
     *digests, diff = commands(page)
+    assert digests[:2] == [words for words in commands(ROOT / "README.md") if words[1] == "digest"]
     # One of them on a cluster: that it is equal to the others says the most.
     for number, words in enumerate(digests):
         cli.main([*words[1:], *([] if number == 1 else ["--pool.engine=inline"])])

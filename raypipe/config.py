@@ -139,7 +139,7 @@ class PlanConfig(Section, prefix="plan."):
             its first store ("shortest", and 0) or with its last one ("longest"); see docs/sampling.md.
         mixture: weight of each store that store.train names; or `{EPOCH: {NAME: WEIGHT, …}, …}`, the weights from
             an epoch on; empty = in proportion to the stores' sizes.
-        weights: how often each sample is drawn: a column of numbers, or a file *.npy; empty = all equally often.
+        weights: how often each sample is drawn: a column of numbers, or a file `*.npy`; empty = all equally often.
         class_balance: exponent in [0, 8]: a class of n samples is drawn in proportion to n^(1 - exponent); 0 =
             off; 1 = all classes equally often.
         repeats: times that each sample is drawn in a step, each time with different augmentation (repeated
@@ -238,8 +238,8 @@ class TransformConfig(Section, prefix="transform."):
 
     Attributes:
         train: transform of training samples: a preset, `module:function`, a list of Albumentations transforms, a
-            file with such a list (*.yaml, *.json), or several views, `{NAME: {transform: …, count: …, size: …},
-            …}`.
+            file with such a list (`*.yaml`, `*.json`), or several views,
+            `{NAME: {transform: …, count: …, size: …}, …}`.
         val: transform of validation samples; the same choices.
         size: side of the images that presets make, in pixels; or sides by the epoch from which they apply, such as
             {0: 128, 10: 160, 20: 224}.

@@ -52,9 +52,9 @@ TUNE = ["--trials=2", "--seeds=2", "--storage_path=runs"]
 ELSEWHERE = {
     ("README.md", "jobs/train.py"): "test_jobs.py",
     **{("llms.txt", name): "here, of running.md" for name in ("jobs/train.py", "convert", "digest")},
-    ("plans.md", "inspect"): "test_plan_summary.py",
-    **{("determinism.md", name): "test_docs.py" for name in ("digest", "digest-diff")},
-    **{("targets.md", name): "test_docs.py" for name in ("inspect", "digest", "preview")},
+    ("plans.md", "plan"): "test_plan_summary.py",
+    **{("determinism.md", name): "test_docs.py" for name in ("digest",)},
+    **{("targets.md", name): "test_docs.py" for name in ("verify", "digest", "preview")},
 }
 
 
@@ -115,15 +115,15 @@ def runs(*what: tuple[str, str]) -> Callable[[Callable[..., None]], Callable[...
     return lambda test: test
 
 
-@runs(("running.md", "convert"), ("running.md", "inspect"), ("running.md", "digest"))
+@runs(("running.md", "convert"), ("running.md", "verify"), ("running.md", "digest"))
 @pytest.mark.usefixtures("ray_cluster", "s3")
 def test_docs_running_converts_verifies_and_audits(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     few = samples(64)
     write_tar("photos.tar", (few[i % 64] for i in range(1600)))
     here, there = of("running.md", "convert")
     assert run(here, capsys)["samples"] == 1600
-    (verify,) = of("running.md", "inspect")
-    assert run(verify, capsys)["bad"] == 0 and Path("bad.json").exists()
+    (verify,) = of("running.md", "verify")
+    assert run(verify, capsys)["bad_samples"] == 0 and Path("bad.json").exists()
     whole, part, of_run = of("running.md", "digest")
     Path("run.yaml").write_text("store: {train: train.lmdb}\nplan: {epochs: 2}")
     Path(of_run[2]).mkdir(parents=True)
@@ -305,9 +305,12 @@ GIVEN: dict[str, Callable[[], None]] = {
 }
 
 
-@runs(("formats.md", "convert"), ("formats.md", "inspect"), ("formats.md", "preview"))
+READS = ("convert", "inspect", "preview", "add-sizes")
+
+
+@runs(*(("formats.md", name) for name in READS))
 @pytest.mark.usefixtures("ray_cluster", "folder")
-@pytest.mark.parametrize("words", of("formats.md", "convert", "inspect", "preview"), ids=" ".join)
+@pytest.mark.parametrize("words", of("formats.md", *READS), ids=" ".join)
 def test_docs_formats_reads_what_others_wrote(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     if "fine_label" in words:
         write_hugging_face("img", "fine_label")
@@ -316,8 +319,8 @@ def test_docs_formats_reads_what_others_wrote(words: list[str], capsys: pytest.C
     own = "my_layout:sample" in words
     found = run_alone(words) if own else run(words, capsys)
     assert found["samples"] == (6 if words[1] == "preview" else 30)
-    if "--add-sizes" in words:
-        assert found["unsized"] == 0 and matching(open_store(words[2]), "width > 0").all()
+    if words[1] == "add-sizes":
+        assert found["without_size"] == 0 and matching(open_store(words[2]), "width > 0").all()
     if words[1] != "convert":
         return
     store = open_store(words[3])
@@ -355,7 +358,7 @@ def test_the_jobs_of_docs_running_run() -> None:
     write_stores("train.lmdb", "val.lmdb")
     assert job(first, f"--name={RUN_ID}")["steps"] == 10
     assert run_alone(resume)["run_dir"].endswith(RUN_ID)
-    (verify,) = of("running.md", "inspect")
+    (verify,) = of("running.md", "verify")
     run_alone(verify)
     assert job(without_bad)["steps"] == 10
     run_alone(["raypipe", "convert", "train.lmdb", in_bucket[2]])

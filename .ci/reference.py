@@ -18,6 +18,7 @@ from typing import Any
 import albumentations
 
 from raypipe.commands import cli
+from raypipe.commands.parser import Parser
 from raypipe.config import ColumnOptions, RunConfig
 from raypipe.device import augment
 from raypipe.device.prefetcher import Batch
@@ -27,21 +28,20 @@ from raypipe.section import described, expected, is_section, kinds_of
 from raypipe.transform import presets, views
 
 ROOT = Path(__file__).parents[1]
-# Arguments of a step that matter even if a preset leaves them at the library's default.
+_HEADS = ("setting", "type", "default", "meaning")
+# Arguments that matter even at the library's default; and arguments and values that a reader need not see.
 _TELLING = ("p", "scale", "ratio", "blur_limit", "threshold_range")
-# Arguments that are not worth a reader's time, and values that change nothing.
 _QUIET = ("fill_mask", "interpolation", ("p", 1), ("blur_limit", 0))
 # The operations of a device preset in their order, by the names of their probabilities.
 _OPERATIONS = {
     "flip": "flip horizontally",
     "affine": "rotate by up to {degrees}°, shift by up to {translate[0]} of the side, scale by {scale}",
     "blur": "blur with a sigma of {sigma} pixels",
-    "jitter": "multiply brightness by {brightness}, contrast by {contrast}, saturation by {saturation}; turn hue by "
-    "{hue} turns",
+    "jitter": "multiply brightness by {brightness}, contrast by {contrast}, saturation by {saturation}, and "
+    "turn the hue by {hue}",
     "grey": "convert to gray",
     "erase": "erase a box of {area} of the image, with a height of {ratio} times the width",
 }
-_PLACES = {"target": "[STORE|RUN]", "folder": "[RUN]"}  # optional and positional in every command that has them
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -59,18 +59,21 @@ def about(documented: Any) -> str:
     return linked(" ".join((inspect.getdoc(documented) or "").partition("\n\n")[0].split()))
 
 
+def row(name: str, kind: Any, default: Any, text: str) -> Sequence[str]:
+    """A setting or an option in a table of `_HEADS`."""
+    return f"`{name}`", expected(kind), f"`{json.dumps(default, ensure_ascii=False)}`", linked(text)
+
+
 def settings(section: Any = RunConfig) -> str:
     default, texts, prefix = section(), described(section), section._prefix
-    inner, rows = [], []
+    parts, rows = [], []
     for name, kind in kinds_of(section).items():
-        if is_section(kind):
-            inner.append(settings(kind))
-            continue
-        shown = json.dumps(getattr(default, name), ensure_ascii=False)
-        rows.append((f"`{prefix}{name}`", expected(kind), f"`{shown}`", linked(texts[name])))
-        inner += [settings(ColumnOptions)] if name == "columns" else []
+        if is_section(kind) or name == "columns":
+            parts.append(settings(kind if is_section(kind) else ColumnOptions))
+        if not is_section(kind):
+            rows.append(row(prefix + name, kind, getattr(default, name), texts[name]))
     heading = f"### {prefix.rstrip('.') or 'The run'}\n\n{about(section)}"
-    return "\n\n".join([heading, table(("setting", "type", "default", "meaning"), rows), *inner])
+    return "\n\n".join([heading, table(_HEADS, rows), *parts])
 
 
 def environment() -> str:
@@ -93,25 +96,21 @@ def step(entry: dict[str, dict[str, Any]]) -> str:
     arguments = {key: defaults[key].default for key in _TELLING if key in defaults} | arguments
     shown = {key: part for key, part in arguments.items() if key not in _QUIET and (key, part) not in _QUIET}
     texts = [f"{key} {' x '.join(map(str, p)) if 'size' in key else value(p)}" for key, p in shown.items()]
-    return f"`{name}` ({', '.join(texts)})" if texts else f"`{name}`"
-
-
-def numbered(steps: Iterable[str]) -> str:
-    return "<br>".join(f"{number}. {text}" for number, text in enumerate(steps, 1))
+    return ", ".join([f"`{name}`", *texts])
 
 
 def transform_presets() -> str:
     rows = [("`none`", "the image as it is stored")]
-    rows += [(f"`{name}`", numbered(map(step, make(224)))) for name, make in presets._STEPS.items()]
+    rows += [(f"`{name}`", "<br>".join(map(step, make(224)))) for name, make in presets._STEPS.items()]
     first = [step(entry) for entry in presets._crop_and_flip(224)]
     for name, (operation, arguments) in presets._TORCHVISION.items():
-        last = [f"`{operation}` ({value(arguments) or 'its defaults'})"] if operation else []
-        rows.append((f"`{name}`, by torchvision v2", numbered(first + last)))
+        last = [f"`{operation}`, {value(arguments) or 'its defaults'}"] if operation else []
+        rows.append((f"`{name}`, by torchvision v2", "<br>".join(first + last)))
     for name, make in views.VIEW_PRESETS.items():
         for view, entry in make(224).items():
             for number, steps in enumerate(entry.get("transforms", [entry.get("transform")]), 1):
                 crops = f"{entry['count']} crops" if "count" in entry else f"crop {number}"
-                rows.append((f"`{name}`, view `{view}`, {crops}", numbered(map(step, steps))))
+                rows.append((f"`{name}`, view `{view}`, {crops}", "<br>".join(map(step, steps))))
     return table(("preset", "steps, at `transform.size` 224"), rows)
 
 
@@ -120,26 +119,19 @@ def device_presets() -> str:
     for preset, fused in augment.PRESETS.items():
         has = vars(fused) if fused else {}
         numbers = {key: part if key == "translate" else value(part) for key, part in has.items()}
-        steps = [
-            f"{text.format(**numbers)} (p {has[name]})" for name, text in _OPERATIONS.items() if has.get(name)
-        ]
-        rows.append((f"`{preset}`", numbered(steps) or "nothing"))
+        steps = [f"{_OPERATIONS[key].format(**numbers)} (p {has[key]})" for key in _OPERATIONS if has.get(key)]
+        rows.append((f"`{preset}`", "<br>".join(steps) or "nothing"))
     return table(("preset", "operations"), rows)
 
 
 def commands() -> str:
     parts = [table(("command", "does"), [(f"`raypipe {name}`", about(run)) for name, run in cli.COMMANDS.items()])]
     for name, run in cli.COMMANDS.items():
-        texts, words, rows = described(run), [f"raypipe {name}"], []
-        for key, parameter in inspect.signature(run).parameters.items():
-            if parameter.kind is parameter.KEYWORD_ONLY:
-                default = f"`{json.dumps(parameter.default)}`"
-                rows.append((f"`--{key.replace('_', '-')}`", default, linked(texts[key])))
-            elif key != "run":
-                words.append(key.upper() if parameter.default is parameter.empty else _PLACES[key])
-        takes = "; takes the settings of a run" if "run" in inspect.signature(run).parameters else ""
-        parts.append(f"### raypipe {name}\n\n`{' '.join(words)}`{takes}")
-        parts += [table(("option", "default", "meaning"), rows)] if rows else []
+        parser = Parser(name, run)
+        rows = [row(f"--{key.replace('_', '-')}", *option) for key, option in parser.options.items()]
+        takes = "; takes the settings of a run" if parser.takes_run else ""
+        parts.append(f"### raypipe {name}\n\n`{parser.usage}`{takes}")
+        parts += [table(("option", *_HEADS[1:]), rows)] if rows else []
     return "\n\n".join(parts)
 
 
@@ -154,11 +146,11 @@ def batch() -> str:
 
 
 def metrics() -> str:
-    heads, rows = ("name", "type", "unit", "labels", "meaning"), []
+    rows = []
     for name, metric in METRICS.items():
         unit = {"seconds": "s", "bytes": "bytes"}.get(name.removesuffix("_total").rpartition("_")[2], "–")
         rows.append((f"`ray_{name}`", metric.kind, unit, ", ".join(metric.labels), metric.meaning))
-    return table(heads, rows)
+    return table(("name", "type", "unit", "labels", "meaning"), rows)
 
 
 def stub(function: Callable[..., Any]) -> str:
@@ -181,15 +173,12 @@ def api() -> str:
     """The names of .ci/api.md; the site has their whole docstrings."""
     parts = []
     for mark, name in re.findall(r"^(##|:::) (.+)$", (ROOT / ".ci/api.md").read_text(), re.MULTILINE):
-        if mark == "##":
-            parts.append(f"### {name}")
-            continue
-        found: Any = locate(name)
-        parts.append(f"**`{name}`**: {about(found)}")
+        found: Any = locate(name) if mark == ":::" else None
+        parts.append(f"**`{name}`**: {about(found)}" if found else f"### {name}")
         if inspect.isfunction(found):
             code = textwrap.fill(stub(found), 100, subsequent_indent="    ", break_on_hyphens=False)
             parts.append(f"```text\n{code}\n```")
-        elif not is_section(found):
+        elif inspect.isclass(found) and not is_section(found):
             parts.append(members(found))
     return "\n\n".join(filter(None, parts))
 

@@ -51,7 +51,7 @@ JOB = [*ONE_EPOCH, *ONE_CPU, "--train.model=small", "--train.num_classes=5"]
 TUNE = ["--trials=2", "--seeds=2", "--storage_path=runs"]
 ELSEWHERE = {
     ("README.md", "jobs/train.py"): "test_jobs.py",
-    **{("llms.txt", name): "here, of running.md" for name in ("jobs/train.py", "convert", "digest")},
+    ("llms.txt", "digest"): "here, of running.md",
     ("plans.md", "plan"): "test_plan_summary.py",
     **{("determinism.md", name): "test_docs.py" for name in ("digest",)},
     **{("targets.md", name): "test_docs.py" for name in ("verify", "digest", "preview")},

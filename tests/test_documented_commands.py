@@ -52,7 +52,7 @@ TUNE = ["--trials=2", "--seeds=2", "--storage_path=runs"]
 ELSEWHERE = {
     ("README.md", "train"): "test_jobs.py",
     ("README.md", "digest"): "test_docs.py",
-    **{("llms.txt", name): "here, of quickstart.md" for name in ("jobs/train.py", "convert", "digest")},
+    ("llms.txt", "digest"): "here, of concepts.md",
     ("sampling.md", "plan"): "test_plan_summary.py",
     ("reproducibility.md", "digest"): "test_docs.py",
     **{("targets.md", name): "test_docs.py" for name in ("verify", "digest", "preview")},

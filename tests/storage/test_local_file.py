@@ -119,7 +119,7 @@ def read() -> Iterator[Read]:
 
 def check_refused(outcome: str, name: str, kind: str) -> None:
     error, _, text = outcome.partition(": ")
-    assert error in ("StoreError", "ConfigError") and name in text, outcome
+    assert error in ("error", "StoreError", "ConfigError") and name in text, outcome
     assert f"{KINDS[kind][1]}, not a regular file" in text and text.count("\n") == 0, outcome
 
 
@@ -129,7 +129,7 @@ def test_a_store(suffix: str, kind: str, read: Read, tmp_path: Path) -> None:
     path = tmp_path / f"train.{suffix}"
     KINDS[kind][0](path)
     if kind == "folder":
-        assert read("store", path).startswith(f"error: {path} holds no store")
+        assert read("store", path).startswith(f"StoreError: {path} holds no store")
     else:
         check_refused(read("store", path), f"train.{suffix}", kind)
 

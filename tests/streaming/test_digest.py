@@ -190,12 +190,12 @@ def test_the_command_ends_with_code_1_where_streams_differ(
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--from-step", "12"], "--from-step 12 and --to-step 12 are not a range within the run's 12 steps"),
+        (["--from-step", "12"], "--from-step 12 --to-step 12 is empty or outside the run's 12 steps"),
         (
             ["--from-step", "4", "--to-step", "4"],
-            "--from-step 4 and --to-step 4 are not a range within the run's 12 steps",
+            "--from-step 4 --to-step 4 is empty or outside the run's 12 steps",
         ),
-        (["--to-step", "13"], "--from-step 0 and --to-step 13 are not a range"),
+        (["--to-step", "13"], "--from-step 0 --to-step 13 is empty or outside"),
         (["--output", "/nowhere/x.json"], "/nowhere/x.json cannot be written"),
         (["--compare", "/nowhere/x.json"], "/nowhere/x.json cannot be read"),
         (["--store.exclude", "/nowhere/x.json"], "store.exclude: /nowhere/x.json cannot be read"),

@@ -8,7 +8,6 @@ from __future__ import annotations
 import inspect
 import json
 import re
-import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from pydoc import locate
@@ -136,8 +135,8 @@ def commands() -> str:
 
 
 def exit_codes() -> str:
-    text = " ".join((cli.__doc__ or "").partition("Exit codes:")[2].split()).rstrip(".")
-    return table(("exit code", "meaning"), [part.strip().split(" ", 1) for part in text.split(";") if part])
+    text = " ".join((cli.__doc__ or "").partition("Exit codes: ")[2].split()).rstrip(".")
+    return table(("exit code", "meaning"), [part.split(" ", 1) for part in text.split("; ")])
 
 
 def batch() -> str:
@@ -162,9 +161,10 @@ def stub(function: Callable[..., Any]) -> str:
 def members(kind: type) -> str:
     """The attributes, properties and methods of a class."""
     own = {name: part for name, part in vars(kind).items() if name[0] != "_"}
-    texts = described(SimpleNamespace(__doc__=(kind.__doc__ or "").partition("Attributes:\n")[2]))
+    texts = {name: about(part) for name, part in own.items() if isinstance(part, property)}
+    doc = (kind.__doc__ or "").partition("Attributes:")[2]
+    texts |= described(SimpleNamespace(__doc__=f"\n    Attributes:{doc}"))
     rows = [(f"`{name}`", linked(text)) for name, text in texts.items()]
-    rows += [(f"`{name}`", about(part)) for name, part in own.items() if isinstance(part, property)]
     rows += [(f"`{stub(part)}`", about(part)) for part in own.values() if inspect.isfunction(part)]
     return table((f"`{kind.__name__}`", "meaning"), rows) if rows else ""
 
@@ -176,9 +176,9 @@ def api() -> str:
         found: Any = locate(name) if mark == ":::" else None
         parts.append(f"**`{name}`**: {about(found)}" if found else f"### {name}")
         if inspect.isfunction(found):
-            code = textwrap.fill(stub(found), 100, subsequent_indent="    ", break_on_hyphens=False)
+            code = stub(found) if len(stub(found)) < 90 else re.sub(r", (?=\*|\w+:)", ",\n    ", stub(found))
             parts.append(f"```text\n{code}\n```")
-        elif inspect.isclass(found) and not is_section(found):
+        elif inspect.isclass(found) and not is_section(found) and found is not Batch:
             parts.append(members(found))
     return "\n\n".join(filter(None, parts))
 

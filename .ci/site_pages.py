@@ -32,6 +32,8 @@ RESULTS = {
 }
 PAGES |= {source: f"results/{name.replace('README', 'index')}" for source, name in RESULTS.items()}
 LINK = re.compile(r"\[([^][]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
+PIPE = re.compile(r"(?<=[\w\]] )\\\|(?= \w)")
+"""A pipe in a type, in a table: GitHub wants a backslash before it, which Python-Markdown shows in code."""
 SOURCES = {uri: source for source, uri in PAGES.items()}
 
 
@@ -91,7 +93,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return f"[{title(source) if text == path else text}]({here}{anchor})"
 
     parts = re.split(r"(^ *```.*?^ *```$)", markdown, flags=re.M | re.S)
-    parts[::2] = [LINK.sub(link, pictures_by_palette(text)) for text in parts[::2]]
+    parts[::2] = [PIPE.sub("|", LINK.sub(link, pictures_by_palette(text))) for text in parts[::2]]
     return "".join(parts)
 
 

@@ -21,7 +21,7 @@ _COLUMNS = {
 }
 _TITLES = {
     "heavy": "heavy transform",
-    "light": "light transform",
+    "light": "light transform: random crop and flip",
     "s256": "light transform, short side 256",
     "tiny": "flip and crop of images of 32 px",
     "photos": "light transform, photos of 12 MP",

@@ -1,7 +1,7 @@
-"""What mkdocs.yml builds its site from: docs/*.md, and the pages of the repository that lie elsewhere.
+"""The pages of the site that mkdocs.yml builds: docs/*.md, benchmarks/results/*.md, README.md and others.
 
 Links in the Markdown are those of the repository, so they work on GitHub. Here they become links of the site, and
-the site gets a copy of each linked file that is not a page.
+the site gets a copy of each linked file that is not a page. llms.txt and llms-full.txt get links to the site.
 """
 
 from __future__ import annotations
@@ -24,11 +24,25 @@ PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     "docs/README.md": "pages.md",
     "docs/preview.ipynb": "preview.md",
-    ".ci/reference.md": "reference.md",
+    ".ci/api.md": "api.md",
 }
 """Pages that have another name in the site than in docs/."""
+RESULTS = {
+    f"benchmarks/results/{path.name}": path.name for path in sorted((ROOT / "benchmarks/results").glob("*.md"))
+}
+PAGES |= {source: f"results/{name.replace('README', 'index')}" for source, name in RESULTS.items()}
 LINK = re.compile(r"\[([^][]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
+PIPE = re.compile(r"(?<=[\w\]] )\\\|(?= \w)")
+"""A pipe in a type, in a table: GitHub wants a backslash before it, which Python-Markdown shows in code."""
 SOURCES = {uri: source for source, uri in PAGES.items()}
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Fill the menu of results: their index first."""
+    pages = sorted((PAGES[source] for source in RESULTS), key=lambda uri: (uri != "results/index.md", uri))
+    entry = next(entry for entry in config.nav or [] if "Results" in entry)
+    entry["Results"] = pages
+    return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -42,7 +56,24 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             for name, content in pictures.items():
                 files.append(File.generated(config, name, content=content))
         files.append(File.generated(config, uri, content=text))
+    for name in ("llms.txt", "llms-full.txt"):
+        text = re.sub(
+            r"\]\(((?:docs/)?[\w-]+\.md)",
+            lambda match: f"]({address(match[1], config)}",
+            (ROOT / name).read_text(),
+        )
+        files.append(File.generated(config, name, content=text))
     return files
+
+
+def address(source: str, config: MkDocsConfig) -> str:
+    """The page of a Markdown file, with the site's URL if mkdocs.yml has one."""
+    return f"{config.site_url or ''}{uri_of(source).removesuffix('.md')}.html"
+
+
+def uri_of(source: str) -> str:
+    """The file in the site of a file of the repository."""
+    return PAGES.get(source, source.removeprefix("docs/"))
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
@@ -53,27 +84,28 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         source = os.path.normpath(folder / path)
         if "://" in path or not (ROOT / source).is_file():
             return match[0]
-        uri = PAGES.get(source, source.removeprefix("docs/"))
+        uri = uri_of(source)
         if files.get_file_from_path(uri) is None:
             # A browser shows LICENSE.txt, and downloads LICENSE; Markdown that is no page would be taken for one.
             uri += ".txt" if Path(uri).suffix in ("", ".md") else ""
             files.append(File.generated(config, uri, abs_src_path=str(ROOT / source)))
-        return f"[{title(source) if text == path else text}]({uri}{anchor})"
+        here = os.path.relpath(uri, Path(page.file.src_uri).parent)
+        return f"[{title(source) if text == path else text}]({here}{anchor})"
 
     parts = re.split(r"(^ *```.*?^ *```$)", markdown, flags=re.M | re.S)
-    parts[::2] = [LINK.sub(link, pictures_by_palette(text)) for text in parts[::2]]
+    parts[::2] = [PIPE.sub("|", LINK.sub(link, pictures_by_palette(text))) for text in parts[::2]]
     return "".join(parts)
 
 
 def title(source: str) -> str:
-    """What a link that shows a page's file name shows in the site: the page's heading."""
+    """The text in the site of a link whose text is a file's path: the page's heading, or the file's name."""
     if source.endswith(".md"):
         return (ROOT / source).read_text().partition("\n")[0].removeprefix("# ")
     return Path(source).name
 
 
 def pictures_by_palette(text: str) -> str:
-    """Each <picture> as two images, of which the theme shows the one of its palette."""
+    """Replace each <picture> by two images; the theme shows the one for its palette."""
     return re.sub(
         r'<picture>\s*<source[^>]*srcset="([^"]+)">\s*<img alt="([^"]+)" src="([^"]+)">\s*</picture>',
         r"![\2](\3#only-light)![\2](\1#only-dark)",
@@ -82,7 +114,7 @@ def pictures_by_palette(text: str) -> str:
 
 
 def notebook(content: dict[str, Any], name: str) -> tuple[str, dict[str, bytes]]:
-    """A notebook as Markdown, and its pictures by file name."""
+    """Convert a notebook to Markdown, and its pictures by file name."""
     blocks: list[str] = []
     pictures: dict[str, bytes] = {}
     for cell in content["cells"]:

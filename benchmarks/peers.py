@@ -22,7 +22,7 @@
 # ///
 """raypipe and its peers on the same files, with the same transform, cores and batch, one after the other.
 
-    uv run benchmarks/peers.py imagenet-500.tar --tiny-store cifar10-train.parquet [--picture docs/peers.png]
+    uv run benchmarks/peers.py imagenet-500.tar --tiny-store cifar10-train.parquet [--picture FILE.png]
     uv run benchmarks/peers.py cifar10-train.parquet --cases tiny
 
 uv gives it an environment of its own, with the versions that the peers ask for: MosaicML Streaming wants an older

@@ -1,9 +1,8 @@
-"""Measure the stream against the ceiling of the machines that it runs on.
+"""Measure the stream against the ceiling of a cluster, as `raypipe bench` does for one machine.
 
-    uv run jobs/bench.py train.lmdb --repeats 3
     ray job submit --working-dir . -- python jobs/bench.py s3://bucket/train.parquet --repeats 3
 
-The last line of standard output is one JSON object: ceiling_images_per_s, stream_images_per_s, ratio, …
+The last line of its output is one JSON object: ceiling_images_per_s, stream_images_per_s, ratio, …
 """
 
 import sys

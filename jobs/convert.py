@@ -1,9 +1,8 @@
-"""Copy any store into a new LMDB, Parquet or WebDataset store, on the cluster that it is submitted to.
+"""Copy any store into a new LMDB or Parquet store, as `raypipe convert` does, on the cluster that gets the job.
 
-    uv run jobs/convert.py photos.tar train.lmdb --short-side 256
     ray job submit --working-dir . -- python jobs/convert.py s3://bucket/raw.parquet /shared/train.lmdb
 
-The last line of standard output is one JSON object: samples, classes, bytes, skipped, unsized.
+The last line of its output is one JSON object: samples, classes, bytes, skipped, without_size.
 """
 
 import sys

@@ -1,13 +1,12 @@
-"""Train a classifier on one stream.
+"""Train a classifier on one stream, as `raypipe train` does; a cluster gets this script.
 
-    uv run jobs/train.py                                           the digits that raypipe ships
-    uv run jobs/train.py --store.train train.lmdb --store.val val.lmdb
-    uv run jobs/train.py --config run.yaml --plan.epochs 90 --train.num_workers 4
-    uv run jobs/train.py --resume runs/20261121-104600-3fa2        go on where it stopped
-    uv run jobs/train.py --config run.yaml --name mine --resume auto   start, or go on: one command for each start
-    ray job submit --working-dir . -- python jobs/train.py --config run.yaml --storage_path s3://my-bucket/runs
+    ray job submit --working-dir . -- python jobs/train.py --config run.yaml --storage-path s3://my-bucket/runs
+    uv run jobs/train.py                                              on the digits that raypipe ships
+    uv run jobs/train.py --config run.yaml --plan.epochs 90 --train.num-workers 4
+    uv run jobs/train.py --resume runs/20261121-104600-3fa2           continues a run
+    uv run jobs/train.py --config run.yaml --name mine --resume auto  starts a run, and later continues it
 
-The last line of standard output is one JSON object: val_accuracy, images_per_s, wait_fraction, steps, run_dir.
+In a job, the last line of output is one JSON object: val_accuracy, images_per_s, wait_fraction, steps, run_dir.
 """
 
 from raypipe.commands.cli import run_job, train

@@ -2,12 +2,12 @@
 
     uv run jobs/tune.py                                            on the digits that raypipe ships
     uv run jobs/tune.py --config run.yaml --trials 24 --transforms '[light, heavy]'
-    uv run jobs/tune.py --resume runs/tune-20261121-104600-3fa2    go on where it stopped
+    uv run jobs/tune.py --resume runs/tune-20261121-104600-3fa2    continues a search
     uv run jobs/train.py --config runs/tune-20261121-104600-3fa2/best.yaml
 
 ASHA (Li et al. 2020, arXiv:1810.05934) stops a trial at half of its epochs unless it is in the better half so far.
-The best of many is also the luckiest: so it and the run's own policy are trained again with new seeds and compared
-seed by seed. A resume unpickles Ray Tune's records, which runs code: give it folders that you alone can write to.
+The best of many is also the luckiest, so it and the run's own policy are trained again with new seeds and compared
+seed by seed. A resume unpickles Ray Tune's records, which runs code: use folders that only you can write to.
 """
 
 import json
@@ -54,23 +54,23 @@ WITHOUT_FLIP: list[list[dict[str, Any]]] = [  # the presets by Kornia's operatio
 
 
 def policies(run: RunConfig, trials: int, transforms: tuple[Any, ...]) -> list[RunConfig]:
-    """The run with each policy: its own, none, and those that its seed draws; more trials only add some."""
+    """The run with each policy: its own, none, and policies drawn from its seed; more trials only add policies."""
     rng, plain = np.random.default_rng(run.plan.seed), AugmentConfig(mean=run.augment.mean, std=run.augment.std)
-    sets = [plain, run.augment, *(replace(plain, preset=each) for each in PRESETS)]  # type: ignore[arg-type]
+    sets = [plain, run.augment, *(replace(plain, preset=preset) for preset in PRESETS)]  # type: ignore[arg-type]
     sets += [replace(plain, ops=ops) for ops in WITHOUT_FLIP]
-    found, drawn = [run], replace(run, augment=plain)
-    while len(found) < trials:
-        found += [drawn] if drawn not in found else []
+    runs, drawn = [run], replace(run, augment=plain)
+    while len(runs) < trials:
+        runs += [drawn] if drawn not in runs else []
         mixup, cutmix = (rng.integers(0, 2, 2) * round(10 ** rng.uniform(-1, 0), 2)).tolist()
         strength = StrengthConfig(peak=float(rng.choice([0.4, 0.7, 1.0])))
         augment = replace(sets[rng.integers(len(sets))], mixup_alpha=mixup, cutmix_alpha=cutmix, strength=strength)
         transform = [run.transform.train, *transforms][rng.integers(1 + len(transforms))]
         drawn = replace(run, transform=replace(run.transform, train=transform), augment=augment)
-    return found
+    return runs
 
 
 class Trial(tune.Trainable):
-    """Trains one of `runs` in its own process; a step of it is an epoch. Its checkpoints are the run's own."""
+    """Trains one of `runs` in its own process. A step of Ray Tune's is an epoch; checkpoints are the run's own."""
 
     def setup(self, config: dict[str, Any], runs: list[RunConfig], **options: Any) -> None:  # type: ignore[override]
         train_alone("trial")
@@ -88,10 +88,10 @@ class Trial(tune.Trainable):
 
 
 def train_all(folder: str, runs: list[RunConfig], first: int) -> list[Any]:
-    """Train runs side by side, also those that a call before began; ASHA stops poor ones from epoch `first` on."""
+    """Train runs side by side, continuing those of an earlier call; ASHA stops poor ones from epoch `first` on."""
     os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"  # a store's path is relative to this folder
     run, offer, least = runs[0], cluster_resources(), runs[0].pool.least_actors
-    share = preflight(run.pool, run.train, run.plan.per_step)  # of one alone
+    share = preflight(run.pool, run.train, run.plan.per_step)  # resources of a single run
     most = offer.free_gpus if share.gpu else offer.free_cpus / (share.cpus_per_worker + least)
     at_once = max(1, min(int(most), len(runs)))
     own = {"max_actors": max(least, share.max_actors // at_once), "device": "" if share.gpu else "cpu"}
@@ -107,15 +107,17 @@ def train_all(folder: str, runs: list[RunConfig], first: int) -> list[Any]:
         place = tune.RunConfig(name=name, storage_path=storage, checkpoint_config=none, verbose=1)
         numbers = {"number": tune.grid_search(list(range(len(runs))))}
         tuner = tune.Tuner(trial, param_space=numbers, tune_config=search, run_config=place)
-    found: Any = tuner.fit()
-    results: list[Any] = sorted(found, key=lambda result: result.path)  # by their numbers
-    if len(results) < len(runs) or not all(each.error or (each.metrics or {}).get("done") for each in results):
-        raise KeyboardInterrupt  # which Ray Tune has taken, to keep what was begun
+    fitted: Any = tuner.fit()
+    results: list[Any] = sorted(fitted, key=lambda result: result.path)  # their paths end in their numbers
+    if len(results) < len(runs) or not all(
+        result.error or (result.metrics or {}).get("done") for result in results
+    ):
+        raise KeyboardInterrupt  # Ray Tune has caught one, and has kept the trials
     return results
 
 
 def judge(first: list[float], second: list[float]) -> dict[str, Any]:
-    """Whether the first policy is `better`, seed by seed; with three seeds one of eleven equals is called so."""
+    """Compare two policies seed by seed; with three seeds one in eleven equal policies is called `better`."""
     differences = [a - b for a, b in zip(first, second, strict=True)]
     gain, error = mean(differences), stdev(differences) / len(differences) ** 0.5
     return {"better": gain > 2 * error, "gain": gain, "standard_error": error}
@@ -125,10 +127,10 @@ def search(run: RunConfig, *, trials: int = 12, seeds: int = 3, transforms: tupl
     """Search, and keep the better of the best policy and the run's own.
 
     Args:
-        run: settings; a trial has half of their plan.epochs. Their plan.seed draws the policies too.
-        trials: policies to try, of which the first are the run's own and none at all; at least 2.
-        seeds: of the comparison; at least 2.
-        transforms: CPU transforms of training to choose from, beside transform.train.
+        run: A trial has half of plan.epochs. plan.seed draws the policies too.
+        trials: policies to try, at least 2; the first two are the run's own and no augmentation.
+        seeds: seeds of the final comparison, at least 2.
+        transforms: CPU transforms to choose from, besides transform.train.
     """
     if min(trials, seeds) < 2 or not run.plan.val_interval or (run.store.train and not run.store.val):
         raise ConfigError("a search needs 2 trials, 2 seeds and a validation: store.val and plan.val_interval")
@@ -137,30 +139,30 @@ def search(run: RunConfig, *, trials: int = 12, seeds: int = 3, transforms: tupl
     with located(run, "tune-") as (run, folder, _):
         own = {"trials": trials, "seeds": seeds, "transforms": transforms}
         write_text(f"{folder}/{CONFIG_FILE}", CONFIG_HEAD + json.dumps(as_plain(run) | own))
-        print(f"search     {folder}; go on with it by --resume", flush=True)
+        print(f"search     {folder}; continue it with --resume", flush=True)
         train = replace(run.train, num_workers=1, min_workers=0, num_classes=num_classes_of(run, spec_of(run)))
         chosen = policies(replace(run, storage_path=f"{folder}/trials", train=train), trials, transforms)
         connect()
         plan = replace(run.plan, epochs=max(1, run.plan.epochs // 2), val_interval=1)
-        runs = [replace(each, plan=plan, name=f"search-{i}") for i, each in enumerate(chosen)]
+        runs = [replace(policy, plan=plan, name=f"search-{i}") for i, policy in enumerate(chosen)]
         results = train_all(f"{folder}/tune/search", runs, max(1, plan.epochs // 2))
         none = {"error": "", "epochs": 0, "accuracy": 0.0}
-        tried = [none | (each.metrics or {}) | {"error": str(each.error or "")} for each in results]
-        order = [(not each["error"], each["epochs"], each["accuracy"]) for each in tried]
+        tried = [none | (trial.metrics or {}) | {"error": str(trial.error or "")} for trial in results]
+        order = [(not trial["error"], trial["epochs"], trial["accuracy"]) for trial in tried]
         best = max(range(1, trials), key=lambda i: order[i])
         new = np.random.SeedSequence(run.plan.seed).generate_state(seeds).tolist()
-        plans = [replace(run.plan, val_interval=run.plan.epochs, seed=each) for each in new]
+        plans = [replace(run.plan, val_interval=run.plan.epochs, seed=seed) for seed in new]
         runs = [replace(chosen[i], plan=p, name=f"final-{i}-{p.seed}") for i in (best, 0) for p in plans]
         results = train_all(f"{folder}/tune/final", runs, run.plan.epochs)
-        if errors := [each.error for each in results if each.error]:
-            raise RunError(f"a training of the comparison failed: {cause_of(errors[0])}")
-        first, second = np.reshape([each.metrics["accuracy"] for each in results], (2, seeds)).tolist()
-        found = judge(first, second) | {"best": first, "default": second, "config": f"{folder}/best.yaml"}
-        kept = chosen[best if found["better"] else 0]
+        if errors := [result.error for result in results if result.error]:
+            raise RunError(f"a run of the comparison failed: {cause_of(errors[0])}")
+        first, second = np.reshape([result.metrics["accuracy"] for result in results], (2, seeds)).tolist()
+        verdict = judge(first, second) | {"best": first, "default": second, "config": f"{folder}/best.yaml"}
+        kept = chosen[best if verdict["better"] else 0]
         kept = replace(run, name="", transform=kept.transform, augment=kept.augment)
         write_json(f"{folder}/best.yaml", as_plain(kept))  # JSON is YAML
-        write_json(f"{folder}/report.json", found | {"trials": tried, "policies": list(map(as_plain, chosen))})
-        return found
+        write_json(f"{folder}/report.json", verdict | {"trials": tried, "policies": list(map(as_plain, chosen))})
+        return verdict
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Every setting of a run, as frozen dataclasses. `jobs/train.py --help` prints the same tree."""
+"""Every setting of a run, as frozen dataclasses; `raypipe help settings` prints them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Shuffle = Literal["auto", "global", "window", "off"]
 Cache = Literal["off", "disk"]
 CropDecode = Literal["off", "exact", "scaled"]
 
-_MAX_PIXELS = (1 << 30) // 6  # the most that an image may have, before and after its decoding
+_MAX_PIXELS = (1 << 30) // 6  # the most pixels of an image, before and after decoding
 
 AtLeast1 = Annotated[int, Limits(1, MAX_INT)]
 AtLeastMinus1 = Annotated[int, Limits(-1, MAX_INT)]
@@ -35,7 +35,7 @@ Pixel = Annotated[float, Limits(-1e30, 1e30)]  # within float32
 
 # A number and its unit.
 _TIME = re.compile(r"(\d{1,9}(?:\.\d{1,9})?) ?(s|min|h)", re.ASCII)
-# Of a bucket, in pixels.
+# The sides of a bucket, in pixels.
 _SIDES = re.compile(r"[1-9]\d{0,4}x[1-9]\d{0,4}")
 _DTYPES = ["bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
 _DTYPES += ["float16", "float32", "float64"]
@@ -43,12 +43,14 @@ _DTYPES += ["float16", "float32", "float64"]
 
 @dataclass(frozen=True)
 class ColumnOptions(Section, prefix="store.columns.NAME."):
-    """Options of a column's lists and numbers in the batch; see docs/columns.md.
+    """Options of a column whose values are lists or numbers; see docs/targets.md.
 
     Attributes:
-        length: numbers in each list; without `fill` each must have so many; 0 = any number, as a list on the host.
-        fill: pads shorter lists, whose own length is then in the column NAME_length; None = no padding.
-        dtype: of the numbers, also of those that are written as text or bytes; empty = as stored.
+        length: numbers in each list. Without `fill`, every list must have exactly this many. 0 = any number; the
+            column then stays a list on the host.
+        fill: number that pads shorter lists, whose own lengths are then in the column NAME_length; None = no
+            padding.
+        dtype: dtype of the numbers, also of numbers that are stored as text or bytes; empty = as stored.
     """
 
     length: Annotated[int, Limits(0, 1 << 24)] = 0
@@ -62,11 +64,11 @@ class ColumnOptions(Section, prefix="store.columns.NAME."):
 
 
 Columns = list[str] | dict[str, dict[str, Any] | None]
-"""Names of columns; or by name their `ColumnOptions`, as plain values."""
+"""Names of columns; or their `ColumnOptions` by name, as plain values."""
 
 
 def column_options(columns: Any) -> dict[str, ColumnOptions]:
-    """The options of each column; raises ConfigError where one is wrong."""
+    """Return the options of each column; raise ConfigError if one is wrong."""
     columns = check("store.columns", columns, Columns)
     by_name = columns if isinstance(columns, dict) else dict.fromkeys(columns)
     columns, known = {}, list(kinds_of(ColumnOptions))
@@ -85,23 +87,23 @@ def column_options(columns: Any) -> dict[str, ColumnOptions]:
 
 @dataclass(frozen=True)
 class StoreConfig(Section, prefix="store."):
-    """Where the images are: stores are local paths or URIs (s3://, gs://, az://, abfs://).
+    """The stores: where the images are. A store is a local path or a URI (s3://, gs://, az://, abfs://).
 
     Attributes:
-        train: address of the training store; empty = the handwritten digits that raypipe ships. Or several
-            for a mixture, `{NAME: ADDRESS, …}`, weighted by plan.mixture.
-        val: address of the validation store; empty = no validation (for the digits: their own).
-        image_column: name of the image column, where columns have names; of WebDataset, the suffix of the images.
-        label_column: the same for labels: classes, or any numbers of one shape; of WebDataset, their suffix, or
-            their field in the JSON; empty = batches have no target (docs/columns.md).
-        exclude: list of bad samples to exclude, from `raypipe inspect --verify`, a path or a URI; empty = none. Of
-            a mixture `{NAME: LIST, …}`.
-        val_exclude: the same for the validation store.
-        filter: train on the samples for which an expression of columns is true, "width >= 256 and label != 3";
-            empty = all. Of a mixture for each store, or `{NAME: EXPRESSION, …}`.
-        val_filter: the same for the validation store.
-        columns: further columns that batches get, as `[caption]`; or `{NAME: {option: value}}` with the options
-            `length`, `fill` and `dtype` of lists (docs/columns.md).
+        train: address of the training store; empty = the handwritten digits that raypipe ships. Several stores,
+            `{NAME: ADDRESS, …}`, make a mixture, weighted by plan.mixture.
+        val: address of the validation store; empty = no validation (the digits have their own).
+        image_column: name of the image column; in WebDataset, the suffix of the image files.
+        label_column: name of the target's column, which has classes, or numbers of one shape; in WebDataset, the
+            suffix, or the field of the JSON; empty = batches have no target (docs/targets.md).
+        exclude: list of bad samples to exclude, a path or a URI that `raypipe verify` has written; empty = none.
+            For a mixture, `{NAME: LIST, …}`.
+        val_exclude: the same list for the validation store.
+        filter: expression over columns, such as "width >= 256 and label != 3"; the run trains on the samples for
+            which it is true; empty = all. For a mixture, one for all stores, or `{NAME: EXPRESSION, …}`.
+        val_filter: the same expression for the validation store.
+        columns: further columns that batches get, such as `[caption]`; or `{NAME: {option: value}}` with the
+            options `length`, `fill` and `dtype` (docs/targets.md).
     """
 
     train: str | dict[str, str] = ""
@@ -121,27 +123,33 @@ class StoreConfig(Section, prefix="store."):
 
 @dataclass(frozen=True)
 class PlanConfig(Section, prefix="plan."):
-    """The order of a run.
+    """The order of a run: which samples, when, in batches of which size.
 
     Attributes:
         epochs: passes over the training store.
-        micro_batch_size: B, samples in a micro-batch, which is one forward and backward pass.
-        global_batch_size: samples in an optimizer step, M micro-batches; W must divide M; 0 = one micro-batch.
-        seed: the run's seed, ≥ 0.
-        shuffle: "global", "window" (for stores in groups), "off", or "auto": window if there are groups.
-        window_groups: groups in a shuffle window; 0 = at least 10 groups and at least 4096 rows.
-        val_interval: epochs between validations, the last epoch always has one; 0 = never.
-        epoch_samples: samples that an epoch draws; 0 = the store once, or a mixture until its first store ends
-            ("shortest"), which may also be its last ("longest"). docs/plans.md describes this and the next ones.
-        mixture: weights of the stores that store.train names, or from epoch → such; empty = by their sizes.
-        weights: how often each sample is drawn: a column of numbers, or a file *.npy; empty = all alike.
-        class_balance: exponent, in [0, 8]: a class of n samples is drawn in proportion to n^(1 - exponent);
-            0 = off, 1 = all classes equally often.
-        repeats: draw each sample so many times in a step (repeated augmentation), each differently augmented.
-        repeats_in: "step": the copies in different micro-batches of a step; "micro_batch": side by side in one.
-        buckets: sizes of training images, as ["192x256", "224x224", "256x192"] (height x width): a micro-batch has
-            images of one of them, each sample is in that of the nearest aspect ratio; empty = transform.size.
-        val_buckets: validations have these buckets too, and not transform.size.
+        micro_batch_size: B, the samples in a micro-batch: one forward and backward pass on one GPU.
+        global_batch_size: samples in an optimizer step, a multiple of B. A step has M = global_batch_size / B
+            micro-batches, and W must divide M. 0 = B.
+        seed: seed of the run, at least 0.
+        shuffle: "global", "window" (for stores in groups, such as Parquet), "off", or "auto" = "window" if the
+            store has groups, else "global".
+        window_groups: groups in a shuffle window; 0 = at least 10 groups and at least 4,096 samples.
+        val_interval: epochs between validations; the last epoch always has one; 0 = no validation.
+        epoch_samples: samples that an epoch draws; 0 = each sample of the store once. A mixture's epoch ends with
+            its first store ("shortest", and 0) or with its last one ("longest"); see docs/sampling.md.
+        mixture: weight of each store that store.train names; or `{EPOCH: {NAME: WEIGHT, …}, …}`, the weights from
+            an epoch on; empty = in proportion to the stores' sizes.
+        weights: how often each sample is drawn: a column of numbers, or a file `*.npy`; empty = all equally often.
+        class_balance: exponent in [0, 8]: a class of n samples is drawn in proportion to n^(1 - exponent); 0 =
+            off; 1 = all classes equally often.
+        repeats: times that each sample is drawn in a step, each time with different augmentation (repeated
+            augmentation).
+        repeats_in: "step": the repeats are in different micro-batches of a step; "micro_batch": they follow each
+            other in one micro-batch.
+        buckets: sizes of training images, height x width, such as ["192x256", "224x224", "256x192"]. All images of
+            a micro-batch have one size, and each sample gets the size with the nearest aspect ratio; empty =
+            transform.size.
+        val_buckets: use the buckets for validation too, instead of transform.size.
     """
 
     epochs: AtLeast1 = 10
@@ -197,18 +205,18 @@ class PlanConfig(Section, prefix="plan."):
         return [(int(height), int(width)) for height, width in pairs]
 
     def sides_in(self, split: Literal["train", "val"]) -> list[tuple[int, int]]:
-        """Height and width of each bucket that a split has."""
+        """Height and width of each bucket of a split."""
         return self.bucket_sides if split == "train" or self.val_buckets else []
 
     @property
     def is_plain(self) -> bool:
-        """Return whether an epoch is each sample of one store once."""
+        """Return whether an epoch has each sample of one store exactly once."""
         plain = not (self.weights or self.class_balance or self.mixture or self.buckets)
         return plain and self.repeats == 1 and not (isinstance(self.epoch_samples, int) and self.epoch_samples)
 
     @property
     def mixture_by_epoch(self) -> dict[int, dict[str, float]]:
-        """From epoch → weight by store, ascending; empty where no weights are given."""
+        """Weights by store, by the epoch from which they hold, ascending; empty without weights."""
         if not all(isinstance(weights, dict) for weights in self.mixture.values()):
             return {0: cast(dict[str, float], self.mixture)}
         return dict(sorted(cast(dict[int, dict[str, float]], self.mixture).items()))
@@ -220,38 +228,47 @@ class PlanConfig(Section, prefix="plan."):
 
     @property
     def samples_per_step(self) -> int:
-        """M·B, also where `global_batch_size` is 0."""
+        """M·B, also if `global_batch_size` is 0."""
         return self.micro_batch_size * self.per_step
 
 
 @dataclass(frozen=True)
 class TransformConfig(Section, prefix="transform."):
-    """The work of the CPU actors on each sample; docs/transforms.md has the presets, docs/targets.md the targets.
+    """The CPU transform, which actors apply to each sample; see docs/transforms.md.
 
     Attributes:
-        train: preset; `module:function`; a list of Albumentations transforms; a file of one (*.yaml, *.json); or
-            several views, `{NAME: {transform: …, count: …, size: …}, …}` (docs/views.md).
-        val: the same, for validation.
-        size: side of the images that the presets make, pixels; or from epoch → side, {0: 128, 10: 160, 20: 224}
-            (docs/plans.md).
-        decode: "cpu": actors decode; "gpu": nvJPEG does, on the training device (presets light, center, resize).
-        decode_as: "rgb": images become uint8 RGB; "array": PNG, TIFF and .npy keep their dtype and their channels
-            (docs/arrays.md).
-        decode_min_side: decode JPEGs at the least of 1/8, 2/8, … that keeps this short side, pixels; 0 = whole.
-        crop_decode: "exact": decode only a JPEG's crop, same pixels as "off"; "scaled": reduced (docs/decode.md).
-        wire: "rgb", or "yuv420": images travel to the device in half the bytes (docs/transforms.md).
-        apply_exif: turn images by their EXIF orientation; if off, use pixels as stored, as torchvision does.
-        mask_column: column of a mask per sample, a PNG of one channel, transformed with the image; empty = none.
-        boxes_column: column of boxes per sample, `[x0, y0, x1, y1, label]` in pixels, the same; empty = none.
-        max_boxes: room for boxes in a row; a sample with more ends the run.
-        keypoints_column: column of keypoints per sample, `[x, y, label]` in pixels, the same; empty = none.
-        max_keypoints: room for keypoints in a row; a sample with more ends the run.
-        make_columns: `module:function` that makes a sample's columns of those of store.columns, such as tokens of
-            a caption; empty = they are taken as they are.
-        on_bad_sample: "substitute" another sample, chosen by the plan (during validation: weight 0), or "raise".
-        max_bad_fraction: the run ends if an actor sees a larger share of bad samples than this.
-        bad_grace: bad samples per actor that are always tolerated.
-        time_limit_s: seconds for a micro-batch, or for one sample, which then counts as bad; 0 = no limit.
+        train: transform of training samples: a preset, `module:function`, a list of Albumentations transforms, a
+            file with such a list (`*.yaml`, `*.json`), or several views,
+            `{NAME: {transform: …, count: …, size: …}, …}`.
+        val: transform of validation samples; the same choices.
+        size: side of the images that presets make, in pixels; or sides by the epoch from which they apply, such as
+            {0: 128, 10: 160, 20: 224}.
+        decode: "cpu": actors decode; "gpu": nvJPEG decodes on the training device (presets light, center, resize).
+        decode_as: "rgb": images become uint8 RGB; "array": PNG, TIFF and .npy keep their dtype and channels
+            (docs/targets.md).
+        decode_min_side: decode JPEGs at the smallest of 1/8, 2/8, … 8/8 of their size that keeps this short side,
+            in pixels; 0 = whole.
+        crop_decode: "exact": decode only the crop of a JPEG, with the same pixels as "off"; "scaled": decode the
+            crop at a reduced size; "off": decode the whole image.
+        wire: how images travel to the device: "rgb", or "yuv420": in half the bytes, with color at half the
+            resolution.
+        apply_exif: rotate images by their EXIF orientation; off = use the pixels as stored, as torchvision does.
+        mask_column: column with a mask for each sample, a PNG of one channel, transformed together with the image;
+            empty = none.
+        boxes_column: column with boxes for each sample, `[x0, y0, x1, y1, label]` in pixels, transformed together
+            with the image; empty = none.
+        max_boxes: boxes that a sample may have; a sample with more ends the run.
+        keypoints_column: column with keypoints for each sample, `[x, y, label]` in pixels, transformed together
+            with the image; empty = none.
+        max_keypoints: keypoints that a sample may have; a sample with more ends the run.
+        make_columns: `module:function` that computes a sample's columns from those of store.columns, such as the
+            tokens of a caption; empty = batches get the columns of the store.
+        on_bad_sample: "substitute": use another sample, chosen by the plan (during validation: give it weight 0);
+            "raise": end the run.
+        max_bad_fraction: the run ends if more than this share of an actor's samples is bad.
+        bad_grace: bad samples that each actor always tolerates, whatever their share.
+        time_limit_s: seconds for a micro-batch, and, in a second attempt, for each of its samples; a sample that
+            takes longer counts as bad; 0 = no limit.
     """
 
     train: str | list[dict[str, Any]] | dict[str, Any] = "light"
@@ -281,13 +298,13 @@ class TransformConfig(Section, prefix="transform."):
         self._require(0 in self.size_by_epoch, "size", self.size, "one, or {EPOCH: SIZE, …} from epoch 0 on")
         if self.crop_decode == "scaled":  # it chooses the scale by the crop
             self._only({"decode_min_side": 0, "decode": "cpu"}, "transform.crop_decode='scaled'")
-        if self.decode_as == "array":  # and no JPEG, so it is decoded whole
+        if self.decode_as == "array":  # arrays are not JPEGs, so they are decoded whole
             self._only({"decode": "cpu", "decode_min_side": 0, "apply_exif": False}, "transform.decode_as='array'")
             ok = self.crop_decode != "scaled"
             self._require(ok, "crop_decode", "scaled", "'exact' or 'off' with transform.decode_as='array'")
-        if self.wire == "yuv420":  # which is of uint8 RGB
+        if self.wire == "yuv420":  # it converts uint8 RGB
             self._only({"decode": "cpu", "decode_as": "rgb"}, "transform.wire='yuv420'")
-        if self.target_columns:  # in pixels of the stored image
+        if self.target_columns:  # their pixels are those of the stored image
             only = {"decode": "cpu", "decode_min_side": 0, "apply_exif": False}
             self._only(only, self.target_settings)
 
@@ -298,7 +315,7 @@ class TransformConfig(Section, prefix="transform."):
 
     @property
     def size_by_epoch(self) -> dict[int, int]:
-        """From epoch → side of the images, ascending."""
+        """Side of the images by the epoch from which it applies, ascending."""
         return dict(sorted(self.size.items())) if isinstance(self.size, dict) else {0: self.size}
 
     @property
@@ -332,22 +349,25 @@ class PoolConfig(Section, prefix="pool."):
     """The pool of CPU actors that decode and transform.
 
     Attributes:
-        engine: "ray": actors make the stream; "inline": this process does, for debugging (docs/tuning.md).
-        threads: of engine "inline"; 0 = the thread that asks for a micro-batch makes it.
-        executions: Ray Data executions that share the ranks, each with a pool; must divide W (docs/scale.md).
+        engine: "ray": actors make the stream; "inline": this process makes it, without Ray, for debugging.
+        threads: threads that make micro-batches with engine "inline"; 0 = the thread that asks for a micro-batch.
+        executions: Ray Data executions that share the ranks, each with its own pool; must divide W.
         min_actors: actors of each execution that must run before the stream starts.
-        max_actors: actors that the pool may grow to; 0 = all that the cluster can hold beside the trainers.
-        cpus_per_actor: CPUs that Ray reserves for each, which makes images with as many threads.
-        grow_after_s: the pool grows if ranks waited for half of this many seconds; at most once in this time.
-        shrink_after_s: seconds without waiting after which idle actors are given back.
-        label_selector: `label=value` of the nodes that actors prefer, and alone ask for; empty = any node.
-        block: micro-batches that Ray moves at a time; 0 = chosen by their size and time (docs/tuning.md).
+        max_actors: actors that the pool may grow to; 0 = all that fit into the cluster next to the trainers.
+        cpus_per_actor: CPUs that Ray reserves for each actor, which uses as many threads.
+        grow_after_s: the pool grows if ranks waited for half of this time, in seconds; at most once in this time.
+        shrink_after_s: seconds without waiting after which the pool gives idle actors back.
+        label_selector: `label=value` of the Ray nodes that actors prefer; if the pool grows, raypipe asks the
+            autoscaler for such nodes only; empty = any node.
+        block: micro-batches that Ray moves at a time; 0 = chosen by their size and time.
         max_in_flight: micro-batches in work or waiting at any time; 0 = 3 blocks per actor and 2 per rank.
-        read: "actor": actors read the store; "stage": one reader does; "auto": stage for stores in groups.
-        cache: "disk": keep decoded samples across epochs, on each node, in RAYPIPE_CACHE (docs/cache.md).
-        cache_bytes: limit of that cache, on a node; 0 = a quarter of the disk that is free at the start.
-        max_attempts: actors that may die at one block, or readers at one row group, before the run ends.
-        stall_timeout_s: the run ends after this many seconds without a finished micro-batch or room for trainers.
+        read: who reads the store: "actor": each actor; "stage": one reader for all actors; "auto": "stage" for
+            stores in groups, else "actor".
+        cache: "disk": keep decoded samples across epochs, on each node, in RAYPIPE_CACHE.
+        cache_bytes: limit of that cache on each node; 0 = a quarter of the disk space that is free at the start.
+        max_attempts: actors that may die on one block, or readers on one row group, before the run ends.
+        stall_timeout_s: the run ends after this many seconds in which no micro-batch was finished, or in which the
+            trainers found no room on the cluster.
     """
 
     engine: Literal["ray", "inline"] = "ray"
@@ -369,7 +389,7 @@ class PoolConfig(Section, prefix="pool."):
 
     @property
     def kernel_threads(self) -> int:
-        """Threads of an actor that make a micro-batch: one for each whole CPU that it has."""
+        """Threads with which an actor makes a micro-batch: one for each whole CPU that it has."""
         return max(1, int(self.cpus_per_actor))
 
     def __post_init__(self) -> None:
@@ -383,15 +403,15 @@ class PoolConfig(Section, prefix="pool."):
         self._require(all(named) or not any(named), "label_selector", self.label_selector, "label=value, or empty")
 
     def blocks_for(self, ranks: int, actors: int) -> tuple[int, int, int]:
-        """Blocks in flight for any size of the pool, further ones for each actor, and the largest block.
+        """Return the blocks in flight for a pool of any size, those for each actor, and the largest block.
 
         Each actor has one in work, one queued behind it, one finished, so no actor and no rank waits.
 
         Args:
-            actors: number that the pool begins with.
+            actors: number of actors that the pool begins with.
 
         Returns:
-            Two numbers of blocks, and one of micro-batches; 0 = no limit.
+            Two numbers of blocks, and a number of micro-batches; 0 = no limit.
         """
         if not self.max_in_flight:
             return 2 * ranks, 3, self.block
@@ -400,18 +420,18 @@ class PoolConfig(Section, prefix="pool."):
 
     @property
     def least_actors(self) -> int:
-        """Actors that all executions need to start."""
+        """Actors that all executions together need to start."""
         return 0 if self.engine == "inline" else self.executions * self.min_actors
 
 
 @dataclass(frozen=True)
 class StrengthConfig(Section, prefix="augment.strength."):
-    """The augmentation's strength over the run: linearly up from 0, constant, linearly down to 0.
+    """The strength of the augmentation over the run: it rises linearly from 0, stays, and falls linearly to 0.
 
     Attributes:
-        ramp_up: share of the run in which it rises from 0 to `peak`.
+        ramp_up: share of the run in which the strength rises from 0 to `peak`.
         peak: strength between the ramps, in [0, 1].
-        ramp_down: share of the run, at its end, in which it falls from `peak` to 0.
+        ramp_down: share of the run, at its end, in which the strength falls from `peak` to 0.
     """
 
     ramp_up: Share = 0.0
@@ -424,7 +444,7 @@ class StrengthConfig(Section, prefix="augment.strength."):
         self._require(both <= 1, "ramp_up + ramp_down", both, "at most 1")
 
     def at(self, progress: float) -> float:
-        """The strength at a share of the run in [0, 1)."""
+        """Return the strength at a share of the run, in [0, 1)."""
         if progress < self.ramp_up:
             return self.peak * progress / self.ramp_up
         if progress > 1 - self.ramp_down:
@@ -434,19 +454,21 @@ class StrengthConfig(Section, prefix="augment.strength."):
 
 @dataclass(frozen=True)
 class AugmentConfig(Section, prefix="augment."):
-    """The augmentation of whole micro-batches on the training device. Validation batches are only normalised.
+    """The augmentation of whole micro-batches on the training device. Validation batches are only normalized.
 
     Attributes:
-        mean: normalisation, per channel, of pixels scaled to [0, 1], or floats as they are; ImageNet's by default.
-        std: the same.
-        preset: of operations: none, light, standard or strong.
-        ops: Kornia operations after those of the preset, each `{op: NAME, parameter: value, …}`.
-        module: `module:name` of a torch module, its class or a function, run after the operations: float images
-            (B, 3, H, W) in [0, 1] → the same, random by torch's global generators; it may take `strength`.
-        mixup_alpha: of MixUp's Beta distribution; 0 = no MixUp.
-        cutmix_alpha: of CutMix's; 0 = no CutMix. If both are on, each gets half of the mixed micro-batches.
-        mix_prob: share of micro-batches that are mixed.
-        strength: scales the probability of every operation and of mixing over the run.
+        mean: mean of each channel, for normalization, of pixels scaled to [0, 1]; of floating-point images, as
+            they are; by default ImageNet's.
+        std: standard deviation of each channel; the same.
+        preset: augmentation by name: none, light, standard or strong.
+        ops: Kornia operations that follow the preset, each `{op: NAME, parameter: value, …}`.
+        module: `module:name` of a torch module, its class or a function that runs after the operations: float
+            images (B, 3, H, W) in [0, 1] → the same, random by torch's global generators; it may take `strength`.
+        mixup_alpha: alpha of MixUp's Beta distribution; 0 = no MixUp.
+        cutmix_alpha: alpha of CutMix's Beta distribution; 0 = no CutMix. If both are on, each gets half of the
+            mixed micro-batches.
+        mix_prob: share of the micro-batches that are mixed.
+        strength: factor of the probability of every operation, and of mixing, over the run.
     """
 
     mean: tuple[Pixel, ...] = (0.485, 0.456, 0.406)
@@ -472,41 +494,47 @@ class AugmentConfig(Section, prefix="augment."):
 
 @dataclass(frozen=True)
 class TrainConfig(Section, prefix="train."):
-    """The model and how it learns.
+    """The model and its training.
 
     Attributes:
-        model: "small" (a convolutional net for tiny images), any torchvision classification model, or a
-            `module:function` that makes one for `num_classes`.
-        loss: "cross_entropy", or `module:function` of logits and targets, with a loss for each sample; needed by
-            targets other than classes.
-        optimizer: "sgd" (Nesterov momentum), "adamw", or `module:function` of parameter groups and `lr`.
-        schedule: "cosine", or `module:function` of the step, all steps, those of warm-up and `lr`.
-        num_classes: number of classes, or of the model's outputs; 0 = as many as the store names, or as a target
-            that is a list has.
+        model: "small" (a convolutional net for tiny images), a classification model of torchvision, or a
+            `module:function` that makes a model for `num_classes`.
+        loss: "cross_entropy", or `module:function` of logits and targets that returns a loss for each sample;
+            targets other than classes need one.
+        optimizer: "sgd" (with Nesterov momentum), "adamw", or `module:function` of parameter groups and `lr`.
+        schedule: schedule of the learning rate: "cosine", or `module:function` of the step, the number of all
+            steps, the number of warm-up steps, and `lr`.
+        num_classes: classes, or outputs of the model; 0 = as many as the store's classes, or as the numbers in a
+            target that is a list.
         lr: peak learning rate.
-        momentum: of SGD.
-        weight_decay: not applied to biases and normalisation layers.
-        warmup_epochs: linear warm-up, in epochs; then cosine to zero.
-        label_smoothing: in [0, 1).
-        num_workers: W, training processes, one per GPU; 0 = the most GPUs that divide M, or 1 without GPUs.
-        min_workers: elastic training with this many workers up to `num_workers`, divisors of M; 0 = `num_workers`.
-        use_gpu: train on GPUs; "auto" = when the cluster has any.
-        cpus_per_worker: CPUs that Ray reserves for each; 0 = 1, or less if CPUs are scarce.
-        amp: autocast to "bf16" or "fp16" on GPUs; "auto" = bf16 there, off on CPU.
-        compile: compile the model (torch.compile); the first step then takes minutes.
-        max_grad_norm: clip the gradient's norm, over all parameters, to this; 0 = no clipping.
-        ema_decay: keep an exponential moving average of the weights, and validate it; 0 = none.
-        ordered_sum: replace DDP by sums that do not depend on W (docs/determinism.md); "auto" = on CPU.
-        max_failures: restarts of the workers after something has died; -1 = no limit.
-        max_preemption_failures: restarts after a notice that a trainer's node will go, Ray 2.60; -1 = no limit.
-        start_timeout_s: a start waits so long for the cluster to answer, for room that other jobs hold, and for
-            another run that starts on the cluster.
-        start_from: folder or URI of a run, of jobs/train.py or of an own loop, or of one of their checkpoints; a
-            run of the same plan, without checkpoints yet, starts from there with its model and optimizer.
-        checkpoint_interval: steps between checkpoints within an epoch, or the time, as "90s", "10min" or "2h"; 0 =
-            at epoch ends only.
-        log_interval: steps between records of progress, in metrics.jsonl; the first step has one as well.
-        log_samples: write the sample indices of every micro-batch to RUN/samples.jsonl; ranks meet at each step.
+        momentum: momentum of SGD.
+        weight_decay: weight decay, of all parameters but biases and normalization layers.
+        warmup_epochs: epochs in which the learning rate rises linearly, before it follows a cosine to 0.
+        label_smoothing: label smoothing, in [0, 1).
+        num_workers: W, the training processes, one per GPU; 0 = the most GPUs that divide M, or 1 without GPUs.
+        min_workers: elastic training: a run continues with this many workers up to `num_workers`, divisors of M; 0
+            = `num_workers`.
+        use_gpu: train on GPUs; "auto" = if the cluster has any.
+        cpus_per_worker: CPUs that Ray reserves for each training process; 0 = 1, or less if CPUs are scarce.
+        amp: autocast to "bf16" or "fp16" on GPUs; "auto" = bf16 on GPUs, off on CPUs.
+        compile: compile the model with torch.compile; the first step then takes minutes.
+        max_grad_norm: clip the norm of the gradient of all parameters to this; 0 = no clipping.
+        ema_decay: decay of an exponential moving average of the weights, which is then validated; 0 = none.
+        ordered_sum: sum gradients in an order that does not depend on W, instead of using DDP
+            (docs/reproducibility.md); "auto" = on CPUs.
+        max_failures: restarts of the workers after a process or a node has died; -1 = no limit.
+        max_preemption_failures: restarts after a notice that a trainer's node is about to go (Ray 2.60); -1 = no
+            limit.
+        start_timeout_s: seconds that a start waits for the cluster to answer, for room that other jobs hold, and
+            for another run that is starting on the cluster.
+        start_from: folder or URI of a run (of `raypipe train` or of your own loop), or of one of its checkpoints.
+            A run with the same plan, and without checkpoints of its own, starts there with that model and
+            optimizer.
+        checkpoint_interval: steps between checkpoints within an epoch, or a time such as "90s", "10min" or "2h"; 0
+            = only at the end of each epoch.
+        log_interval: steps between records of progress in metrics.jsonl; the first step always has one.
+        log_samples: write the sample indices of every micro-batch to RUN/samples.jsonl; the ranks then wait for
+            each other at every step.
     """
 
     model: str = "resnet50"
@@ -551,7 +579,7 @@ class TrainConfig(Section, prefix="train."):
 
     @property
     def checkpoint_steps(self) -> int:
-        """Steps between checkpoints within an epoch; 0 = they do not count."""
+        """Steps between checkpoints within an epoch; 0 = checkpoints do not depend on steps."""
         return self.checkpoint_interval if isinstance(self.checkpoint_interval, int) else 0
 
     @property
@@ -566,12 +594,13 @@ class RunConfig(Section, prefix=""):
     """A run: its sections `store`, `plan`, `transform`, `pool`, `augment` and `train`, its name and its folder.
 
     Attributes:
-        storage_path: folder or URI (s3://, gs://, az://, abfs://) under which runs are kept.
-        name: the run's name; empty = made from the date.
-        resume: folder or URI of a run to continue from its latest checkpoint; "auto" = that of `name`, or a new
-            run while there is none.
-        trust: run the code that a run names which is the target, or resume one whose folder another user owns.
-        log: progress and logs as lines of "text", or as "json" objects with time, run, rank, epoch, step.
+        storage_path: folder or URI (s3://, gs://, az://, abfs://) that has a folder for each run.
+        name: name of the run; empty = made from the date.
+        resume: folder or URI of a run, which continues from its latest checkpoint; "auto" = the run called `name`,
+            or a new one if there is none.
+        trust: run the code that a run names which is the target of a command; resume a run whose folder another
+            user owns.
+        log: "text", or "json": progress and logs as JSON objects with time, run, rank, epoch and step.
     """
 
     store: StoreConfig = field(default_factory=StoreConfig)

@@ -154,36 +154,38 @@ def number(value: float) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value of a command's result: a list of numbers is a range, a tuple two values, a dict counts or words."""
+    """A value of a command's result: [least, median, most], a tuple of two values, a dict of counts or words."""
     if isinstance(value, dict):
         named = ((name.replace("_", " "), part) for name, part in value.items())
         return ", ".join(f"{n:,} {name}" if type(n) is int else f"{name} ({shown(n)})" for name, n in named)
     if isinstance(value, tuple):
         return " / ".join(map(shown, value))
+    if isinstance(value, list) and len(value) == 3 and all(type(item) is int for item in value):
+        least, median, most = map(shown, value)
+        return f"{least}–{most} (median {median})"
     if isinstance(value, list):
-        is_range = all(isinstance(item, int) for item in value)
-        return (" … " if is_range else ", ").join(map(shown, value))
+        return ", ".join(map(shown, value))
+    if isinstance(value, bool) or value is None:
+        return {True: "yes", False: "no", None: "none"}[value]
     if isinstance(value, float):
         return number(value)
-    return f"{value:,}" if type(value) is int else "none" if value is None else str(value)
+    return f"{value:,}" if type(value) is int else str(value)
+
+
+_UNITS = {"_per_s": "{}/s", "_px": "{} px", "_s": "{} s"}
 
 
 def table(heading: str, rows: Mapping[str, Any]) -> None:
-    """Print names and values as a table, on standard output; a dict of dicts or lists takes several rows."""
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    drawn = Table(show_header=False)
-    drawn.add_column()
-    drawn.add_column(justify="right")
+    """Print names and values, on standard output; a dict of dicts or lists takes several rows, None no row."""
+    lines: list[tuple[str, str]] = []
     for name, value in rows.items():
-        values = value if isinstance(value, Mapping) else {}
-        several = any(isinstance(part, Mapping | list | tuple) for part in values.values())
-        title = name.replace("_", " ")
-        for row, cell in (
-            {f"{title} {key}": values[key] for key in values}.items() if several else [(title, value)]
-        ):
-            drawn.add_row(escape(printable(row)), escape(printable(shown(cell))))
-    print(printable(heading))  # not the table's own, which would be broken to the table's width
-    Console().print(drawn)
+        suffix = next(filter(name.endswith, _UNITS), "")
+        title, unit = name.removesuffix(suffix).replace("_", " "), _UNITS.get(suffix, "{}")
+        parts = value if isinstance(value, Mapping) else {}
+        if any(isinstance(part, Mapping | list | tuple) for part in parts.values()):
+            lines += [(f"{title} {key}", shown(part)) for key, part in parts.items()]
+        elif value is not None:
+            least_and_most, *median = shown(value).partition(" (median")
+            lines.append((title, unit.format(least_and_most) + "".join(median)))
+    width = max((len(name) for name, _ in lines), default=0)
+    print(printable("\n".join([heading, *(f"  {name:{width}}  {text}" for name, text in lines)])))

@@ -26,6 +26,7 @@ MODULES = sorted(
 # Each imports only from those before it, and within a package no modules import one another in a circle.
 PACKAGES = [
     "errors",
+    "environment",
     "lookup",
     "native",
     "logs",
@@ -52,6 +53,7 @@ WITHOUT_RAY_AND_TORCH = {
     "transform",
     "pages",
     "errors",
+    "environment",
     "section",
     "config",
     "logs",

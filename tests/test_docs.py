@@ -90,7 +90,11 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
+RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.md"))
+LINKING = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "tests" / "README.md", *RESULTS]
+
+
+@pytest.mark.parametrize("page", LINKING, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_link_leads_somewhere(page: Path) -> None:
     for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         if "://" not in link:
@@ -98,6 +102,22 @@ def test_every_link_leads_somewhere(page: Path) -> None:
             target = page.parent / path if path else page
             assert target.exists(), link
             assert not anchor or anchor in anchors(target), link
+
+
+def test_guides_are_short_and_each_begins_with_something_that_runs() -> None:
+    guides = [page for page in PAGES if page.parent.name == "docs" and page.stem not in ("README", "reference")]
+    for page in guides:
+        prose, *_ = re.subn(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S)
+        assert len(prose.split()) <= 1200, page.name
+        assert prose.count("![") + prose.count("<img") <= 3, page.name
+        first_section = page.read_text().partition("\n## ")[0]
+        assert "```console" in first_section or "```python" in first_section, page.name
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
+def test_every_result_is_in_the_index_of_results() -> None:
+    index = (ROOT / "benchmarks" / "results" / "README.md").read_text()
+    assert {page.name for page in RESULTS} - {"README.md"} <= set(re.findall(r"\]\(([\w-]+\.md)", index))
 
 
 def test_the_index_has_every_page() -> None:
@@ -123,13 +143,13 @@ def program(name: str, monkeypatch: pytest.MonkeyPatch, folder: Path, **instead:
 
 
 @pytest.mark.pages
-def test_the_code_of_docs_running_trains_a_model_of_ones_own() -> None:
+def test_the_code_of_docs_quickstart_trains_a_model_of_ones_own() -> None:
     """README.md's own code is run by tests/test_own_loop.py."""
     import torch
 
-    (own,) = blocks("python", ROOT / "docs" / "running.md")
+    (own,) = blocks("python", ROOT / "docs" / "quickstart.md")
     names: dict[str, Any] = {"raypipe": raypipe}
-    exec(compile(own, "running.md", "exec"), names)
+    exec(compile(own, "quickstart.md", "exec"), names)
     net = names["model"](5)
     logits = net(torch.randn(3, 3, 224, 224))
     assert names["loss"](logits, torch.arange(3)).shape == (3,)
@@ -137,36 +157,33 @@ def test_the_code_of_docs_running_trains_a_model_of_ones_own() -> None:
 
 
 @pytest.mark.pages
-def test_the_code_of_llms_txt_trains_and_evaluates(
-    stores: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_program_of_llms_txt_trains_and_its_check_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in ("train", "val"):
-        shutil.copy(stores[name], tmp_path / f"{name}.lmdb")
-    (code,) = blocks("python", ROOT / "llms.txt")
-    for there, small in {
-        "epochs=90, micro_batch_size=128, global_batch_size=1024": "epochs=2, micro_batch_size=8, "
-        "global_batch_size=16",
-        "size=224)": "size=16), pool=raypipe.PoolConfig(engine='inline')",
-    }.items():
-        assert there in code
-        code = code.replace(there, small)
-    seen: dict[str, list[Any]] = {"ends": [], "weight": []}
-    names: dict[str, Any] = {
-        "step": lambda image, target, mixed, last: seen["ends"].append(last),
-        "evaluate": lambda image, target, weight: seen["weight"].extend(weight.tolist()),
-    }
-    exec(compile(code, "llms.txt", "exec"), names)
-    names["train_fn"]({})
-    assert sum(seen["ends"]) == 2 * 6 and len(seen["ends"]) == 2 * 12
-    assert sum(seen["weight"]) == 2 * 22
+    """Its trainer is that of the own loop, below."""
+    import ray.train
+    import torch
+
+    program_, check = blocks("python", ROOT / "llms.txt")
+    exec(compile(check, "llms.txt", "exec"), {})
+    assert capsys.readouterr().out == "0 44 {torch.Size([32, 3, 32, 32])} tensor(360.)\n"
+    names: dict[str, Any] = {"__name__": "llms"}
+    exec(compile(program_, "llms.txt", "exec"), names)
+    names["spec"] = replace(names["spec"], pool=raypipe.PoolConfig(engine="inline"))
+    reported: list[dict[str, float]] = []
+    monkeypatch.setattr(ray.train, "report", lambda metrics, checkpoint: reported.append(metrics))
+    monkeypatch.setattr(ray.train, "get_all_reported_checkpoints", lambda **_: [])
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda _: None)
+    with only_rank():
+        names["train_fn"]({})
+    assert len(reported) == 2 and reported[-1]["accuracy"] > 0.7
 
 
 @pytest.mark.pages
 @pytest.mark.cluster
 @pytest.mark.timeout(240)
 @pytest.mark.usefixtures("two_cpus")
-def test_the_program_of_docs_own_loop_trains_fails_and_goes_on(
+def test_the_program_of_docs_training_loop_fails_and_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     # Two workers see what one sees, as tests/train/test_loop.py has it.
@@ -175,7 +192,7 @@ def test_the_program_of_docs_own_loop_trains_fails_and_goes_on(
         of_actors = raypipe.open_stream
         inline = functools.partial(of_actors, pool=raypipe.PoolConfig(engine="inline"))
         monkeypatch.setattr(raypipe, "open_stream", inline)
-    names = program("own-loop.md", monkeypatch, tmp_path, num_workers="2" if soak else "1")
+    names = program("training-loop.md", monkeypatch, tmp_path, num_workers="2" if soak else "1")
     assert names["metrics"]["began_at"] == 8 and names["metrics"]["steps"] == 22
     assert names["metrics"]["accuracy"] > 0.5
     assert names["batch"].at.split == "val" and sum(names["sizes"]) == 32 * len(names["epoch"].train) == 32 * 4
@@ -230,26 +247,15 @@ def test_the_ray_train_loop_of_docs_integrations_reports_and_learns(
 
 
 @pytest.mark.pages
-def test_docs_plans_mixes_by_weights_and_learns_on_buckets(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    names = program("plans.md", monkeypatch, tmp_path)
-    assert names["sources"] == {0: 48, 1: 16} and names["mixture"].kept["train"].num_left_out > 100
-    # Of 40 pictures each: five micro-batches an epoch, of which one in all makes no step; learnt in all shapes.
-    seen = names["seen"]
-    assert set(seen) == {(12, 16), (14, 14), (16, 12)} and sum(seen.values()) == 4 * 14
-    assert max(seen.values()) <= 20 and np.mean(names["right"][-14:]) > 0.9
-
-
-@pytest.mark.pages
 @pytest.mark.timeout(240)
-def test_docs_sampling_draws_exact_shares_and_balanced_classes_win(
+def test_docs_sampling_draws_shares_learns_on_buckets_and_balance_wins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import torch
 
     with one_thread():
         names = program("sampling.md", monkeypatch, tmp_path)
+    assert names["sources"] == {0: 48, 1: 16} and names["mixture"].kept["train"].num_left_out > 100
     assert names["shares"] == {(35, 15): 5 * 28} and names["accuracies"][-1] > 0.9
     assert names["sizes"][0] == 150 and names["sizes"][-1] == 3
     sizes, (uniform, balanced) = torch.tensor(names["sizes"]), names["results"].values()
@@ -257,16 +263,20 @@ def test_docs_sampling_draws_exact_shares_and_balanced_classes_win(
         assert drawn.sum() == 4096 and (drawn >= 9 * sizes).all() and (drawn <= 10 * sizes).all()
     for drawn, _ in balanced:  # in each of 8 epochs 51 or 52
         assert drawn.sum() == 4096 and (drawn >= 8 * 51).all() and (drawn <= 8 * 52).all()
-    ours, theirs = (torch.stack([each for _, each in runs]) for runs in (balanced, uniform))
-    assert ours.mean() > theirs.mean() and ours[:, 5:].mean() > theirs[:, 5:].mean() + 0.03
+    with_balance, without = (torch.stack([accuracies for _, accuracies in runs]) for runs in (balanced, uniform))
+    assert with_balance.mean() > without.mean() and with_balance[:, 5:].mean() > without[:, 5:].mean() + 0.03
+    # Of 40 pictures each: five micro-batches an epoch, of which one in all makes no step; learnt in all shapes.
+    shapes = names["batch_shapes"]
+    assert set(shapes) == {(12, 16), (14, 14), (16, 12)} and sum(shapes.values()) == 4 * 14
+    assert max(shapes.values()) <= 20 and np.mean(names["right"][-14:]) > 0.9
 
 
 @pytest.mark.pages
-def test_docs_cache_has_each_image_once_cropped_and_flipped(
+def test_docs_performance_caches_each_image_once_cropped_and_flipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copy(digits_stores()[0], tmp_path / "train.lmdb")
-    names = program("cache.md", monkeypatch, tmp_path)
+    names = program("performance.md", monkeypatch, tmp_path)
     images, labels, batches = (names[name] for name in ("images", "labels", "batches"))
     assert images.shape[1:] == (3, 8, 8) and len(images) == len(labels) == len(
         names["raypipe"].open_store("train.lmdb")
@@ -281,80 +291,37 @@ def test_docs_cache_has_each_image_once_cropped_and_flipped(
 
 
 @pytest.mark.pages
-def test_the_captions_of_docs_columns_are_learnt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = program("columns.md", monkeypatch, tmp_path)
-    assert len(names["found"]) == 120 and names["retrieved"] > 0.7  # by chance 1 / 12
-    assert names["batch"].columns.keys() == {"caption", "tokens", "tokens_length"}
-    outputs = names["torch"].zeros(2, 40)
-    assert names["per_attribute"](outputs, outputs).shape == names["squared"](outputs, outputs[:, 0]).shape == (2,)
-
-
-@pytest.mark.pages
-@pytest.mark.timeout(240)
-def test_the_arrays_of_docs_arrays_are_learned_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with one_thread():
-        names = program("arrays.md", monkeypatch, tmp_path)
-    assert names["explained"] > 0.8 and names["batch"].image.shape == (32, 4, 24, 24)
-
-
-@pytest.mark.pages
-@pytest.mark.timeout(240)
-def test_the_views_of_docs_views_are_learned_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with one_thread():
-        names = program("views.md", monkeypatch, tmp_path)
-    assert names["shapes"] == {"global": (64, 2, 3, 16, 16), "local": (64, 8, 3, 8, 8), "whole": (64, 3, 16, 16)}
-    accuracies, by_epoch = names["accuracies"], names["by_epoch"]
-    assert len(accuracies) == 4 and accuracies[-1] > accuracies[0] + 0.03 > 0.5
-    assert by_epoch[-1] < by_epoch[0] - 0.3 and names["largest"] < 0.3
-    assert {name: tuple(view.shape) for name, view in names["patches"].items()} == {
-        "patch": (64, 3, 4, 4),
-        "others": (64, 2, 3, 4, 4),
-    }
-
-
-@pytest.mark.pages
 @pytest.mark.cluster
 @pytest.mark.timeout(240)
 @pytest.mark.usefixtures("one_cpu")
-def test_the_program_of_docs_own_store_streams_audits_and_copies(
+def test_docs_formats_converts_from_python_and_streams_a_store_of_sqlite(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names = program("own-store.md", monkeypatch, tmp_path)
+    names = program("formats.md", monkeypatch, tmp_path)
+    samples = raypipe.open_store("samples.lmdb")
+    assert len(samples) == 100 and samples.columns == ("image", "label", "name", "width", "height")
+    assert samples.classes == tuple("0123456789")
+    labels = raypipe.open_store("dataset.parquet").read(np.arange(100))["label"]
+    assert labels.tolist() == [i % 10 for i in range(100)]
     assert isinstance(names["store"], Store) and isinstance(names["ChunkedStore"]("digits.sqlite"), Store)
-    assert names["num_bad"] == 1 and names["found"]["bad"] == 1
-    assert names["found"]["reasons"][0][:3] == (7, "", 1)
+    assert names["num_bad"] == 1 and names["findings"]["bad_samples"] == 1
+    assert {"index": 7, "name": "", "samples": 1}.items() <= names["findings"]["reasons"][0].items()
     copy = raypipe.open_store("digits.lmdb")
     assert len(copy) == 1437 and copy.classes == names["store"].classes
 
 
 @pytest.mark.pages
 @pytest.mark.cluster
-@pytest.mark.usefixtures("ray_cluster")
-def test_the_program_of_docs_formats_converts_samples_and_a_dataset(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    program("formats.md", monkeypatch, tmp_path)
-    store = raypipe.open_store("samples.lmdb")
-    assert (
-        len(store) == 100
-        and store.columns == ("image", "label", "name", "width", "height")
-        and store.classes == tuple("0123456789")
-    )
-    labels = raypipe.open_store("dataset.parquet").read(np.arange(100))["label"]
-    assert labels.tolist() == [i % 10 for i in range(100)]
-
-
-@pytest.mark.pages
-@pytest.mark.cluster
 @pytest.mark.timeout(240)
 @pytest.mark.usefixtures("two_cpus")
-def test_the_digests_of_docs_determinism_are_equal_and_differ_as_it_says(
+def test_the_digests_of_docs_reproducibility_are_as_it_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    page = ROOT / "docs" / "determinism.md"
+    page = ROOT / "docs" / "reproducibility.md"
     shown = []
     *digests, diff = commands(page)
+    assert digests[:2] == [words for words in commands(ROOT / "README.md") if words[1] == "digest"]
     # One of them on a cluster: that it is equal to the others says the most.
     for number, words in enumerate(digests):
         cli.main([*words[1:], *([] if number == 1 else ["--pool.engine=inline"])])
@@ -362,9 +329,10 @@ def test_the_digests_of_docs_determinism_are_equal_and_differ_as_it_says(
     with pytest.raises(SystemExit, match="1"):
         cli.main(diff[1:])
     shown.append(capsys.readouterr().out)
-    assert len(digests) == 3 and "equal over 16 micro-batches" in shown[1]
-    assert "44 of 56 micro-batches differ" in shown[3] and "train-e0000-s000000-m000" in shown[3]
-    assert json.loads(shown[3].splitlines()[-1])["settings"].keys() == {"plan", "plan.seed"}
+    second, last = json.loads(shown[1]), json.loads(shown[3])
+    assert len(digests) == 3 and (second["equal"], second["compared"]) == (True, 16)
+    assert (last["different"], last["compared"], last["first_different"]) == (44, 56, "train-e0000-s000000-m000")
+    assert last["settings"].keys() == {"plan", "plan.seed"}
 
 
 NOTEBOOK = ROOT / "docs" / "preview.ipynb"
@@ -408,16 +376,24 @@ def test_what_docs_moving_has_instead_of_other_loaders_runs(
     for number in range(10):
         write_tar(tmp_path / f"train-{number:04d}.tar", samples(10, first=10 * number))
     pipeline = albumentations.Compose([albumentations.RandomResizedCrop((16, 16))])
+    for number, sample in enumerate(samples(40)):
+        place = tmp_path / "photos" / str(sample["label"]) / f"{number}.jpg"
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_bytes(sample["image"])
+    small = {"epochs=90, micro_batch_size=128": "epochs=2, micro_batch_size=16", "0099": "0009"}
     ours = [code for code in blocks("python", ROOT / "docs" / "moving.md") if "import raypipe" in code]
     ours = [code for code in ours if "sys.argv" not in code]  # tests/test_moving.py has the scripts
-    assert len(ours) == 3
+    assert len(ours) == 4
     for code in ours:
-        names = {"raypipe": raypipe, "pipeline": pipeline}
-        exec(compile(code.replace("0099", "0009"), "moving.md", "exec"), names)
+        names: dict[str, Any] = {"raypipe": raypipe, "pipeline": pipeline}
+        for page, test in small.items():
+            code = code.replace(page, test)
+        exec(compile(code, "moving.md", "exec"), names)
         if "spec" in names:
-            assert len(names["spec"].stores["train"]) == 100
+            assert len(names["spec"].stores["train"]) == (40 if "photos" in code else 100)
         if "image" in names:
-            assert names["image"].shape == (16, 16, 16, 3) and names["label"].shape == (16,)
+            shape = (16, 3, 16, 16) if "photos" in code else (16, 16, 16, 3)
+            assert names["image"].shape == shape and names.get("label", names.get("target")).shape == (16,)
 
 
 @pytest.mark.pages
@@ -425,7 +401,7 @@ def test_what_docs_transforms_has_makes_images(
     stores: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page = ROOT / "docs" / "transforms.md"
-    own, given = blocks("python", page)
+    own, given, *_ = blocks("python", page)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "my_transforms", raising=False)
@@ -462,27 +438,43 @@ def test_docs_transforms_has_every_preset() -> None:
 
 
 @pytest.mark.pages
+@pytest.mark.timeout(240)
+def test_the_views_of_docs_transforms_are_learned_from(
+    tmp_path: Path, stores: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copy(stores["train"], tmp_path / "train.lmdb")
+    with one_thread():
+        names = program("transforms.md", monkeypatch, tmp_path)
+    num, shapes = 128, names["shapes"]
+    assert shapes == {"global": (num, 2, 3, 16, 16), "local": (num, 8, 3, 8, 8), "whole": (num, 3, 16, 16)}
+    accuracies = names["accuracies"]
+    assert len(accuracies) == 4 and accuracies[-1] > accuracies[0] + 0.03 > 0.5
+    patches = {name: tuple(view.shape) for name, view in names["patches"].items()}
+    assert patches == {"patch": (num, 3, 4, 4), "others": (num, 2, 3, 4, 4)}
+
+
+@pytest.mark.pages
 @pytest.mark.cluster
 @pytest.mark.timeout(240)
 @pytest.mark.usefixtures("one_cpu")
-def test_what_docs_targets_trains_learns(
+def test_docs_targets_learns_masks_captions_and_fields(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import torch
-
-    monkeypatch.chdir(tmp_path)
-    torch.manual_seed(0)
-    names: dict[str, Any] = {}
-    for code in blocks("python", ROOT / "docs" / "targets.md"):
-        exec(compile(code, "targets.md", "exec"), names)
+    with one_thread():
+        names = program("targets.md", monkeypatch, tmp_path)
     losses, targets = names["losses"], names["targets"]
-    assert len(losses) == 64 and sum(losses[-8:]) < 0.5 * sum(losses[:8])
+    assert len(losses) == 90 and sum(losses[-8:]) < 0.5 * sum(losses[:8])
     assert len(targets) == 16 and {tuple(each["boxes"].shape) for each in targets} <= {(0, 4), (1, 4)}
-    assert names["in_sight"].shape == (16, 2) and 0 < names["in_sight"].sum() < 32
+    assert names["visible"].shape == (16, 2) and 0 < names["visible"].sum() < 32
+    assert len(names["hits"]) == 120 and names["retrieved"] > 0.7  # by chance 1 / 12
+    outputs = names["torch"].zeros(2, 40)
+    assert names["per_attribute"](outputs, outputs).shape == names["squared"](outputs, outputs[:, 0]).shape == (2,)
+    assert names["explained"] > 0.8 and names["batch"].image.shape == (32, 4, 24, 24)
     verify, *others = commands(ROOT / "docs" / "targets.md")
+    capsys.readouterr()
     cli.main(verify[1:])
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert (found["samples"], found["bad"]) == (256, 0)
+    assert (found["samples"], found["bad_samples"]) == (720, 0)
     for words in others:
         cli.main([*words[1:], *(["--pool.engine=inline"] if words[1] == "digest" else [])])
     assert Path("grid.png").stat().st_size > 10_000

@@ -50,11 +50,12 @@ ONE_CPU = ["--pool.max_actors=1", "--train.num_workers=1", "--train.cpus_per_wor
 JOB = [*ONE_EPOCH, *ONE_CPU, "--train.model=small", "--train.num_classes=5"]
 TUNE = ["--trials=2", "--seeds=2", "--storage_path=runs"]
 ELSEWHERE = {
-    ("README.md", "jobs/train.py"): "test_jobs.py",
-    **{("llms.txt", name): "here, of running.md" for name in ("jobs/train.py", "convert", "digest")},
-    ("plans.md", "inspect"): "test_plan_summary.py",
-    **{("determinism.md", name): "test_docs.py" for name in ("digest", "digest-diff")},
-    **{("targets.md", name): "test_docs.py" for name in ("inspect", "digest", "preview")},
+    ("README.md", "train"): "test_jobs.py",
+    ("README.md", "digest"): "test_docs.py",
+    ("llms.txt", "digest"): "here, of concepts.md",
+    ("sampling.md", "plan"): "test_plan_summary.py",
+    ("reproducibility.md", "digest"): "test_docs.py",
+    **{("targets.md", name): "test_docs.py" for name in ("verify", "digest", "preview")},
 }
 
 
@@ -115,34 +116,26 @@ def runs(*what: tuple[str, str]) -> Callable[[Callable[..., None]], Callable[...
     return lambda test: test
 
 
-@runs(("running.md", "convert"), ("running.md", "inspect"), ("running.md", "digest"))
-@pytest.mark.usefixtures("ray_cluster", "s3")
-def test_docs_running_converts_verifies_and_audits(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    few = samples(64)
-    write_tar("photos.tar", (few[i % 64] for i in range(1600)))
-    here, there = of("running.md", "convert")
-    assert run(here, capsys)["samples"] == 1600
-    (verify,) = of("running.md", "inspect")
-    assert run(verify, capsys)["bad"] == 0 and Path("bad.json").exists()
-    whole, part, of_run = of("running.md", "digest")
-    Path("run.yaml").write_text("store: {train: train.lmdb}\nplan: {epochs: 2}")
-    Path(of_run[2]).mkdir(parents=True)
-    Path(of_run[2], "config.yaml").write_text(CONFIG_HEAD + Path("run.yaml").read_text())
-    made = run([*whole, "--pool.engine=inline"], capsys)
-    assert made["micro_batches"] == 200
-    assert run([*of_run, "--pool.engine=inline"], capsys)["digest"] == made["digest"]
-    found = run(part, capsys)
-    assert found["equal"] and found["compared"] == 40
-    write_tar("photos.tar", few)
-    assert run(there, capsys)["samples"] == 64 == len(open_store(there[-1]))
+@runs(*(("quickstart.md", name) for name in ("convert", "verify", "preview")))
+@pytest.mark.usefixtures("ray_cluster", "folder")
+def test_docs_quickstart_converts_verifies_and_shows(capsys: pytest.CaptureFixture[str]) -> None:
+    train, val = of("quickstart.md", "convert")
+    for words, num in ((train, 40), (val, 20)):
+        write_folder(Path(words[2]), num)
+        assert run(words, capsys)["samples"] == num == len(open_store(words[3]))
+    (verify,) = of("quickstart.md", "verify")
+    assert run(verify, capsys)["bad_samples"] == 0 and Path("bad.json").exists()
+    (preview,) = of("quickstart.md", "preview")
+    assert run(preview, capsys)["samples"] == 6 and Path("grid.png").stat().st_size > 1000
 
 
-@runs(("running.md", "stop"), ("running.md", "status"))
+@runs(("quickstart.md", "stop"), ("quickstart.md", "status"), ("quickstart.md", "report"))
 @pytest.mark.usefixtures("s3")
-def test_docs_running_stops_a_run_in_a_bucket_and_tells_where_it_stands(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    (words,), (status,) = of("running.md", "stop"), of("running.md", "status")
+def test_docs_quickstart_stops_a_run_and_tells_where_it_stands(capsys: pytest.CaptureFixture[str]) -> None:
+    """Here it is a run in a bucket."""
+    (words,), (status,) = of("quickstart.md", "stop"), of("quickstart.md", "status")
+    assert words[2] == status[2] == "runs/first"
+    words[2] = status[2] = "s3://my-bucket/runs/first"
     filesystem, path = open_filesystem(words[2])
     with filesystem.open_output_stream(f"{path}/config.yaml") as file:
         file.write(CONFIG_HEAD.encode())
@@ -154,71 +147,75 @@ def test_docs_running_stops_a_run_in_a_bucket_and_tells_where_it_stands(
         chronicle._look(time.time())
         assert run(status, capsys)["waits_for"] == "train-e0000-s000000-m000"
     chronicle.close()
+    make_run(Path("runs/first"), name="first")
+    (report,) = of("quickstart.md", "report")
+    assert run(report, capsys)["steps"] == 30 and Path("runs/first/report.html").exists()
 
 
-@runs(("running.md", "bench"))
-@pytest.mark.usefixtures("folder")
-def test_docs_running_sizes_a_cluster_by_what_it_has_measured() -> None:
-    write_atomically("imagenet.lmdb", samples(100), CLASSES)
-    (bench,) = of("running.md", "bench")
-    assert run_alone(bench)["cpus_needed"] > 0  # it ends the cluster that it is connected to
+@runs(("concepts.md", "digest"), ("concepts.md", "plan"))
+@pytest.mark.usefixtures("ray_cluster", "folder")
+def test_docs_concepts_plans_and_audits_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+    write_tar("photos.tar", (samples(64)[i % 64] for i in range(1600)))
+    run(["raypipe", "convert", "photos.tar", "train.lmdb"], capsys)
+    Path("run.yaml").write_text("store: {train: train.lmdb}\nplan: {epochs: 2}")
+    (plan,) = of("concepts.md", "plan")
+    found = run(plan, capsys)
+    assert (found["steps"], found["samples"], found["left_over"]) == (11, 1408, 29)
+    whole, part, of_run = of("concepts.md", "digest")
+    Path(of_run[2]).mkdir(parents=True)
+    Path(of_run[2], "config.yaml").write_text(CONFIG_HEAD + Path("run.yaml").read_text())
+    hashed = run([*whole, "--pool.engine=inline"], capsys)
+    assert hashed["micro_batches"] == 200
+    assert run([*of_run, "--pool.engine=inline"], capsys)["digest"] == hashed["digest"]
+    found = run(part, capsys)
+    assert found["equal"] and found["compared"] == 40
 
 
-@runs(("cache.md", "digest"))
+@runs(("performance.md", "digest"))
 @pytest.mark.soak  # tests/transform/test_sample_cache.py has the digests of any cache
 @pytest.mark.usefixtures("ray_cluster", "folder")
-def test_docs_cache_changes_no_bit(capsys: pytest.CaptureFixture[str]) -> None:
+def test_docs_performance_caches_and_changes_no_bit(capsys: pytest.CaptureFixture[str]) -> None:
     write_atomically("train.lmdb", samples(200), CLASSES)
-    off, kept, *_ = of("cache.md", "digest")
+    off, kept, *_ = of("performance.md", "digest")
     assert run(off, capsys)["samples"] == 2 * 192
     assert run(kept, capsys)["equal"]
 
 
-@runs(("cloud.md", "convert"))
 @pytest.mark.usefixtures("ray_cluster", "folder", "s3")
-def test_docs_cloud_converts_into_a_bucket(capsys: pytest.CaptureFixture[str]) -> None:
+def test_docs_formats_converts_into_a_bucket(capsys: pytest.CaptureFixture[str]) -> None:
     write_tar("photos.tar", samples(100))
-    (convert,) = of("cloud.md", "convert")
+    (convert,) = (words for words in of("formats.md", "convert") if words[3].startswith("s3://"))
     assert run(convert, capsys)["samples"] == 100 == len(open_store(convert[3]))
 
 
-@runs(("costs.md", "bench"))
-@pytest.mark.soak  # the README's commands, on a store in a bucket, as test_cloud.py has it
-@pytest.mark.usefixtures("folder", "s3")
-def test_docs_costs_sizes_a_cluster_for_a_store_in_a_bucket() -> None:
-    write_tar("photos.tar", samples(100))
-    (bench,) = of("costs.md", "bench")
-    run_alone(["raypipe", "convert", "photos.tar", bench[2]])
-    assert run_alone(bench)["store"] == bench[2]
-
-
-@runs(("tuning.md", "report"))
+@runs(("performance.md", "report"))
 @pytest.mark.usefixtures("folder")
-def test_docs_tuning_compares_runs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_docs_performance_compares_runs(capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("before", "after"):
         make_run(Path("runs", name), name=name)
-    (report,) = of("tuning.md", "report")
+    (report,) = of("performance.md", "report")
     found = run(report, capsys)
     assert Path("runs/after/report.html").exists() and found["against"]["steps"] == 30
 
 
-@runs(("tuning.md", "bench"))
-@pytest.mark.soak  # the same command as the README's
-@pytest.mark.usefixtures("folder")
-def test_docs_tuning_measures() -> None:
-    for name in ("train.lmdb", "train-256.lmdb"):
-        write_atomically(name, samples(100), CLASSES)
-    for words in of("tuning.md", "bench"):
-        assert run_alone(words)["ratio"] > 0
+@runs(("performance.md", "bench"), ("clusters.md", "bench"))
+@pytest.mark.soak  # tests/commands/test_bench.py has shorter ones
+@pytest.mark.usefixtures("folder", "s3")
+def test_the_benches_of_docs_measure_and_size_a_cluster() -> None:
+    write_tar("photos.tar", samples(100))
+    for words in [words for page in ("performance.md", "clusters.md") for words in of(page, "bench")]:
+        run_alone(["raypipe", "convert", "photos.tar", words[2], "--overwrite"])
+        found = run_alone(words)  # it ends the cluster that it is connected to
+        assert found["ratio"] > 0 and found["store"] == words[2]
+        assert found.get("cpus_needed", 0) > 0 or not any("images-per-s" in word for word in words)
 
 
-@runs(("decode.md", "convert"))
 @pytest.mark.usefixtures("ray_cluster", "folder")
-def test_docs_decode_makes_a_store_seekable(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_option_seekable_of_docs_formats(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "`--seekable`" in (ROOT / "docs" / "formats.md").read_text()
     write_tar("photos.tar", samples(20))
-    (words,) = of("decode.md", "convert")
-    assert run(words, capsys)["samples"] == 20
-    assert all(map(is_seekable, open_store(words[3]).read(np.arange(20), ("image",))["image"]))
+    assert run(["raypipe", "convert", "photos.tar", "train.lmdb", "--seekable"], capsys)["samples"] == 20
+    assert all(map(is_seekable, open_store("train.lmdb").read(np.arange(20), ("image",))["image"]))
 
 
 @runs(("moving.md", "convert"))
@@ -231,23 +228,14 @@ def test_docs_moving_converts_a_folder(capsys: pytest.CaptureFixture[str]) -> No
 
 @runs(("transforms.md", "preview"), ("transforms.md", "digest"))
 @pytest.mark.usefixtures("ray_cluster", "folder")
-def test_docs_transforms_draws_steps_and_hashes_a_file_of_them(capsys: pytest.CaptureFixture[str]) -> None:
+def test_docs_transforms_draws_steps_and_views_and_hashes_them(capsys: pytest.CaptureFixture[str]) -> None:
     write_atomically("train.lmdb", samples(64), CLASSES)
     Path("policy.json").write_text('[{"RandomResizedCrop": {"size": [32, 32]}}, {"HorizontalFlip": {}}]')
-    (digest,) = of("transforms.md", "digest")
-    for preview in of("transforms.md", "preview"):
-        assert run(preview, capsys)["samples"] == 6
-    assert run([*digest, "--pool.engine=inline"], capsys)["samples"] == 64
+    previews = of("transforms.md", "preview")
+    assert [run(words, capsys)["samples"] for words in previews] == [6, 6, 6, 2]
+    for digest in of("transforms.md", "digest"):
+        assert run([*digest, "--pool.engine=inline"], capsys)["samples"] == 64
     assert Path("grid.png").stat().st_size > 1000
-
-
-@runs(("views.md", "preview"), ("views.md", "digest"))
-@pytest.mark.usefixtures("folder")
-def test_docs_views_draws_crops_and_hashes_pairs(capsys: pytest.CaptureFixture[str]) -> None:
-    write_atomically("train.lmdb", samples(64), CLASSES)
-    (preview,), (digest,) = of("views.md", "preview"), of("views.md", "digest")
-    assert run(preview, capsys)["samples"] == 2
-    assert run([*digest, "--pool.engine=inline"], capsys)["samples"] == 64
 
 
 # What others wrote
@@ -302,12 +290,18 @@ GIVEN: dict[str, Callable[[], None]] = {
     "mds/train": write_mosaic,
     "train.lance": write_lance,
     "photos.tar": lambda: write_tar("photos.tar", samples(30)),
+    "train.lmdb": lambda: write_atomically("train.lmdb", samples(30), CLASSES),
 }
 
 
-@runs(("formats.md", "convert"), ("formats.md", "inspect"), ("formats.md", "preview"))
+READS = ("convert", "inspect", "preview", "add-sizes")
+
+
+@runs(*(("formats.md", name) for name in READS))
 @pytest.mark.usefixtures("ray_cluster", "folder")
-@pytest.mark.parametrize("words", of("formats.md", "convert", "inspect", "preview"), ids=" ".join)
+@pytest.mark.parametrize(
+    "words", [words for words in of("formats.md", *READS) if "s3://bucket" not in " ".join(words)], ids=" ".join
+)
 def test_docs_formats_reads_what_others_wrote(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     if "fine_label" in words:
         write_hugging_face("img", "fine_label")
@@ -316,8 +310,8 @@ def test_docs_formats_reads_what_others_wrote(words: list[str], capsys: pytest.C
     own = "my_layout:sample" in words
     found = run_alone(words) if own else run(words, capsys)
     assert found["samples"] == (6 if words[1] == "preview" else 30)
-    if "--add-sizes" in words:
-        assert found["unsized"] == 0 and matching(open_store(words[2]), "width > 0").all()
+    if words[1] == "add-sizes":
+        assert found["without_size"] == 0 and matching(open_store(words[2]), "width > 0").all()
     if words[1] != "convert":
         return
     store = open_store(words[3])
@@ -345,67 +339,57 @@ def job(words: list[str], *options: str) -> dict[str, Any]:
     return run_alone([*words, *JOB, *options])
 
 
-@runs(("running.md", "jobs/train.py"), ("running.md", "jobs/tune.py"))
+@runs(("quickstart.md", "train"), ("quickstart.md", "jobs/train.py"))
 @pytest.mark.soak
 @pytest.mark.timeout(900)
-@pytest.mark.usefixtures("s3")
-def test_the_jobs_of_docs_running_run() -> None:
+@pytest.mark.usefixtures("folder", "s3")
+def test_the_runs_of_docs_quickstart_run() -> None:
     """The first, on the digits, is that of test_jobs.py."""
-    _, first, resume, submitted, without_bad, in_bucket, best = of("running.md", "jobs/train.py")
+    _, first, resume, mine = of("quickstart.md", "train")
     write_stores("train.lmdb", "val.lmdb")
-    assert job(first, f"--name={RUN_ID}")["steps"] == 10
-    assert run_alone(resume)["run_dir"].endswith(RUN_ID)
-    (verify,) = of("running.md", "inspect")
+    assert job(first)["steps"] == 10
+    assert run_alone(resume)["run_dir"].endswith("/runs/first")
+    (verify,) = of("quickstart.md", "verify")
     run_alone(verify)
-    assert job(without_bad)["steps"] == 10
-    run_alone(["raypipe", "convert", "train.lmdb", in_bucket[2]])
-    assert job(in_bucket)["run_dir"].startswith("s3://bucket/runs/")
-    Path("my_package").mkdir()
-    Path("my_package", "__init__.py").touch()
-    Path("my_package", "transforms.py").write_text(blocks("python", ROOT / "docs" / "transforms.md")[0])
-    Path("run.yaml").write_text(blocks("yaml", ROOT / "README.md")[0])
-    assert job(submitted)["run_dir"].startswith("s3://my-bucket/runs/")
-    (tune,) = of("running.md", "jobs/tune.py")
-    found = job(tune, *TUNE)
-    assert found["config"].endswith("best.yaml")
-    Path(found["config"]).parent.rename(Path(best[2]).parent)
-    assert run_alone([*best, "--plan.epochs=1", "--name=best"])["steps"] == 10
+    Path("run.yaml").write_text(blocks("yaml", ROOT / "docs" / "quickstart.md")[0])
+    for words in (mine, *of("quickstart.md", "jobs/train.py")):
+        assert job(words)["run_dir"].startswith("s3://my-bucket/runs/")
 
 
-@runs(("cloud.md", "jobs/train.py"), ("cluster.md", "jobs/train.py"))
+@runs(("clusters.md", "jobs/train.py"))
 @pytest.mark.soak
 @pytest.mark.timeout(600)
 @pytest.mark.usefixtures("folder", "s3")
-def test_the_jobs_of_docs_cloud_and_docs_cluster_run() -> None:
-    first, resume = of("cloud.md", "jobs/train.py")
-    write_stores("train.lmdb", "val.parquet")
-    for name in ("train.lmdb", "val.parquet"):
-        run_alone(["raypipe", "convert", name, f"s3://bucket/{name}"])
-    assert job(first, f"--name={RUN_ID}")["steps"] == 10
-    assert run_alone(resume)["run_dir"] == f"s3://bucket/runs/{RUN_ID}"
+def test_the_jobs_of_docs_clusters_run() -> None:
+    write_stores("val.parquet")
     for name in ("train", "val"):
         run_alone(["raypipe", "convert", "val.parquet", f"s3://my-bucket/{name}.parquet"])
-    standing, words = of("cluster.md", "jobs/train.py")
+    standing, words = of("clusters.md", "jobs/train.py")
     assert job(words)["run_dir"] == "s3://my-bucket/runs/first"
     assert job(standing, "--storage_path=runs", "--train.num_classes=10")["run_dir"].endswith(
         "/runs/first"
     )  # the digits
 
 
-@runs(("formats.md", "jobs/train.py"), ("transforms.md", "jobs/train.py"))
+@runs(("formats.md", "train"), ("transforms.md", "train"), ("transforms.md", "jobs/tune.py"))
 @pytest.mark.soak
-@pytest.mark.usefixtures("folder")
-def test_the_jobs_of_docs_formats_and_transforms_run() -> None:
-    write_hugging_face()
-    (words,) = of("formats.md", "jobs/train.py")
-    assert job(words)["steps"] == 1
-    write_stores("train.lmdb")
+@pytest.mark.timeout(900)
+@pytest.mark.usefixtures("folder", "s3")
+def test_the_runs_of_docs_formats_and_transforms_run() -> None:
+    write_stores("train.lmdb", "val.lmdb", "val.parquet")
+    local, in_bucket = of("formats.md", "train")
+    assert job(local)["steps"] == 10
+    for name in ("train.lmdb", "val.parquet"):
+        run_alone(["raypipe", "convert", name, f"s3://bucket/{name}"])
+    assert job(in_bucket)["run_dir"].startswith("s3://bucket/runs/")
     settings = yaml.safe_load(blocks("yaml", ROOT / "docs" / "transforms.md")[0])
     Path("run.yaml").write_text(
         yaml.safe_dump({"store": {"train": "train.lmdb", "val": "train.lmdb"}, **settings})
     )
-    (words,) = of("transforms.md", "jobs/train.py")
+    (words,) = of("transforms.md", "train")
     assert job(words, "--transform.val=none")["steps"] == 10
+    (tune,) = of("transforms.md", "jobs/tune.py")
+    assert job(tune, *TUNE, "--transform.val=none", "--transform.train=none")["config"].endswith("best.yaml")
 
 
 def test_every_command_has_a_test() -> None:

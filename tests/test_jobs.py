@@ -94,8 +94,7 @@ def test_bench_prints_ceiling_stream_and_the_cpus_for_a_rate(stores: dict[str, P
     assert list(found)[:4] == ["ceiling_images_per_s", "stream_images_per_s", "ratio", "first_batch_s"]
     assert all(value > 0 for value in found.values() if isinstance(value, float))
     assert (found["actors"], found["micro_batch"], found["micro_batch_bytes"]) == (1, 32, 32 * 64 * 64 * 3)
-    assert found["cpus_needed"] == 1 and "9 images/s need 1 such CPUs" in done.stdout
-    assert "stream / ceiling" in done.stdout and "The stream runs at" in done.stdout
+    assert found["cpus_needed"] == 1 and found["core_hours_per_million"] > 0
 
 
 @pytest.mark.soak  # tests/rayext/test_execution.py watches streams that are larger than the object store
@@ -112,14 +111,14 @@ def test_the_benchmarks_of_memory_and_of_a_resume_print_what_docs_say(stores: di
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["digest", "/nowhere.lmdb"], "StoreError: /nowhere.lmdb does not exist"),
+        (["digest", "/nowhere.lmdb"], "error: /nowhere.lmdb does not exist"),
         (
             ["digest", "STORE", "--train.num_workers", "2"],
-            "ConfigError: 2 workers cannot share the 1 micro-batches",
+            "error: 2 workers cannot share the 1 micro-batches",
         ),
         pytest.param(
             ["digest", "STORE", "--plan.micro_batch_size", "1000"],
-            "ConfigError: .* has 100 samples, fewer than a global batch",
+            "error: .* has 100 samples, fewer than a global batch",
             marks=pytest.mark.soak,  # tests/plan/test_schedule.py has it too
         ),
     ],
@@ -252,7 +251,7 @@ def test_two_runs_of_one_second_train_in_turn_and_a_lost_head_is_named(
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         text, _ = endless.communicate(timeout=200)
-    assert endless.returncode == 1 and "RunError: the head of the Ray cluster does not answer any more (" in text
+    assert endless.returncode == 1 and "error: the head of the Ray cluster does not answer any more (" in text
     assert f"go on by: jobs/train.py --resume {tmp_path / 'lost'}" in text
 
 

@@ -159,8 +159,9 @@ def tar(path: Path, *names: bytes) -> str:
 
 
 def test_names_from_an_archive_do_not_command_the_terminal(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("raypipe.commands.cli._is_terminal", lambda: True)
     evil = b"\x1b]0;owned\x07\xff"
     columns = tar(tmp_path / "a.tar", b"0.jpg", b"0.cls", b"0." + evil)
     with pytest.raises(SystemExit):
@@ -177,8 +178,9 @@ def test_names_from_an_archive_do_not_command_the_terminal(
 
 
 def test_a_name_that_is_no_utf_8_breaks_no_table_and_no_picture(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("raypipe.commands.cli._is_terminal", lambda: True)
     names = [b"\xe9t\xe9\x1b[31m/1.jpg", b"b/2.jpg"]
     for store in (tar(tmp_path / "a.tar", *names), str(tmp_path / os.fsdecode(b"folder\xff"))):
         if not Path(store).exists():

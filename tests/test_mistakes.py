@@ -40,8 +40,8 @@ def of_an_image(image):
 """
 
 MISTAKES = {
-    "a setting is misspelt": (["--plan.epoch=3"], "did you mean plan.epochs?"),
-    "a section is left out": (["--epochs=3"], "did you mean plan.epochs?"),
+    "a setting is misspelt": (["--plan.epoch=3"], "did you mean 'plan.epochs'?"),
+    "a section is left out": (["--epochs=3"], "did you mean 'plan.epochs'?"),
     "an unknown choice": (["--plan.shuffle=globl"], "plan.shuffle"),
     "no whole number": (["--plan.seed=1.5"], "plan.seed must be a whole number of at least 0, got 1.5"),
     "a word for a number": (
@@ -54,7 +54,7 @@ MISTAKES = {
     "no validation file": (["--store.val=nothing.lmdb"], "nothing.lmdb does not exist"),
     "no such column": (
         ["--store.train=a.parquet", "--store.image_column=img"],
-        "'img' for image_column; did you mean image?",
+        "'img' for image_column\n  tip: did you mean image?",
     ),
     "no class names": (["--store.train=unnamed.lmdb"], "set train.num_classes"),
     "labels beyond the classes": (
@@ -80,7 +80,7 @@ MISTAKES = {
         ["--transform.val=my_code:raises", "--store.val=a.lmdb"],
         "ValueError: no such thing",
     ),
-    "no such model": (["--train.model=resnet5O"], "(resnet50, "),
+    "no such model": (["--train.model=resnet5O"], "did you mean resnet50 or "),
     "no such optimizer": (
         ["--train.optimizer=adam"],
         "train.optimizer must be module:function or one of ['sgd', ",

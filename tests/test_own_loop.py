@@ -7,7 +7,9 @@ import ast
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import cv2
@@ -20,8 +22,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from watched import lines, planned
 
+import raypipe
 from raypipe.plan.places import CURSOR_FILE, Cursor
-from raypipe.stores import open_writer
+from raypipe.stores import digits_stores, open_writer
+
+from recorded_runs import make_run  # isort: skip
 
 # What a newcomer puts around the README's lines, and in place of some of them.
 BEFORE = """
@@ -84,7 +89,7 @@ epoch.val:
 """,
 }
 EVERY, DIES_AT = 8, 18
-FUNCTIONS = {"train_sharded": "own-loop.md", "train_ray": "integrations.md"}
+FUNCTIONS = {"train_sharded": "training-loop.md", "train_ray": "integrations.md"}
 
 
 def newcomers_program(folder: Path, num_workers: int, timeout_s: float) -> subprocess.CompletedProcess[str]:
@@ -138,9 +143,10 @@ def test_readmes_fifteen_lines_say_that_two_workers_have_no_room(tmp_path: Path)
 
 def gradients_with_hooks(rank: int, world_size: int, folder: str) -> None:
     """In a rank of gloo: the page's hooks give the average of the ranks, as closely as each is meant to."""
-    (code,) = (code for code in blocks("python", ROOT / "docs" / "own-loop.md") if "register_comm_hook" in code)
+    page = blocks("python", ROOT / "docs" / "training-loop.md")
+    (code,) = (code for code in page if "register_comm_hook" in code)
     names: dict[str, Any] = {}
-    exec(compile(code, "own-loop.md", "exec"), names)
+    exec(compile(code, "training-loop.md", "exec"), names)
     dist.init_process_group("gloo", init_method=f"file://{folder}/ranks", rank=rank, world_size=world_size)
     try:
         found = {}
@@ -180,6 +186,40 @@ def test_the_hooks_of_ddp_give_two_ranks_the_average_of_their_gradients(tmp_path
     torch.multiprocessing.spawn(gradients_with_hooks, (2, str(tmp_path)), nprocs=2)
 
 
+def test_metrics_reach_weights_and_biases_mlflow_and_a_stream_hydra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The page's functions, with what they call of wandb, mlflow and omegaconf in their place."""
+    logged: list[tuple[str, dict[str, Any], int]] = []
+
+    def log(where: str, metrics: dict[str, Any], step: int) -> None:
+        logged.append((where, metrics, step))
+
+    wandb = SimpleNamespace(run=None, init=lambda **_: SimpleNamespace(log=partial(log, "wandb")))
+    mlflow = SimpleNamespace(set_experiment=lambda _: None, log_metrics=partial(log, "mlflow"))
+    plain = SimpleNamespace(OmegaConf=SimpleNamespace(to_container=lambda config, resolve: config))
+    for name, module in {"wandb": wandb, "mlflow": mlflow, "omegaconf": plain}.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    names: dict[str, Any] = {"Path": Path, "raypipe": raypipe}
+    page = blocks("python", ROOT / "docs" / "training-loop.md")
+    for name in ("log_to_wandb", "send_run", "stream_of"):
+        (code,) = (code for code in page if f"def {name}(" in code)
+        exec(compile(code, "training-loop.md", "exec"), names)
+    for rank in range(2):
+        for kind in ("wandb", "mlflow"):
+            names[f"log_to_{kind}"](SimpleNamespace(rank=rank, global_step=8), {"accuracy": 0.5})
+    assert logged == [("wandb", {"accuracy": 0.5}, 8), ("mlflow", {"accuracy": 0.5}, 8)]
+    folder = make_run(tmp_path / "run")
+    logged.clear()
+    names["send_run"](folder, mlflow.log_metrics)
+    assert {name.partition("_")[0] for _, metrics, _ in logged for name in metrics} == {"train", "val"}
+    assert all(isinstance(value, int | float) for _, metrics, _ in logged for value in metrics.values())
+    assert [step for *_, step in logged] == sorted(step for *_, step in logged)
+    train, val = digits_stores()
+    spec = names["stream_of"]({"train": train, "val": val, "plan": {"epochs": 3, "micro_batch_size": 16}})
+    assert spec.plan.num_val == 360 and spec.plan.config.epochs == 3
+
+
 @pytest.mark.cluster
 @pytest.mark.soak  # 60 s each; tests/test_docs.py has a program that fails and goes on
 @pytest.mark.timeout(240)
@@ -192,7 +232,7 @@ def test_two_ranks_killed_in_mid_epoch_go_on_with_the_same_samples(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("RAYPIPE_CACHE", str(tmp_path / "cache"))
     names: dict[str, Any] = {"__name__": "__main__"}
-    own_loop = blocks("python", ROOT / "docs" / "own-loop.md")
+    own_loop = blocks("python", ROOT / "docs" / "training-loop.md")
     page = blocks("python", ROOT / "docs" / FUNCTIONS[function])
     (code,) = (code for code in page if f"def {function}" in code)
     watched = f"import watched\n{code}".replace(

@@ -11,8 +11,6 @@ import pytest
 from documented import ROOT
 
 import raypipe
-from raypipe import config
-from raypipe.section import Section
 
 pytest.importorskip("mkdocs", reason="uv sync --group docs")
 
@@ -29,25 +27,25 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.pages
 def test_every_page_is_in_the_site(site: Path) -> None:
     pages = {f"{path.stem}.html" for path in (ROOT / "docs").glob("*.md") if path.name != "README.md"}
-    others = {"index.html", "pages.html", "preview.html", "reference.html", "changelog.html", "contributing.html"}
+    others = {"index.html", "pages.html", "preview.html", "api.html", "changelog.html", "contributing.html"}
     assert {path.name for path in site.glob("*.html")} == pages | others | {"404.html"}
+    results = {path.stem for path in (ROOT / "benchmarks" / "results").glob("*.md")}
+    assert {path.stem for path in (site / "results").glob("*.html")} == results - {"README"} | {"index"}
     assert (site / "LICENSE.txt").exists() and (site / "deploy/grafana/raypipe.json").exists()
 
 
 @pytest.mark.pages
-def test_the_reference_has_every_public_name(site: Path) -> None:
-    text = (site / "reference.html").read_text()
+def test_the_python_api_has_every_public_name(site: Path) -> None:
+    text = (site / "api.html").read_text()
     for name in raypipe.__all__:
         assert f'id="raypipe.{name}"' in text, name
 
 
-def test_the_reference_has_every_section_of_the_settings() -> None:
-    text = (ROOT / ".ci/reference.md").read_text()
-    found = [each for each in vars(config).values() if isinstance(each, type) and issubclass(each, Section)]
-    sections = [each.__name__ for each in found if each is not Section]
-    assert len(sections) >= 8
-    shown = re.findall(r"^::: raypipe\.(?:config\.)?(\w+)$", text, re.MULTILINE)
-    assert set(sections) <= set(shown)
+@pytest.mark.pages
+def test_the_site_has_llms_txt_with_links_to_its_pages(site: Path) -> None:
+    for name in ("llms.txt", "llms-full.txt"):
+        linked = re.findall(r"\]\(([\w-]+\.html)", (site / name).read_text())
+        assert len(linked) > 10 and all((site / page).exists() for page in linked)
 
 
 @pytest.mark.pages
@@ -60,6 +58,6 @@ def test_the_site_loads_nothing_from_another_host(site: Path) -> None:
 
 @pytest.mark.pages
 def test_the_site_shows_the_picture_of_the_palette(site: Path) -> None:
-    text = (site / "index.html").read_text()
+    text = (site / "concepts.html").read_text()
     assert "architecture-light.svg#only-light" in text and "architecture-dark.svg#only-dark" in text
     assert "<picture>" not in text

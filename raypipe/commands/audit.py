@@ -12,83 +12,110 @@ from raypipe.lookup import num_cpus
 from raypipe.plan.schedule import lanes
 from raypipe.storage.filesystem import as_uri, join
 
-# Actors of a digest that a machine with fewer CPUs lets share them.
+# Actors of a digest that may share the CPUs of a smaller machine.
 _SHARING = 4
 
 
-def inspect(
-    run: RunConfig,
-    target: str = "",
-    *,
-    verify: bool = False,
-    show_plan: bool = False,
-    output: str = "",
-    add_sizes: bool = False,
-) -> dict[str, Any]:
-    """Print what a store is, or what a run draws of it; find all samples that cannot be decoded; or add sizes.
+def inspect(run: RunConfig, target: str = "") -> dict[str, Any]:
+    """Describe a store: format, columns, classes, and a few of its images.
 
-    Example: raypipe inspect train.lmdb
-    Example: raypipe inspect --config run.yaml --show-plan
-    Example: raypipe inspect train.lmdb --verify --output bad.json
-    Example: raypipe inspect train.tar --add-sizes
+    Examples:
+        raypipe inspect train.lmdb
+        raypipe inspect 's3://bucket/train-*.parquet' --store.image-column img
 
     Args:
-        run: settings, of which those of the store, its columns, and of masks and boxes, matter; with --show-plan
-            those of the plan as well; for sizes transform.apply_exif.
-        target: see `settings.command_parser`.
-        verify: read and decode every sample, in parallel on Ray.
-        show_plan: show what an epoch of the run contains: steps, left-overs, sources, classes, draws of a sample.
-        output: with --verify: where to write the list of bad samples, for --store.exclude, a local path or
-            a URI; empty = NAME.bad.json in this folder, if any are bad.
-        add_sizes: write the width and height of every image, by its header, to a file beside the store, where
-            filters and weights find them; in parallel on Ray.
+        run: Here those of the store, and of masks, boxes and keypoints, matter.
     """
-    from raypipe.commands import image_sizes, inspection
+    from raypipe.commands.inspection import describe
+    from raypipe.streaming.opening import open_train
+    from raypipe.transform.targets import check_columns
+
+    store, targets = open_train(run), run.transform.target_columns
+    check_columns(store, targets, "transform.{}_column")
+    return describe(store, targets)
+
+
+def verify(run: RunConfig, target: str = "", *, output: str = "") -> dict[str, Any]:
+    """Read and decode every sample of a store, and list the bad ones.
+
+    The work runs in parallel on Ray.
+
+    Examples:
+        raypipe verify train.lmdb
+        raypipe verify s3://bucket/train.parquet --output bad.json
+
+    Args:
+        run: Here those of the store and its columns, and of masks, boxes and keypoints, matter.
+        output: where to write the list of bad samples, for --store.exclude, a local path or a URI; empty =
+            NAME.bad.json in this folder, if any sample is bad.
+    """
+    from raypipe.commands import inspection
     from raypipe.streaming.opening import open_train, run_columns
     from raypipe.transform.targets import check_columns
 
-    if output and not verify:
-        raise ConfigError("--output is for the list of bad samples that --verify finds: give both, or neither")
-    if show_plan + verify + add_sizes > 1:
-        raise ConfigError(
-            "--verify finds a store's bad samples, --show-plan shows an epoch, and --add-sizes writes sizes "
-            "beside the store: give one at a time"
-        )
-    if show_plan:
-        return _show_plan(run)
     store, targets = open_train(run), run.transform.target_columns
-    if add_sizes:
-        sizes = image_sizes.add_sizes(store, exif=run.transform.apply_exif)
-        table(store.address, sizes)
-        return sizes
     check_columns(store, targets, "transform.{}_column")
-    if not verify:
-        description = inspection.describe(store, targets)
-        table(store.address, description)
-        return description
     summary = inspection.verify(store, output, targets=targets, columns=run_columns(run, store))
-    reasons, rows = summary.pop("reasons"), dict(summary)
-    for first, name, num, error in reasons:
-        others = f" and {num - 1:,} others" if num > 1 else ""
-        rows[f"sample {first}{others}"] = f"{error} ({name})" if name else error
-    if summary["bad"]:
+    return {"store": store.address, **summary}
+
+
+def print_verified(summary: dict[str, Any]) -> None:
+    """Print the result of `verify`: each reason with the first sample that has it, and how to exclude them."""
+    rows = {name: value for name, value in summary.items() if name not in ("store", "reasons")}
+    for reason in summary["reasons"]:
+        others = f" and {reason['samples'] - 1:,} others" if reason["samples"] > 1 else ""
+        name = f" ({reason['name']})" if reason["name"] else ""
+        rows[f"sample {reason['index']}{others}"] = reason["error"] + name
+    if summary["bad_samples"]:
         rows["to exclude them"] = f"--store.exclude {summary['list']}"
-    table(store.address, rows)
-    return summary
+    table(summary["store"], rows)
 
 
-def _show_plan(run: RunConfig) -> dict[str, Any]:
+def add_sizes(run: RunConfig, target: str = "") -> dict[str, Any]:
+    """Write the sizes of all images to a file next to their store.
+
+    Filters, weights and buckets use them. Only headers are read, in parallel on Ray; the store stays as it is.
+
+    Examples:
+        raypipe add-sizes photos.tar
+        raypipe add-sizes s3://bucket/train.parquet --transform.apply-exif
+
+    Args:
+        run: Here those of the store, and transform.apply_exif, matter.
+    """
+    from raypipe.commands import image_sizes
+    from raypipe.streaming.opening import open_train
+
+    store = open_train(run)
+    return {"store": store.address, **image_sizes.add_sizes(store, exif=run.transform.apply_exif)}
+
+
+def plan(run: RunConfig, target: str = "") -> dict[str, Any]:
+    """Show what an epoch of a run contains, before it starts.
+
+    Steps, samples that are left over, sources and classes of a mixture, and how often a sample is drawn.
+
+    Examples:
+        raypipe plan --config run.yaml
+        raypipe plan train.lmdb --plan.micro-batch-size 128 --plan.class-balance 0.5
+
+    Args:
+        run: Here those of the stores and the plan matter.
+    """
     from raypipe.commands.plan_summary import summary
     from raypipe.streaming.opening import spec_of
 
     spec = spec_of(run)
-    contents = summary(spec)
+    return {"store": spec.stores["train"].address, **summary(spec)}
+
+
+def print_plan(contents: dict[str, Any]) -> None:
+    """Print the result of `plan`, with the range of the classes' shares."""
     rows = dict(contents)
     if classes := rows.pop("classes", None):
         for which, shares in zip(("stored", "drawn"), zip(*classes.values(), strict=True), strict=True):
             rows[f"shares of {len(classes)} classes, {which}"] = f"{min(shares):.3%} to {max(shares):.3%}"
-    table(spec.stores["train"].address, rows)
-    return contents
+    table(rows.pop("store"), rows)
 
 
 def digest(
@@ -100,19 +127,19 @@ def digest(
     output: str = "",
     compare: str = "",
 ) -> dict[str, Any]:
-    """Print the digest of a stream: a hash over index, label and pixels of every micro-batch, in order.
+    """Hash a stream: index, label and pixels of every micro-batch.
 
-    Example: raypipe digest train.lmdb --plan.epochs 2 --train.num_workers 2 --from-step 10 --to-step 20
-    Example: raypipe digest runs/20261121-104600-3fa2 --to-step 50 --pool.engine inline
+    Examples:
+        raypipe digest train.lmdb --plan.epochs 2 --output one.json
+        raypipe digest train.lmdb --plan.epochs 2 --train.num-workers 2 --from-step 10 --compare one.json
 
     Args:
-        run: settings. train.num_workers consumers share each step, 1 where it is 0; of the pool's actors there may
-            be more than CPUs.
-        target: see `settings.command_parser`.
+        run: train.num_workers consumers share each step (0 = one consumer); the pool may have more actors than
+            there are CPUs.
         from_step: resume at this training step, counted through all epochs.
         to_step: end before this training step, including a validation before it; 0 = at the end.
         output: write the settings and the digest of every micro-batch to this file, a local path or a URI.
-        compare: compare with such a file; exit code 1 where they differ.
+        compare: compare with such a file; exit code 1 if they differ.
     """
     from raypipe.storage.files import check_place
     from raypipe.streaming.digest import DigestFile, combine, digested, iterate_digests, settings_of
@@ -127,7 +154,7 @@ def digest(
     to_step = to_step or total
     if not 0 <= from_step < to_step <= total:
         raise ConfigError(
-            f"--from-step {from_step} and --to-step {to_step} are not a range within the run's {total} steps"
+            f"--from-step {from_step} --to-step {to_step} is empty or outside the run's {total} steps"
         )
     expected = DigestFile.read(compare) if compare else None
     if output:
@@ -151,6 +178,7 @@ def digest(
     settings = settings_of(spec, workers=workers, actors=most, from_step=from_step, to_step=to_step)
     written = DigestFile(output, settings, {one.name: one.digest.hex() for one in digests})
     result: dict[str, Any] = {
+        "store": spec.stores["train"].address,
         "digest": combine(one.digest for one in digests),
         "samples": sum(one.num_samples for one in digests),
         "micro_batches": len(digests),
@@ -160,14 +188,17 @@ def digest(
         result["output"] = output
     if expected:
         result |= compared_with(expected, written)
-    _print_digests(spec.stores["train"].address, result)
     return result
 
 
-def digest_diff(first: str, second: str) -> dict[str, Any]:
-    """Compare two files that `raypipe digest --output` wrote, over the micro-batches that both have.
+def digest_compare(first: str, second: str) -> dict[str, Any]:
+    """Compare two files that `raypipe digest --output` wrote.
 
-    Exit code 1 where they differ. Example: raypipe digest-diff one-gpu.json four-gpus.json
+    The comparison covers the micro-batches that both have. Exit code 1 if they differ.
+
+    Examples:
+        raypipe digest compare one-gpu.json four-gpus.json
+        raypipe digest compare s3://bucket/before.json after.json --json
 
     Args:
         first: a file of digests.
@@ -175,36 +206,41 @@ def digest_diff(first: str, second: str) -> dict[str, Any]:
     """
     from raypipe.streaming.digest import DigestFile, compare
 
-    result = compare(DigestFile.read(first), DigestFile.read(second))
-    _print_digests(f"{first}, {second}", result)
-    return result
+    return compare(DigestFile.read(first), DigestFile.read(second))
 
 
-def _print_digests(heading: str, result: dict[str, Any]) -> None:
+def print_digests(result: dict[str, Any]) -> None:
     """Print digests; of a comparison also both values of each setting that differs, and the verdict."""
     differ = {"settings": {name: tuple(pair) for name, pair in result.get("settings", {}).items()}}
-    table(heading, {name: value for name, value in (result | differ).items() if value != {}})
+    rows = {name: value for name, value in (result | differ).items() if value != {} and name != "store"}
+    table(result.get("store", "comparison"), rows)
     if "equal" in result:
         verdict = "{different} of {compared} micro-batches differ"
         print(("equal over {compared} micro-batches" if result["equal"] else verdict).format_map(result))
 
 
 def report(run: RunConfig, folder: str = "", *, against: str = "", output: str = "") -> dict[str, Any]:
-    """Write the HTML page of a run, also of one that is still going on, or compare two runs on one page.
+    """Write the HTML page of a run, or compare two runs.
 
-    Example: raypipe report runs/baseline --against runs/strong
+    The runs may be finished or still running.
+
+    Examples:
+        raypipe report runs/baseline
+        raypipe report runs/baseline --against runs/strong -o compared.html
 
     Args:
-        run: settings, of which storage_path and name matter, without a folder.
-        folder: of the run, a path or a URI.
+        run: Without a folder, storage_path and name matter.
         against: another run, to draw into the same charts.
-        output: where to write the page, a local path or a URI; also -o; empty = report.html in the run's folder.
+        output: where to write the page, a local path or a URI; empty = report.html in the run's folder.
     """
     from raypipe.pages.report import write_report
 
     if not (folder or run.name):
         raise ConfigError("the report needs a run: give its folder, or set name")
-    result = write_report(folder or join(as_uri(run.storage_path), run.name), against, output)
+    return write_report(folder or join(as_uri(run.storage_path), run.name), against, output)
+
+
+def print_report(result: dict[str, Any]) -> None:
+    """Print the figures of the runs that are on a report."""
     for summary in filter(None, (result, result["against"])):
-        table(summary["run"], {name: value for name, value in summary.items() if name != "against"})
-    return result
+        table(summary["run"], {name: value for name, value in summary.items() if name not in ("run", "against")})

@@ -1,6 +1,6 @@
 """The benchmark: the stream against the ceiling of the same machine, in one run.
 
-    ceiling        decode and transform alone, whole micro-batches as an actor makes them, one process per actor,
+    ceiling        only decode and transform, whole micro-batches as an actor makes them, one process per actor,
                    bytes already in memory, no Ray; in a submitted job, as many tasks of the cluster
     stream         what one consumer gets from the whole pipe, in its steady state
     first batch    from ray.init to the first micro-batch
@@ -34,7 +34,7 @@ from raypipe.transform.transform_steps import brief, config_without_files
 
 # Images that one ceiling process keeps in memory: more than fit its caches, few enough to read at once.
 _CEILING_IMAGES = 512
-_MIN_BLOCKS = 4  # a rate of a stream wants three beside the first
+_MIN_BLOCKS = 4  # a rate needs three after the first
 # Actors beyond those that a rate needs: they start, fail and share their nodes with others.
 _HEADROOM = 0.15
 
@@ -42,20 +42,32 @@ Figures = dict[str, float]
 
 
 def bench(
-    run: RunConfig, target: str = "", *, seconds: float = 20.0, repeats: int = 1, images_per_s: float = 0.0
+    run: RunConfig,
+    target: str = "",
+    *,
+    seconds: float = 20.0,
+    repeats: int = 1,
+    images_per_s: float = 0.0,
+    core_hour_price: float = 0.0,
+    gb_price: float = 0.0,
 ) -> dict[str, Any]:
-    """Measure the stream against the ceiling of this machine, or, submitted, of the cluster.
+    """Measure the stream against the ceiling of this machine.
 
-    Example: raypipe bench imagenet.lmdb --transform.train heavy --repeats 3 --images-per-s 20000
+    In a submitted job it is the ceiling of the cluster.
+
+    Examples:
+        raypipe bench train.lmdb --transform.train heavy --repeats 3
+        raypipe bench train.lmdb --images-per-s 20000 --core-hour-price 0.04 --gb-price 0.01
 
     Args:
-        run: settings; those of the training store, transform.train, the micro-batch's size and the pool matter.
-            pool.max_actors is also how many processes the ceiling has; 0 = one per CPU. The ceiling does not use
-            pool.cache; with it the stream's first epoch is not measured.
-        target: see `settings.command_parser`.
-        seconds: that each stream runs for, about.
-        repeats: how often all is measured; medians are printed.
-        images_per_s: a rate, of all GPUs together, for which the CPUs and the network are computed; 0 = none.
+        run: Here the training store, transform.train, plan.micro_batch_size and the pool matter. The ceiling has
+            pool.max_actors processes (0 = one per CPU), and does not use pool.cache; with a cache the stream's
+            first epoch is not measured.
+        seconds: how long to measure each stream.
+        repeats: how often to measure; the result is the medians.
+        images_per_s: a rate of all GPUs together, for which to compute CPUs and network; 0 = none.
+        core_hour_price: dollars for a CPU core for an hour, to compute dollars per million images.
+        gb_price: dollars for a gigabyte that CPU nodes send to trainers, for the same.
     """
     from raypipe.streaming.opening import open_train
 
@@ -70,36 +82,43 @@ def bench(
         stream = stream_once(opened, config, pool, micro_batch, seconds, before["images_per_s"])
         measured.append(compared(before, stream, ceiling(opened, config, pool, micro_batch, seconds / 2)))
     figures: dict[str, Any] = summary(measured)
-    what = f"{opened.address}: {brief(config.train)} at {config.size_text} px"
-    how = f"{actors} actors, micro-batches of {micro_batch}, {repeats} repeats"
-    table(f"{what}, {how}", {_UNITS[name]: float(value) for name, value in figures.items()})
-    print(verdict(figures, actors))
     figures |= {"store": opened.address, "transform": config.train, "size": config.size, "actors": actors}
     figures |= {"micro_batch": micro_batch, "cache": pool.cache, "cpus": num_cpus(), "versions": versions()}
+    figures |= costs(figures, pool.cpus_per_actor, core_hour_price, gb_price)
     if images_per_s:
-        figures["cpus_needed"] = cpus = cpus_needed(figures, images_per_s, pool.cpus_per_actor)
-        sent, read = (
-            images_per_s * num_bytes * 8 / 1e9
-            for num_bytes in (figures["micro_batch_bytes"] / micro_batch, figures["encoded_bytes_per_image"])
-        )
-        print(
-            f"{images_per_s:,.0f} images/s need {cpus:,} such CPUs, {_HEADROOM:.0%} to spare, which read "
-            f"{read:.1f} Gbit/s from the store and send {sent:.1f} Gbit/s of pixels."
-        )
+        figures["wanted_images_per_s"] = images_per_s
+        figures["cpus_needed"] = cpus_needed(figures, images_per_s, pool.cpus_per_actor)
     return figures
 
 
-_UNITS = {
-    "ceiling_images_per_s": "ceiling, images/s",
-    "stream_images_per_s": "stream, images/s",
-    "ratio": "stream / ceiling",
-    "first_batch_s": "first batch, s",
-    "micro_batch_bytes": "micro-batch, bytes",
-    "read_cpu_s_per_image": "reading, CPU s/image",
-    "transform_cpu_s_per_image": "transform, CPU s/image",
-    "encoded_bytes_per_image": "encoded, bytes/image",
-    "jpeg_420_share": "stored as JPEG 4:2:0, share",
-}
+def print_bench(figures: dict[str, Any]) -> None:
+    """Print the result of `bench`, and what it means."""
+    size, actors = figures["size"], figures["actors"]
+    sizes = ", ".join(map(str, size.values() if isinstance(size, dict) else [size]))
+    heading = f"{figures['store']}: {brief(figures['transform'])} at {sizes} px, {actors} actors"
+    heading += f", micro-batches of {figures['micro_batch']}"
+    table(heading, {name: value for name, value in figures.items() if isinstance(value, float)})
+    print(verdict(figures, actors))
+    if rate := figures.get("wanted_images_per_s"):
+        read, sent = (rate / 1e6 * 8 * figures[f"{way}_gb_per_million"] for way in ("read", "sent"))
+        print(
+            f"{rate:,.0f} images/s need {figures['cpus_needed']:,} such CPUs, {_HEADROOM:.0%} to spare, which "
+            f"read {read:.1f} Gbit/s from the store and send {sent:.1f} Gbit/s of pixels."
+        )
+
+
+def costs(figures: dict[str, Any], cpus_per_actor: float, core_hour_price: float, gb_price: float) -> Figures:
+    """Costs of a million images: the cores of the actors for as long as the stream takes, GB, and dollars."""
+    hours = 1e6 / figures["stream_images_per_s"] / 3600
+    million = {
+        "core_hours_per_million": figures["actors"] * cpus_per_actor * hours,
+        "read_gb_per_million": figures["encoded_bytes_per_image"] / 1000,
+        "sent_gb_per_million": figures["micro_batch_bytes"] / figures["micro_batch"] / 1000,
+    }
+    if core_hour_price or gb_price:
+        dollars = million["core_hours_per_million"] * core_hour_price + million["sent_gb_per_million"] * gb_price
+        million["dollars_per_million"] = dollars
+    return million
 
 
 def verdict(figures: Figures, actors: int) -> str:
@@ -139,7 +158,7 @@ def _on_cluster() -> bool:
 def ceiling(
     store: Store, transform: TransformConfig, pool: PoolConfig, micro_batch: int, seconds: float
 ) -> Figures:
-    """Measure decode and transform alone for `seconds`, in as many processes as the pool has actors at most.
+    """Measure only decode and transform for `seconds`, in as many processes as the pool has actors at most.
 
     They are processes of this machine without Ray; in a cluster, tasks with an actor's CPUs each, where the pool
     would be. Each makes micro-batches of `micro_batch` images with an actor's threads.
@@ -187,7 +206,7 @@ def _alone(store: Store, transform: TransformConfig, threads: int, micro_batch: 
     indices = np.arange(min(micro_batch, len(encoded)))
 
     def make(first: int) -> None:
-        """A micro-batch of the images from the first on, which begin anew at their end."""
+        """A micro-batch of the images from the first on, which repeat after their end."""
         keys = np.stack([first + indices, np.zeros_like(indices)], axis=1).astype(np.uint64)
         images = [encoded[(first + i) % len(encoded)] for i in range(len(indices))]
         maker.run(Samples(images, np.zeros(len(indices), np.int64)), indices, keys)
@@ -207,7 +226,7 @@ def _alone(store: Store, transform: TransformConfig, threads: int, micro_batch: 
 
 
 def _is_420(image: bytes) -> bool:
-    """Whether an image is a JPEG with color at half resolution, which loses least by transform.wire=yuv420."""
+    """Return whether an image is a JPEG with color at half resolution, which transform.wire=yuv420 keeps best."""
     import simplejpeg
 
     try:

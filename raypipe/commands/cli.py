@@ -1,10 +1,9 @@
-"""The command line. Every command ends with one JSON object on the last line of standard output.
+"""The command line: `raypipe COMMAND`, see `raypipe --help`.
 
-All commands on a store or a stream take the settings of a run, as jobs/train.py does: `--config run.yaml`, and any
-setting by its name, such as `--plan.seed 1`.
+A command prints text in a terminal. In a pipe, or with --json, the last line of its output is one JSON object.
 
-Exit codes: 0 done; 1 an error that the message explains, a comparison that found a difference, or a machine that
-is not fit; 2 wrong usage; 75 a run was stopped, and has a checkpoint to continue from; 130 interrupted.
+Exit codes: 0 done; 1 an error, a comparison that found a difference, or a failed check of doctor; 2 wrong usage;
+75 a run was stopped, and has a checkpoint to continue from; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -17,21 +16,35 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any, Literal
 
-from raypipe.commands import audit, bench, doctor, settings, status
+import raypipe
+from raypipe.commands import audit, bench, doctor, status
+from raypipe.commands.parser import error_text, fail, meant, settings_text
+from raypipe.commands.settings import parse_command
 from raypipe.config import RunConfig
 from raypipe.errors import RaypipeError
-from raypipe.logs import configure_logs, phase, printable
+from raypipe.logs import configure_logs, is_json, phase, table
+from raypipe.lookup import version_of
 from raypipe.stores import open_source, store_options
 from raypipe.train.interrupts import Stopped
+from raypipe.train.model_names import check_model
 
 logger = logging.getLogger(__name__)
 
 
 def train(run: RunConfig) -> dict[str, Any]:
-    """Train a classifier on one stream, as jobs/train.py does, which is what one submits to a cluster.
+    """Train a classifier.
 
-    Example: raypipe train --config run.yaml --plan.epochs 90
+    Without a store it trains on the handwritten digits that raypipe ships.
+
+    Examples:
+        raypipe train --config run.yaml --plan.epochs 90
+        raypipe train --resume runs/20261121-104600-3fa2
+
+    Args:
+        run: With --name NAME --resume auto the same command starts a run and continues it.
     """
+    if ":" not in run.train.model:
+        check_model(run.train.model, len(run.augment.mean))  # before the seconds that Ray and torch take to load
     configure_logs(run.log)
     phase(logger, "loading Ray and torch")
     return import_module("raypipe.train.launch").train(run)  # the whole program, which no other command needs
@@ -51,22 +64,24 @@ def convert_store(
     overwrite: bool = False,
     layout: str = "auto",
 ) -> dict[str, Any]:
-    """Copy any store into a new LMDB or Parquet store.
+    """Copy any store into a new LMDB or Parquet store, and verify the copy.
 
-    Example: raypipe convert imagenet.tar imagenet.lmdb --short-side 256 --quality 92
+    Examples:
+        raypipe convert imagenet.tar imagenet.lmdb --short-side 256 --quality 92
+        raypipe convert 'train-*.parquet' s3://bucket/train.lmdb --on-bad-sample skip
 
     Args:
-        run: settings, of which store.image_column, store.label_column and, for sizes, transform.apply_exif matter.
-        src: a store of any format, or zip, see docs/formats.md; several files as 'train-*.parquet'.
+        run: Here store.image_column, store.label_column and, for sizes, transform.apply_exif matter.
+        src: a store of any format, or a zip; several files as 'train-*.parquet'.
         dst: a path or a URI, such as s3://bucket/train.lmdb, that ends in .lmdb or .parquet.
-        short_side: decode once and store with this shorter side, in pixels; 0 = the bytes as they are.
-        quality: of the JPEGs that short_side makes, 1 to 100.
+        short_side: decode, and store JPEGs with this shorter side, in pixels; 0 = the bytes as they are.
+        quality: JPEG quality for --short-side, 1 to 100.
         shards: files of the new store; 0 = 1 GiB each.
-        on_bad_sample: "raise", or "skip" samples that have no bytes or cannot be decoded.
-        sizes: add columns width and height, in pixels, -1 where an image's header does not tell.
-        seekable: store JPEGs so that crops decode faster, with the same pixels; see docs/decode.md.
-        overwrite: replace a store at dst.
-        layout: of LMDB that raypipe did not write: auto, image or module:function.
+        on_bad_sample: stop with an error, or skip samples that have no bytes or cannot be decoded.
+        sizes: add columns width and height, in pixels; -1 = not in the image's header.
+        seekable: store JPEGs so that crops decode faster, with the same pixels.
+        overwrite: replace a store at DST.
+        layout: layout of LMDB from other programs: auto, image or module:function.
     """
     from raypipe.commands import convert as convert_module
 
@@ -92,19 +107,19 @@ def draw_preview(
     output: str = "preview.png",
     show_epochs: int = 3,
     samples: int = 6,
-    indices: list[int] = [],  # noqa: B006  nobody changes it
+    indices: list[int] = [],  # noqa: B006  no code changes it
 ) -> dict[str, Any]:
-    """Draw what becomes of samples: decoded, transformed, augmented and mixed, as a run feeds them. No Ray.
+    """Draw samples as a run feeds them: transformed, augmented, mixed.
 
-    Example: raypipe preview train.lmdb -o grid.png --augment.preset strong --augment.cutmix-alpha 1
-    Example: raypipe preview --config run.yaml
+    Examples:
+        raypipe preview train.lmdb -o grid.png --augment.preset strong --augment.cutmix-alpha 1
+        raypipe preview --config run.yaml --indices [3,14,15]
 
     Args:
-        run: settings of the run.
-        target: see `settings.command_parser`.
-        output: the PNG to write; also -o.
+        run: Here those of the store, plan, transform and augment matter.
+        output: the PNG to write.
         show_epochs: how many epochs to show, evenly spread over the run.
-        samples: show the first so many of the run.
+        samples: how many samples to show, the first of the run.
         indices: show these samples instead, as in [3,14,15].
     """
     from raypipe.commands import preview as preview_module
@@ -123,60 +138,104 @@ def draw_preview(
     )
 
 
-COMMANDS: dict[str, Callable[..., dict[str, Any]]] = {
-    "train": train,
-    "convert": convert_store,
-    "bench": bench.bench,
-    "digest": audit.digest,
-    "digest-diff": audit.digest_diff,
-    "inspect": audit.inspect,
-    "preview": draw_preview,
-    "report": audit.report,
-    "doctor": doctor.doctor,
-    "status": status.status,
-    "stop": status.stop,
+GROUPS: dict[str, dict[str, Callable[..., dict[str, Any]]]] = {
+    "Run": {"train": train, "status": status.status, "stop": status.stop, "report": audit.report},
+    "Data": {
+        "inspect": audit.inspect,
+        "verify": audit.verify,
+        "convert": convert_store,
+        "add-sizes": audit.add_sizes,
+        "preview": draw_preview,
+    },
+    "Check": {
+        "plan": audit.plan,
+        "digest": audit.digest,
+        "digest compare": audit.digest_compare,
+        "bench": bench.bench,
+        "doctor": doctor.doctor,
+    },
+}
+COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
+# Commands whose text is more than a table of their result.
+_PRINTED: dict[str, Callable[[dict[str, Any]], None]] = {
+    "status": status.print_status,
+    "report": audit.print_report,
+    "verify": audit.print_verified,
+    "plan": audit.print_plan,
+    "digest": audit.print_digests,
+    "digest compare": audit.print_digests,
+    "bench": bench.print_bench,
+    "doctor": doctor.print_checks,
 }
 
 
 def main(args: list[str] | None = None) -> None:
     """The `raypipe` command. Options may be written with dashes or underscores."""
     words = sys.argv[1:] if args is None else args
-
-    def command() -> dict[str, Any]:
-        parser = settings.Parser("raypipe", __doc__)
-        parser.usage = "raypipe COMMAND [--OPTION VALUE …]"
-        commands = parser.add_subparsers(title="commands", dest="name", metavar="COMMAND", required=True)
-        for command_name, function in COMMANDS.items():
-            about = (function.__doc__ or "").partition("\n")[0]
-            commands.add_parser(command_name, help=about.replace("%", "%%"), add_help=False)
-        name = parser.parse_args(words[:1] or ["--help"]).name
-        return COMMANDS[name](**settings.parse_command(name, COMMANDS[name], words[1:]))
-
-    _finish(command)
+    if words in ([], ["help"], ["-h"], ["--help"]):
+        print(overview(), end="")
+    elif words == ["--version"]:
+        print(f"raypipe {raypipe.__version__} (ray {version_of('ray')}, torch {version_of('torch')})")
+    elif words[:2] == ["help", "settings"]:
+        print(settings_text(*words[2:3]), end="")
+    else:
+        words = [*words[1:], "--help"] if words[0] == "help" else words
+        name = " ".join(words[:2]) if " ".join(words[:2]) in COMMANDS else words[0]
+        if name not in COMMANDS:
+            fail(f"unknown command {name!r}{meant(name, COMMANDS)}", "`raypipe --help` lists the commands")
+        rest = [word for word in words[len(name.split()) :] if word != "--json"]
+        show = None if "--json" in words else _PRINTED.get(name, print_result)
+        _finish(lambda: COMMANDS[name](**parse_command(name, COMMANDS[name], rest)), show)
 
 
 def run_job(job: Callable[..., dict[str, Any]], doc: str | None) -> None:
-    """The body of a script in jobs/: settings in, see `settings.parse_command`, one JSON object out."""
-    _finish(lambda: job(**settings.parse_command("", job, doc=doc)))
+    """The body of a script in jobs/: settings in, see `settings.parse_command`, a result out, as of a command."""
+    args = [word for word in sys.argv[1:] if word != "--json"]
+    show = None if "--json" in sys.argv else print_result
+    _finish(lambda: job(**parse_command("", job, args, doc)), show)
 
 
-def _finish(command: Callable[[], dict[str, Any]]) -> None:
+def overview() -> str:
+    """The help of `raypipe` itself: its commands in groups."""
+    lines = ["raypipe: image input for PyTorch training on Ray", "", "usage: raypipe COMMAND [--OPTION VALUE …]"]
+    for group, commands in GROUPS.items():
+        rows = [(name, (command.__doc__ or "").partition("\n")[0]) for name, command in commands.items()]
+        lines += ["", f"{group}:", *(f"  {name:16}{text}" for name, text in rows)]
+    lines += ["", "Help:", "  help COMMAND, or help settings [PATTERN] for the settings of a run"]
+    return "\n".join([*lines, "", (__doc__ or "").partition("\n\n")[2]])
+
+
+def print_result(result: dict[str, Any]) -> None:
+    """Print a result as a table, below its store or the folder of its run."""
+    rows = dict(result)
+    table(str(rows.pop("store", None) or rows.pop("run_dir", "done")), rows)
+
+
+def _finish(command: Callable[[], dict[str, Any]], show: Callable[[dict[str, Any]], None] | None = None) -> None:
+    """Run a command, show its result (as text, in a terminal and if `show` is given), and exit with its code."""
     try:
         result = command()
         _shutdown()
-        print(json.dumps(result), flush=True)
+        if show and _is_terminal() and not is_json():
+            show(result)
+        else:
+            print(json.dumps(result), flush=True)
         if result.get("equal") is False or result.get("ok") is False:
             sys.exit(1)
         if result.get("stopped"):
             sys.exit(os.EX_TEMPFAIL)
     except RaypipeError as error:
         _shutdown()
-        print(printable(f"{type(error).__name__}: {error}"), file=sys.stderr, flush=True)
+        sys.stderr.write(error_text(str(error)))
         sys.exit(1)
     except Stopped:
         sys.exit(os.EX_TEMPFAIL)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _is_terminal() -> bool:
+    return sys.stdout.isatty()
 
 
 def _shutdown() -> None:

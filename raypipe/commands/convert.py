@@ -4,9 +4,8 @@
     → one rename, or, at a URI, one manifest: the new store exists whole or not at all
 
 A local destination of one shard is a file, of several a folder of shards; a remote one is a folder. Order and
-indices are the source's, unless samples are skipped. Sources with a fixed order, samples, a Dataset or a
-file that is no store, goes through this process once, into a store in the cache folder, and is then copied as any
-other.
+indices are the source's, unless samples are skipped. A source that can only be read in order (samples, a Dataset,
+a zip) goes through this process once, into a store in the cache folder, which is then copied like any other.
 """
 
 from __future__ import annotations
@@ -78,12 +77,12 @@ def convert(
         classes: names, position = label, of samples or a Dataset; a store has its own.
         short_side: decode once, and store JPEGs whose shorter side has so many pixels, or fewer where the image
             has; 0 = the bytes as they are.
-        quality: of these JPEGs, 1 to 100.
+        quality: JPEG quality for short_side, 1 to 100.
         shards: files of the new store, none without samples; 0 = 1 GiB each, and enough to use all CPUs on a
             large store.
         on_bad_sample: "raise", or "skip" samples that have no bytes or, when re-encoded or made seekable, cannot
             be decoded.
-        sizes: add int columns `width` and `height`, in pixels, from the images' headers, -1 where that tells none.
+        sizes: add int columns `width` and `height`, in pixels, from the images' headers; -1 = not in the header.
             Columns of these names that the source has are kept as they are, unless `short_side` makes new images.
         exif: sizes are those of images turned upright, as `transform.apply_exif` turns them.
         seekable: store JPEGs so that a crop is decoded without what is above and below it, with the same pixels,
@@ -92,8 +91,8 @@ def convert(
         progress: show a progress bar on standard error.
 
     Returns:
-        `samples` written, `classes` named, `bytes` of images written, `skipped` samples, and `unsized`, how many
-        of those written have no size.
+        `samples` written, `classes` named, `bytes` of images written, `skipped` samples, and `without_size`,
+        how many of those written have no size.
 
     Raises:
         StoreError: the source is damaged, the destination exists, or the copy does not compare equal.
@@ -113,8 +112,8 @@ def convert(
         raise StoreError(f"{dst}: the destination must end in one of {', '.join(WRITTEN_SUFFIXES)}")
     if expand(dst) != [dst]:
         raise StoreError(
-            f"{dst}: several files beside others cannot appear all at once: name one destination, such as "
-            "train.lmdb, and several --shards make it a folder of shards"
+            f"{dst}: several files cannot appear at once in a folder with others: name one destination, such as "
+            "train.lmdb; several --shards make it a folder of shards"
         )
     check_lasting(dst, "the destination")
     with contextlib.ExitStack() as stack:
@@ -132,7 +131,7 @@ def convert(
         sized = tuple(name for name in SIZE_COLUMNS if sizes and (short_side or name not in columns))
         columns |= dict.fromkeys(sized, "int64")
         connect()
-        # A local destination is this node's, and what is uploaded is written here: no task writes it elsewhere.
+        # A local destination is on this node, and files to upload are written here first: no other node writes.
         num_shards = min(len(store), shards or _num_shards(store, count_cpus("the copy", here=True)))
         partial = stack.enter_context(
             new_remote(dst, overwrite) if is_remote(dst) else new_path(Path(open_filesystem(dst)[1]), overwrite)
@@ -153,7 +152,7 @@ def convert(
         for *part_counts, part_skipped in parts:
             counts += part_counts
             skipped += part_skipped
-        num_samples, num_unsized, num_bytes = counts.tolist()
+        num_samples, num_without_size, num_bytes = counts.tolist()
         if not num_samples:
             raise StoreError(f"{store.address} has no readable sample; the first: {min(skipped)[1]}")
         return {
@@ -161,7 +160,7 @@ def convert(
             "classes": len(store.classes or ()),
             "bytes": num_bytes,
             "skipped": len(skipped),
-            "unsized": num_unsized,
+            "without_size": num_without_size,
         }
 
 
@@ -196,7 +195,7 @@ def _kept_samples(
             chunks = iter(lambda: list(pool.map(_encoded, itertools.islice(samples, CHUNK))), [])
             first = next(chunks, [])
             if not first:
-                raise StoreError("there are no samples")
+                raise StoreError("the source has no samples")
             values: dict[str, list[Any]] = {}
             for sample in first:
                 for name, value in sample.items():
@@ -270,7 +269,7 @@ def write_shard(
     read = {name: kind for name, kind in columns.items() if name not in sized}
     with open_writer(file, columns, store.classes) as writer:
         for first, samples in _chunks(wanted, store, read, start, stop):
-            num_unsized, num_bytes, skipped = 0, 0, []
+            num_without_size, num_bytes, skipped = 0, 0, []
             for index, sample in enumerate(samples, first):
                 try:
                     sample["image"] = _checked(sample["image"], short_side, quality)
@@ -279,7 +278,7 @@ def write_shard(
                 except SampleError as error:
                     if on_bad_sample == "raise":
                         raise SampleError(
-                            f"{store.address}: sample {index}: {error}. Leave such samples out with "
+                            f"{store.address}: sample {index}: {error}. Exclude such samples with "
                             "--on-bad-sample skip"
                         ) from None
                     skipped.append((index, f"sample {index}: {error}"))
@@ -287,10 +286,10 @@ def write_shard(
                 if sized:
                     size = size_of(sample["image"], exif)
                     sample |= {name: size[name] for name in sized}
-                    num_unsized += size == NO_SIZE
+                    num_without_size += size == NO_SIZE
                 writer.append(sample)
                 num_bytes += len(sample["image"])
-            yield len(samples) - len(skipped), num_unsized, num_bytes, skipped
+            yield len(samples) - len(skipped), num_without_size, num_bytes, skipped
     if digest_of(wanted, file, columns) != writer.fingerprint:
         raise StoreError(f"{file} does not read back as it was written: check the disk, and try again")
 
@@ -326,7 +325,7 @@ def _checked(image: bytes | memoryview | None, short_side: int, quality: int) ->
 
 
 def _made_seekable(image: bytes) -> bytes:
-    """A JPEG as a seekable one, its pixels compared; what is no JPEG, or of an unusual kind, as it is.
+    """Make a JPEG seekable, with its pixels compared; other images and unusual JPEGs stay as they are.
 
     Raises:
         SampleError: it is a damaged JPEG, or over a limit.

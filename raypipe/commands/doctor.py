@@ -27,20 +27,38 @@ _RAY_PROGRAM = """import ray; from raypipe.rayext import cluster; cluster.connec
 print(ray.get(ray.remote(num_cpus=0)(cluster.cluster_resources).remote(), timeout=90))"""
 
 
-def doctor(*, no_ray: bool = False) -> dict[str, Any]:
-    """Check this machine: packages, decoders, torch, CUDA, shared memory, limits, Ray. Exit code 1 if one fails.
+def doctor(*, ray: bool = True) -> dict[str, Any]:
+    """Check this machine: packages, decoders, torch, CUDA, limits, Ray.
 
-    Example: raypipe doctor
+    Exit code 1 if a check fails.
+
+    Examples:
+        raypipe doctor
+        raypipe doctor --no-ray
 
     Args:
-        no_ray: do not start a cluster, which takes ten seconds.
+        ray: start a cluster too, which takes ten seconds.
     """
-    checks = [examined(name) for name in CHECKS if not (no_ray and name == "Ray")]
+    from rich.console import Console
+
+    with Console(stderr=True).status("") as shown:
+        checks = []
+        for name in CHECKS:
+            shown.update(f"checking {name}")
+            checks += [examined(name)] if ray or name != "Ray" else []
     return {"ok": all(check["status"] != "fail" for check in checks), "checks": checks}
 
 
+def print_checks(result: dict[str, Any]) -> None:
+    """Print the result of `doctor`, a line for each check and one for each remedy."""
+    for check in result["checks"]:
+        print(f"{check['status']:4} {check['name']:10} {printable(check['found'])}")
+        if check["fix"]:
+            print(f"{'':16}→ {check['fix']}")
+
+
 def examined(name: str) -> dict[str, str]:
-    """Make and print a check: `name`, `status` (ok, warn, fail), `found`, and `fix`, "" if all is well."""
+    """Make a check: `name`, `status` (ok, warn, fail), `found`, and `fix`, "" if all is well."""
     check = CHECKS[name]
     fix = check.__doc__ or ""
     try:
@@ -48,7 +66,6 @@ def examined(name: str) -> dict[str, str]:
         status, fix = ("ok", "") if is_well else ("warn", fix)
     except Exception as error:  # a broken installation may raise anything
         status, finding = "fail", f"{type(error).__name__}: {error}"
-    print(f"{status:4} {name:10} {printable(finding)}" + (f"\n{'':16}→ {fix}" if fix else ""), flush=True)
     return {"name": name, "status": status, "found": finding, "fix": fix}
 
 
@@ -97,7 +114,7 @@ def _nvjpeg() -> tuple[bool, str]:
     device = (
         torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     )
-    return True, f"transform.decode=gpu decodes by {find_decoder(device).name} on the {device.type}"
+    return True, f"transform.decode=gpu decodes with {find_decoder(device).name} on the {device.type}"
 
 
 def _limits() -> tuple[bool, str]:
@@ -116,7 +133,7 @@ def _ray() -> tuple[bool, str]:
     """Is RAY_ADDRESS, if set, up (ray status), and of this Ray? Else see /tmp/ray/session_latest/logs."""
     address = os.environ.get("RAY_ADDRESS")
     where = f"the cluster at {address}" if address else "a cluster on this machine"
-    command = [sys.executable, "-P", "-c", _RAY_PROGRAM]  # without the modules of the current folder
+    command = [sys.executable, "-P", "-c", _RAY_PROGRAM]  # -P: no modules of the current folder
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_RAY_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""The sizes of images, by their headers: of one, and of all of a store, which are then kept beside it."""
+"""The sizes of images by their headers: one image, or all images of a store, kept in a file next to it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def size_range(
 
 
 def add_sizes(store: Store, *, exif: bool = False, progress: bool = True) -> dict[str, Any]:
-    """Write the sizes of all images beside their store, on Ray; the store itself stays as it is.
+    """Write the sizes of all images to a file next to their store, on Ray; the store itself stays as it is.
 
     Args:
         store: at a path or a URI.
@@ -51,7 +51,7 @@ def add_sizes(store: Store, *, exif: bool = False, progress: bool = True) -> dic
         progress: show a progress bar on standard error.
 
     Returns:
-        `samples`, `unsized` (how many have no size), `width_px` and `height_px` ([least, median, most] of the
+        `samples`, `without_size` (how many have none), `width_px` and `height_px` ([least, median, most] of the
         others, None without any), `sizes` (where they are), `seconds`, `images_per_s`.
 
     Raises:
@@ -62,7 +62,9 @@ def add_sizes(store: Store, *, exif: bool = False, progress: bool = True) -> dic
     if set(SIZE_COLUMNS) <= set(store.columns):
         raise ConfigError(f"{store.address} has columns width and height already")
     if not address or address.startswith("hf://"):
-        raise ConfigError(f"{store.address}: nothing can be written beside it; `raypipe convert` writes sizes too")
+        raise ConfigError(
+            f"{store.address}: nothing can be written next to it; `raypipe convert` writes sizes too"
+        )
     check_place(address)
     started = time.perf_counter()
     sizes = np.full((num_samples, 2), -1, np.int32)
@@ -75,7 +77,7 @@ def add_sizes(store: Store, *, exif: bool = False, progress: bool = True) -> dic
     ranges = [[int(f(side)) for f in (np.min, np.median, np.max)] if len(known) else None for side in known.T]
     return {
         "samples": num_samples,
-        "unsized": num_samples - len(known),
+        "without_size": num_samples - len(known),
         "width_px": ranges[0],
         "height_px": ranges[1],
         "sizes": address,

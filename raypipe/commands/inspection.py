@@ -1,11 +1,10 @@
 """Descriptions of stores, and the search for their bad samples.
 
 describe   the store's own figures, and those of a few samples spread over it; in this process
-verify     every sample, on Ray; the bad ones as a list for runs to leave out, see `raypipe.stores.record`
+verify     every sample, on Ray; the bad ones as a list for runs to exclude, see `raypipe.stores.record`
 
-What cannot be read in one piece is read in smaller ones, down to single samples: damage that breaks the read of
-many is put down to those that it has hit. In a store that is read in groups that is a whole group, where its
-images are the damaged part.
+If a read of many samples fails, smaller parts are read, down to single samples, so only the damaged samples count
+as bad. In a store that is read in groups, damage to the images of a group counts for the whole group.
 """
 
 from __future__ import annotations
@@ -197,7 +196,7 @@ def describe(store: Store, targets: Mapping[str, str] = NO_TARGETS) -> dict[str,
         "image_bytes": _range(sizes),
         "height_px": _range([sample.height for sample in good]),
         "width_px": _range([sample.width for sample in good]),
-        "bad": len(samples) - len(good),
+        "bad_samples": len(samples) - len(good),
     }
 
 
@@ -240,9 +239,9 @@ def verify(
         progress: show a progress bar on standard error.
 
     Returns:
-        `samples`, `bytes` (of the encoded images), `classes` (how many, or None), `bad` (how many), `list` (where
-        it was written, or None), `seconds`, `images_per_s`; and `reasons`, for the first 10 different errors: (the
-        first sample that has it, its name, how many have it, the error).
+        `samples`, `bytes` (of the encoded images), `classes` (how many, or None), `bad_samples` (how many), `list`
+        (where it was written, or None), `seconds`, `images_per_s`; and `reasons`, for the first 10 different
+        errors `{index, name, samples, error}`: the first sample that has it, its name, how many have it.
 
     Raises:
         StoreError: the store cannot be opened.
@@ -264,7 +263,7 @@ def verify(
         "samples": num_samples,
         "bytes": sum(num_bytes for _, num_bytes, _ in parts),
         "classes": None if store.classes is None else len(store.classes),
-        "bad": len(bad),
+        "bad_samples": len(bad),
         "list": address,
         "seconds": seconds,
         "images_per_s": num_samples / seconds,
@@ -272,8 +271,8 @@ def verify(
     }
 
 
-def _reasons(bad: list[dict[str, Any]]) -> list[tuple[int, str, int, str]]:
-    """Group bad samples by their error: one damaged row group is a thousand samples and one reason."""
+def _reasons(bad: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Group bad samples by their error, since one damaged row group can make a thousand samples bad."""
     counts = Counter(entry["error"] for entry in bad)
     first = {entry["error"]: entry for entry in reversed(bad)}
-    return [(first[error]["index"], first[error]["name"], number, error) for error, number in counts.items()]
+    return [{**first[error], "samples": number} for error, number in counts.items()]

@@ -22,14 +22,14 @@ def summary(spec: StreamSpec) -> dict[str, Any]:
 
     Returns:
         Plain values: `plan` (the fingerprint), `epochs`, `steps` and `samples` of an epoch, `micro_batch` and
-        `global_batch` (samples), `stored` and `left_out` (samples of the store, and those that a filter or a list
+        `global_batch` (samples), `stored` and `excluded` (samples of the store, and those that a filter or a list
         excludes), `left_over` (samples that epoch 0 never draws; None = not counted), `drawn` (how often it draws
         one: `min`, `mean`, `max`), `val_samples`, `val_steps`, `val_padding` and `validations`; and of plans that
         have them `sizes` (first epoch → side of the images), `buckets` (its name → `samples`, of these
         `left_over`, too few for a micro-batch, `micro_batches` of epoch 0, `share` of the draws in the first and
         the last epoch; None = not counted), `buckets_left_over` (micro-batches of a pass, too few for a step; None
         where no epoch leaves any over), `val_buckets` (its name → `samples`, `micro_batches`), `sources`
-        (name → `samples`, `left_out`, `share` too, `passes` in the first) and `classes` (label → share of the
+        (name → `samples`, `excluded`, `share` too, `passes` in the first) and `classes` (label → share of the
         samples, share of the draws).
     """
     plan, store = spec.plan, spec.stores["train"]
@@ -42,7 +42,7 @@ def summary(spec: StreamSpec) -> dict[str, Any]:
         "micro_batch": config.micro_batch_size,
         "global_batch": plan.global_batch_size,
         "stored": len(store),
-        "left_out": plan.kept["train"].num_left_out,
+        "excluded": plan.kept["train"].num_left_out,
         "left_over": None if times is None else int((times == 0).sum()),
         "drawn": None
         if times is None
@@ -60,7 +60,7 @@ def summary(spec: StreamSpec) -> dict[str, Any]:
     if plan.sources:
         contents["sources"] = _of_sources(plan, store)
     if (config.weights or config.class_balance) and "label" in store.columns and times is not None:
-        contents["classes"] = class_shares(plan, times, numbers_of(store, "label", "--show-plan"))
+        contents["classes"] = class_shares(plan, times, numbers_of(store, "label", "raypipe plan"))
     return contents
 
 
@@ -96,7 +96,7 @@ def _of_sources(plan: Plan, store: Any) -> dict[str, Any]:
     return {
         name: {
             "samples": len(store.parts[name]),
-            "left_out": part.num_left_out,
+            "excluded": part.num_left_out,
             "share": [drawn / sum(of_epoch) for drawn, of_epoch in zip(of_source, counts, strict=True)],
             "passes": of_source[0] / part.size,
         }

@@ -181,7 +181,7 @@ def preview(
     Args:
         store: the training store.
         output: the file to write.
-        plan, transform, augment: of the run. Micro-batches are no larger than the store allows.
+        plan, transform, augment: settings of the run. Micro-batches are no larger than the store allows.
         epochs: how many of the run's epochs to show, evenly spread; all where it has fewer.
         samples: the first so many of the run, where no indices are given.
         indices: of the samples to show.
@@ -195,7 +195,7 @@ def preview(
     """
     target = Path(output)
     if target.suffix.lower() != ".png" or not target.parent.is_dir():
-        raise ConfigError(f"--output {output} must be a file *.png in a folder that exists")
+        raise ConfigError(f"--output must be a .png file in an existing folder, got {output}")
     if not len(store):
         raise ConfigError(f"{store.address} holds no samples: there is nothing to show")
     outside = [index for index in indices or () if not 0 <= index < len(store)]

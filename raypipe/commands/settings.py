@@ -1,50 +1,36 @@
-"""The settings of a run, from YAML files and the command line, for jobs and commands alike.
-
-A command is a function whose parameters are its options. Those without defaults are given by their places, or as
-options where they have names alone. `run` stands for all settings of a run, another section for its own settings;
-`target` and `folder` are optional, and given by place.
-"""
+"""The settings of a run, from YAML files and the command line, for jobs and commands alike."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import inspect
 import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from difflib import get_close_matches
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, NoReturn, get_type_hints
+from typing import Any
 
 import yaml
 
+from raypipe.commands.parser import Parser, fail
 from raypipe.config import RunConfig
-from raypipe.errors import ConfigError, without_credentials
-from raypipe.logs import printable
+from raypipe.errors import ConfigError
 from raypipe.lookup import search_here
-from raypipe.section import Setting, build, check, described, expected, fits, is_section, settings_of
+from raypipe.section import build, check, fits, settings_of
 from raypipe.storage.files import read_text
 from raypipe.storage.filesystem import as_uri, is_remote, open_filesystem
 from raypipe.storage.lease import check_owner
 from raypipe.storage.patience import impatient
 
-_OPTIONAL = {
-    "target": (
-        "[STORE|RUN]",
-        "a store, or the folder of a run, whose settings then come first; empty = store.train",
-    ),
-    "folder": ("[RUN]", "the folder of a run; empty = that of storage_path and name"),
-}
 _MAX_CONFIG_BYTES = 16 << 20  # the steps of a transform are 1 MiB at most, see `transform_steps`
 
 
 def parse_command(
     name: str, command: Callable[..., Any], args: list[str] | None = None, doc: str | None = None
 ) -> dict[str, Any]:
-    """The arguments of a command, by default of the program's own arguments; a job has a doc, and no name.
+    """Parse the arguments of a command, by default the program's own; a job has a doc and no name.
 
     If `target` is a run's folder, the run has settings that the others override. Unknown settings and values of a
     wrong type, in a file or on the command line, end the program with exit code 2.
@@ -52,117 +38,44 @@ def parse_command(
     Raises:
         ConfigError: settings do not go together, the run to resume is missing, or its settings name code.
     """
-    parser, parameters = command_parser(name, command, doc), inspect.signature(command).parameters
-    own = parser.read(sys.argv[1:] if args is None else args)
-    values = _with_base(own, parser) if "run" in parameters else own
-    sections = {name: kind for name, kind in get_type_hints(command).items() if is_section(kind)}
-    return {name: values[name] for name in parameters if name in values} | {
-        name: build(section, values) for name, section in sections.items()
-    }
+    parser = Parser(name, command, doc)
+    values = _read(parser, sys.argv[1:] if args is None else args)
+    run = {}
+    if parser.takes_run:
+        values = _with_base(values, parser)
+        run = {"run": build(RunConfig, values)}
+    return {key: values[key] for key in inspect.signature(command).parameters if key in values} | run
 
 
-def command_parser(name: str, command: Callable[..., Any], doc: str | None = None) -> Parser:
-    """The parser of a command, or, without a name, of the program that runs."""
-    description, _, _ = (inspect.getdoc(command) or "").partition("\nArgs:")
-    parser, places = Parser(f"raypipe {name}" if name else None, doc or description), ["%(prog)s"]
-    kinds, about = get_type_hints(command, include_extras=True), described(command)
-    for key, parameter in inspect.signature(command).parameters.items():
-        setting = Setting(kinds[key], parameter.default, about.get(key, ""))
-        if is_section(setting.kind):
-            for name_in_section, of_section in settings_of(setting.kind).items():
-                parser.add_setting(name_in_section, of_section)
-        elif key in _OPTIONAL and not setting.default:
-            place, meaning = _OPTIONAL[key]
-            places.append(place)
-            parser.add_setting(key, setting._replace(about=meaning), place=place, nargs="?")
-        elif setting.default is not parameter.empty:
-            parser.add_setting(key, setting)
-            parser.flags |= {f"--{key}"} if setting.default is False else set()
-        elif parameter.kind is parameter.KEYWORD_ONLY:
-            places.append(f"--{key} {key.upper()}")
-            parser.add_setting(key, setting, required=True)
+def _read(parser: Parser, args: list[str]) -> dict[str, Any]:
+    """The settings that files and arguments give, by their whole names; an argument beats a file."""
+    texts, configs = parser.read(args)
+    contents = {file: read_text(file, _MAX_CONFIG_BYTES) for file in configs}
+    kinds = {key: setting.kind for key, setting in (parser.places | parser.known).items()}
+    try:
+        values: dict[str, Any] = {}
+        for file, content in contents.items():
+            values |= _flat(_loaded(content, file), parser)
+        values |= {key: _from_text(text, kinds[key]) for key, text in texts.items()}
+        return {key: check(key, value, kinds[key]) for key, value in values.items()}
+    except ConfigError as error:
+        fail(str(error))
+
+
+def _flat(values: Mapping[str, Any], parser: Parser, prefix: str = "") -> dict[str, Any]:
+    """Settings as YAML has them, in sections, by their whole names; ConfigError where one is unknown."""
+    settings: dict[str, Any] = {}
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        if key in parser.known:
+            settings[key] = value
+        elif not any(setting.startswith(f"{key}.") for setting in parser.known):
+            raise ConfigError(parser.unknown(key))
+        elif isinstance(value, Mapping | None):
+            settings |= _flat(value or {}, parser, f"{key}.")
         else:
-            places.append(key.upper())
-            parser.add_setting(key, setting, place=key.upper())
-    parser.usage = " ".join([*places, "[--OPTION VALUE …]"])
-    if "run" in kinds:
-        parser.add_argument("--config", action="append", help="YAML file with any of the settings of a run")
-    return parser
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse's, of settings that are checked as a script's are; its errors are short and show no credentials.
-
-    Attributes:
-        known: the settings, by their whole names.
-        flags: options that need no value.
-    """
-
-    def __init__(self, prog: str | None = None, description: str | None = None, **options: Any) -> None:
-        look = argparse.RawDescriptionHelpFormatter
-        super().__init__(prog, description=description, allow_abbrev=False, formatter_class=look, **options)
-        self.known: dict[str, Setting] = {}
-        self.flags: set[str] = set()
-
-    def add_setting(self, key: str, setting: Setting, place: str = "", **options: Any) -> None:
-        """Add an option, or, with a place, an argument that is given by it."""
-        self.known[key] = setting
-        names = [key] if place else [f"--{key}", *(["-o"] if key == "output" else [])]
-        default = "" if setting.default is inspect.Parameter.empty else f"; default: {setting.default!r}"
-        about = f"{setting.about} ({expected(setting.kind)}{default})".replace("%", "%%")
-        metavar = place or key.rpartition(".")[2].upper()
-        self.add_argument(*names, metavar=metavar, help=about, default=argparse.SUPPRESS, **options)
-
-    def read(self, args: list[str]) -> dict[str, Any]:
-        """The settings that files and arguments give, by their whole names; an argument beats a file."""
-        parsed, unknown = self.parse_known_intermixed_args([_normalized(arg, self.flags) for arg in args])
-        if unknown:
-            meant = self._meant(unknown[0].removeprefix("--").partition("=")[0])
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
-        texts = vars(parsed)
-        configs = {file: read_text(file, _MAX_CONFIG_BYTES) for file in texts.pop("config", None) or ()}
-        try:
-            values: dict[str, Any] = {}
-            for file, text in configs.items():
-                values |= self.flat(_loaded(text, file))
-            values |= {key: _from_text(text, self.known[key].kind) for key, text in texts.items()}
-            return {key: check(key, value, self.known[key].kind) for key, value in values.items()}
-        except ConfigError as error:
-            self.error(str(error))
-
-    def flat(self, values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-        """Settings as YAML has them, in sections, by their whole names; ConfigError where one is unknown."""
-        settings: dict[str, Any] = {}
-        for name, value in values.items():
-            key = f"{prefix}{name}"
-            if key in self.known:
-                settings[key] = value
-            elif not any(setting.startswith(f"{key}.") for setting in self.known):
-                raise ConfigError(f"{key} is unknown{self._meant(key)}")
-            elif isinstance(value, Mapping | None):
-                settings |= self.flat(value or {}, f"{key}.")
-            else:
-                raise ConfigError(f"{key} must be settings by their names, got {value!r}")
-        return settings
-
-    def error(self, message: str) -> NoReturn:
-        """End the program with two lines."""
-        self.exit(2, f"error: {printable(without_credentials(message))}\nsee --help\n")
-
-    def _meant(self, key: str) -> str:
-        """The setting that an unknown one may be."""
-        same_end = [name for name in self.known if name.rpartition(".")[2] == key.rpartition(".")[2]]
-        near = get_close_matches(key, self.known, 1) or same_end
-        return f": did you mean {near[0]}?" if near else ""
-
-
-def _normalized(arg: str, flags: set[str]) -> str:
-    """An option as parsers know it: `--micro-batch-size=8` as `--micro_batch_size=8`, a flag as `--flag=true`."""
-    if not arg.startswith("--"):
-        return arg
-    name, equals, value = arg.partition("=")
-    name = "--" + name[2:].replace("-", "_")
-    return name + ("=true" if name in flags and not equals else equals + value)
+            raise ConfigError(f"{key} must be settings by their names, got {value!r}")
+    return settings
 
 
 class _Loader(yaml.SafeLoader):
@@ -213,7 +126,7 @@ def _with_base(own: dict[str, Any], parser: Parser) -> dict[str, Any]:
         base = read_config(as_uri(of_run))
     elif not (target or values["store.train"]):
         base = (files("raypipe") / "digits.yaml").read_text()
-    values |= parser.flat(_loaded(base, of_run)) | own
+    values |= _flat(_loaded(base, of_run), parser) | own
     values |= {"trust": own.get("trust", False), "resume": resume or values["resume"]}
     if target and not of_run:
         values["store.train"] = target
@@ -242,7 +155,7 @@ def _check_code(target: str, values: dict[str, Any], own: set[str]) -> None:
         named = ", ".join(f"{at}: {code}" for at, code in foreign.items())
         raise ConfigError(
             f"the configuration of {target} names code ({named}), which would run: look at it, then add "
-            "--trust=true, or give these settings yourself"
+            "--trust, or give these settings yourself"
         )
 
 
@@ -260,7 +173,7 @@ def _code_of(values: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _close_here(addresses: Iterable[str]) -> None:
-    """Keep modules of the current folder from being imported where it lies in a store or a run, or is one.
+    """Keep modules of the current folder from being imported where it is in a store or a run, or is one.
 
     `lookup.import_name` reads this variable, as do processes started from here: Ray's workers have the
     current folder in front of all others otherwise, and so has `python -c`.

@@ -1,4 +1,4 @@
-"""The commands on a run by its folder: where it stands, and an end to it. Any machine that sees the folder can."""
+"""The commands on a run by its folder, from any machine that sees it: its state, and a request to stop it."""
 
 from __future__ import annotations
 
@@ -18,12 +18,16 @@ _LATE = 4
 
 
 def stop(folder: str) -> dict[str, Any]:
-    """End a run within seconds, with a checkpoint; `jobs/train.py --resume RUN` continues it.
+    """Stop a run within seconds, with a checkpoint.
 
-    Example: raypipe stop s3://my-bucket/runs/20261121-104600-3fa2
+    `raypipe train --resume RUN` continues it.
+
+    Examples:
+        raypipe stop runs/20261121-104600-3fa2
+        raypipe stop s3://my-bucket/runs/20261121-104600-3fa2
 
     Args:
-        folder: of the run, its `run_dir`, a path or a URI.
+        folder: the run's folder: the `run_dir` that it printed, a path or a URI.
     """
     from raypipe.train.run_folder import check_run_folder, request_stop
 
@@ -34,16 +38,18 @@ def stop(folder: str) -> dict[str, Any]:
 
 
 def status(folder: str) -> dict[str, Any]:
-    """Print where a run stands: its step, how long ago that was, and who waits for what.
+    """Show the step of a run, how old it is, and what the run waits for.
 
-    Example: raypipe status s3://my-bucket/runs/20261121-104600-3fa2
+    Examples:
+        raypipe status runs/20261121-104600-3fa2
+        raypipe status s3://my-bucket/runs/20261121-104600-3fa2 --json
 
     Args:
-        folder: of the run, its `run_dir`, a path or a URI.
+        folder: the run's folder: the `run_dir` that it printed, a path or a URI.
 
     Returns:
         What `standing` gives, and `run_dir`; `held_by`, the process that has the folder; `checkpoint`, the newest;
-        `stop_requested`; and `faults`, the texts of all.
+        `stop_requested`; and `faults`, their texts.
 
     Raises:
         ConfigError: the run is missing, or has not begun to train.
@@ -58,7 +64,7 @@ def status(folder: str) -> dict[str, Any]:
     records = read_records(run_uri)
     kept = records.kept if records else []
     died_at = max((record["time"] for record in kept if "reason" in record), default=0.0)
-    run = {
+    return {
         "run_dir": folder,
         **standing(read_json(join(run_uri, STATUS)), time.time(), bool(held_by), died_at),
         "held_by": held_by,
@@ -66,6 +72,10 @@ def status(folder: str) -> dict[str, Any]:
         "stop_requested": stop_requested(run_uri),
         "faults": [record["text"] for record in kept if record["kind"] == "fault"],
     }
+
+
+def print_status(run: dict[str, Any]) -> None:
+    """Print the result of `status` in five lines."""
     waits = f"{run['waits_for']} for {run['since_s']:.0f} s: {run['whom']}"
     rows = {
         "state": run["state"],
@@ -74,8 +84,7 @@ def status(folder: str) -> dict[str, Any]:
         "last checkpoint": run["checkpoint"] or "none",
         "last fault": run["faults"][-1] if run["faults"] else "none",
     }
-    table(folder, rows)
-    return run
+    table(run["run_dir"], rows)
 
 
 def standing(status: dict[str, Any], now: float, is_held: bool, died_at: float) -> dict[str, Any]:

@@ -5,7 +5,7 @@
     Recorder         each transform actor: what it has done; the supervisor: what went wrong
 
 Ray collects them from every process and serves them on every node, under these names with `ray_` before them; see
-docs/metrics.md. A recording takes about 10 µs, so it is made once for a micro-batch in an actor, and once a second
+docs/reference.md. A recording takes 10 µs, so it is made once for a micro-batch in an actor, and once a second
 elsewhere. Ray drops a gauge that was not set for two of its export intervals, of 10 s: what is set once a second
 lasts as long as somebody sets it, and a run that has died shows no loss. A thread sets those of a trainer, which
 may itself wait for long.

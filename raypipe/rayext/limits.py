@@ -12,6 +12,7 @@ import yaml
 from ray._private import state, worker
 from ray.autoscaler.v2.sdk import get_cluster_resource_state
 
+from raypipe.environment import variable
 from raypipe.storage.files import read_text
 
 logger = logging.getLogger(__name__)
@@ -84,7 +85,7 @@ def has_labelled_type(label: str, value: str) -> bool:
 
 def _configuration() -> dict[str, Any]:
     """The cluster YAML, see `autoscaler_limits`; empty where there is none."""
-    path = os.environ.get("RAYPIPE_AUTOSCALING_CONFIG", "")
+    path = variable("RAYPIPE_AUTOSCALING_CONFIG")
     if not path:
         here = ray.get_runtime_context().get_node_id()
         head = [node["NodeID"] for node in ray.nodes() if "node:__internal_head__" in node["Resources"]]

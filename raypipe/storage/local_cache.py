@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+from raypipe.environment import variable
 from raypipe.errors import ConfigError, StoreError
 from raypipe.storage.files import RemoteFile, hash_of, look_up, opened
 from raypipe.storage.local_file import boot_id, cache_folder, locked, make_cache_folder
@@ -50,7 +51,7 @@ _UNTOUCHED_NS = 0
 
 def shared_cache() -> LocalCache:
     """This process's view of the node's cache, as the environment has it."""
-    text = os.environ.get("RAYPIPE_CACHE_BYTES") or "0"
+    text = variable("RAYPIPE_CACHE_BYTES") or "0"
     if not text.isdecimal():
         raise ConfigError(f"RAYPIPE_CACHE_BYTES must be a whole number of bytes, got {text!r}")
     key = (cache_folder() / "shards", int(text))

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
+from raypipe.environment import variable
 from raypipe.errors import StoreError
 from raypipe.storage.patience import progress
 
@@ -110,7 +111,7 @@ def locked(path: Path) -> Iterator[None]:
 def cache_folder() -> Path:
     """RAYPIPE_CACHE, or raypipe's folder in the user's cache."""
     default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "raypipe"
-    return Path(os.environ.get("RAYPIPE_CACHE") or default)
+    return Path(variable("RAYPIPE_CACHE") or default)
 
 
 def make_cache_folder(name: str = "") -> Path:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import random
 import re
 import threading
@@ -29,6 +28,7 @@ from typing import Any, TypeVar
 
 import pyarrow as pa
 
+from raypipe.environment import variable
 from raypipe.errors import ConfigError, OutageError, RaypipeError
 
 logger = logging.getLogger(__name__)
@@ -111,7 +111,7 @@ def progress() -> None:
 
 def patience_s() -> float:
     """RAYPIPE_STORAGE_PATIENCE_S, seconds; ConfigError where it is no number."""
-    text = os.environ.get("RAYPIPE_STORAGE_PATIENCE_S") or str(_PATIENCE_S)
+    text = variable("RAYPIPE_STORAGE_PATIENCE_S") or str(_PATIENCE_S)
     try:
         seconds = float(text)
     except ValueError:

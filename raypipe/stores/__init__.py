@@ -7,7 +7,9 @@ public name when it is first used.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
 from importlib import import_module
 from inspect import signature
 from pathlib import Path
@@ -148,6 +150,14 @@ def store_options(image_column: str = "image", label_column: str = "label") -> d
     return {name: value for name, (value, usual) in settings.items() if value not in (usual, "")}
 
 
+def _near(missing: Path) -> str:
+    """The end of an error about a missing file: names in its folder that may be meant."""
+    with contextlib.suppress(OSError):
+        if close := get_close_matches(missing.name, [path.name for path in missing.parent.iterdir()]):
+            return f"; did you mean {' or '.join(str(missing.parent / name) for name in close)}?"
+    return ""
+
+
 def _kind_of(address: str) -> str:
     """The kind of a path or URI, by its name, by a folder's content, or by the first file that a pattern finds."""
     from raypipe.storage.filesystem import is_remote, split
@@ -163,7 +173,7 @@ def _kind_of(address: str) -> str:
         return _checked(_kind_of_folder(address, names), address)
     if not is_remote(address) and not Path(address).exists():
         if "*" not in name and "{" not in name:
-            raise StoreError(f"{address} does not exist: name a file, a folder or an address that is there")
+            raise StoreError(f"{address} does not exist{_near(Path(address))}")
         # Who reads them will see whether all are of this kind.
         first = list_files(address, lambda _: True, "such", folders=True)[0].address
         kind = _kind_of(first)

@@ -8,7 +8,7 @@ Columns keep the order in which they were declared, the fixed ones (int64, float
 variable ones (binary, string, and arrays of one shape: `float32[512]`, `uint8[2,3]`). A length of 0xFFFFFFFF says
 None.
 
-`raypipe inspect STORE --verify` writes a list of bad samples, which a run can exclude. It belongs to the contents
+`raypipe verify STORE` writes a list of bad samples, which a run can exclude. It belongs to the contents
 that it was made from, as the fingerprint shows:
 
     {"store": address, "fingerprint": …, "num_samples": N, "bad": [{"index": i, "name": "…", "error": "…"}, …]}
@@ -339,8 +339,8 @@ def read_bad_list(address: str | Path, store: Store | None, setting: str) -> np.
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(
             f"{setting}: {address} is no list of bad samples of {store.address}, which has fingerprint "
-            f"{store.fingerprint} ({type(error).__name__}: {error}): make one by `raypipe inspect {store.address} "
-            "--verify`"
+            f"{store.fingerprint} ({type(error).__name__}: {error}): make one with `raypipe verify "
+            f"{store.address}`"
         ) from error
     left_out = np.unique(np.array(bad, np.int64))
     if len(left_out) == len(store):

@@ -1,7 +1,7 @@
 """Columns of a whole store, a few thousand samples at a time, but never its images; and the sizes of its images,
 which stand beside a store that has no columns `width` and `height`.
 
-`raypipe inspect STORE --add-sizes` writes them to `_NAME.sizes.parquet`, in the folder that the store is in; the
+`raypipe add-sizes STORE` writes them to `_NAME.sizes.parquet`, in the folder that the store is in; the
 underscore hides the file from folders of shards. It has the columns `width` and `height`, int32, -1 where an image
 has none, and in its schema's metadata the fingerprint of the store whose sizes they are. `scan` looks for it when
 it is asked for a column that the store itself lacks; nothing else does.
@@ -47,7 +47,7 @@ def scan(store: Store, columns: tuple[str, ...], setting: str) -> Iterator[Colum
     for name in columns:
         if name == "image" or name not in (*store.columns, *beside):
             others = [other for other in store.columns if other != "image"]
-            add = f"; `raypipe inspect {store.address} --add-sizes` adds it" if name in SIZE_COLUMNS else ""
+            add = f"; `raypipe add-sizes {store.address}` adds it" if name in SIZE_COLUMNS else ""
             raise ConfigError(f"{missing(store.address, name, others, setting)}{add}")
     inside = tuple(name for name in columns if name in store.columns)
     for first in range(0, len(store), _CHUNK):
@@ -105,7 +105,7 @@ def read_sizes(store: Store) -> dict[str, np.ndarray]:
         return {}
     import pyarrow.parquet as pq  # 50 ms, in every process that makes a plan
 
-    again = f"write it again by `raypipe inspect {store.address} --add-sizes`"
+    again = f"write it again by `raypipe add-sizes {store.address}`"
     try:
         table = pq.read_table(pa.BufferReader(content))
         columns = {name: table[name].to_numpy().astype(np.int64) for name in SIZE_COLUMNS}

@@ -57,7 +57,7 @@ def report(metrics: Mapping[str, Any], parts: Mapping[str, Stateful], rank: int,
         if any(isinstance(value, DTensor) for value in values.values()):
             raise ConfigError(
                 f"{name} is sharded, and each rank has one shard of it: save it with "
-                'torch.distributed.checkpoint, as docs/own-loop.md shows under "FSDP2"'
+                'torch.distributed.checkpoint, as docs/training-loop.md shows under "FSDP2"'
             )
     if rank > 0:
         ray.train.report(dict(metrics))

@@ -229,8 +229,8 @@ class Supervisor:
         if deaths < self._max_attempts:
             return ""
         return (
-            f"a reader has died {deaths} times while it read {what}: {_LOOK}; check the file by `raypipe inspect "
-            "--verify`, convert it again with smaller row groups, or raise pool.max_attempts"
+            f"a reader has died {deaths} times while it read {what}: {_LOOK}; check the file with `raypipe "
+            "verify`, convert it again with smaller row groups, or raise pool.max_attempts"
         )
 
     def has_read(self, task: str) -> None:

@@ -208,7 +208,7 @@ class Learner:
         if then != now:
             raise ConfigError(
                 f"the checkpoint's optimizer has groups of {then} parameters, and this run's of {now}: make them "
-                "as docs/own-loop.md does, or set train.optimizer"
+                "as docs/training-loop.md does, or set train.optimizer"
             )
         self._optimizer.load_state_dict({"state": saved, "param_groups": groups})
         if own:

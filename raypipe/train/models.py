@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from difflib import get_close_matches
 
 import torch
 from torch import nn
@@ -17,6 +16,7 @@ from raypipe.errors import ConfigError
 from raypipe.lookup import import_name
 from raypipe.streaming.maker import NO_VIEWS
 from raypipe.streaming.spec import StreamSpec
+from raypipe.train.model_names import check_model
 from raypipe.transform.columns import ColumnType
 from raypipe.transform.views import makes_views
 
@@ -27,35 +27,13 @@ Schedule = Callable[[int, int, int, float], float]
 """Step in [0, total), total steps, steps of warm-up, peak → learning rate."""
 
 
-def check_model(name: str, channels: int = 3) -> None:
-    """Raise ConfigError where there is no such model of so many channels, before anything is started for it."""
-    if ":" in name:
-        import_name(name, "train.model")
-        return
-    if name == "small":  # without the import, which takes 2 s of a core
-        return
-    import torchvision
-
-    known = ["small", *torchvision.models.list_models(module=torchvision.models)]
-    if name.lower() not in known:
-        near = ", ".join(get_close_matches(name, known) or known[:6])
-        raise ConfigError(
-            f"train.model={name!r} is neither 'small' nor a torchvision classification model ({near}, …) nor "
-            "module:function"
-        )
-    if channels != 3:
-        raise ConfigError(
-            f"train.model={name!r} takes three channels, and augment.mean is of {channels}: use 'small' or a "
-            "module:function"
-        )
-
-
 def check_code(config: TrainConfig, channels: int) -> None:
-    """Raise ConfigError where a setting names a model, or a function, that there is not; see `check_model`."""
-    check_model(config.model, channels)
-    for name in ("loss", "optimizer", "schedule"):
+    """Raise ConfigError if a setting names a model or a function that does not exist."""
+    for name in ("model", "loss", "optimizer", "schedule"):
         if ":" in (address := getattr(config, name)):
             import_name(address, f"train.{name}")
+        elif name == "model":
+            check_model(address, channels)
 
 
 def build_model(name: str, num_classes: int, channels: int = 3) -> nn.Module:
@@ -68,14 +46,14 @@ def build_model(name: str, num_classes: int, channels: int = 3) -> nn.Module:
     Raises:
         ConfigError: there is no such model.
     """
-    check_model(name, channels)
-    if name == "small":
-        return small_model(num_classes, channels=channels)
     if ":" in name:
         model = import_name(name, "train.model")(num_classes=num_classes)
         if not isinstance(model, nn.Module):
             raise ConfigError(f"train.model={name} made {type(model).__name__}, which is no torch.nn.Module")
         return model
+    check_model(name, channels)
+    if name == "small":
+        return small_model(num_classes, channels=channels)
     import torchvision
 
     # One output and one loss for every model. What the heads at half depth were for, BatchNorm does (Szegedy et

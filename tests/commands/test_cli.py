@@ -1,22 +1,30 @@
 from __future__ import annotations
 
+import ast
 import dataclasses
 import json
+import runpy
+import shlex
 import subprocess
 import sys
+from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import yaml
+from documented import ROOT
 from small_runs import parse_run
 
-from raypipe.commands import cli, settings
+import raypipe
+from raypipe.commands import cli
 from raypipe.commands.cli import _finish, main
-from raypipe.commands.settings import _normalized
+from raypipe.commands.parser import Parser
+from raypipe.commands.settings import parse_command
 from raypipe.config import RunConfig
 from raypipe.errors import ConfigError
+from raypipe.section import settings_of
 from raypipe.train.interrupts import Stopped
 from raypipe.train.run_folder import CONFIG_HEAD
 
@@ -27,22 +35,113 @@ def parse(*args: str) -> RunConfig:
     return parse_run(list(args), "doc")
 
 
+# The words of a command line
+
+
+def convert(
+    run: RunConfig, src: str, *, height: int = 0, on_bad: Literal["raise", "skip"] = "raise", big: bool = False
+) -> dict[str, Any]:
+    """Convert."""
+    return {}
+
+
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("given", "texts"),
     [
-        ("--micro-batch-size=8", "--micro_batch_size=8"),
-        ("--micro-batch-size", "--micro_batch_size"),
-        ("--src=a-b.lmdb", "--src=a-b.lmdb"),
-        ("--transform=my-module:fn=x-y", "--transform=my-module:fn=x-y"),
-        ("--overwrite", "--overwrite=true"),
-        ("--overwrite=false", "--overwrite=false"),
-        ("--on-bad-sample", "--on_bad_sample"),
-        ("my-images.lmdb", "my-images.lmdb"),
-        ("-h", "-h"),
+        ("a-b.lmdb --height=3", {"src": "a-b.lmdb", "height": "3"}),
+        ("--height 3 a.lmdb --on-bad skip", {"src": "a.lmdb", "height": "3", "on_bad": "skip"}),
+        ("a --plan.micro-batch-size=8", {"src": "a", "plan.micro_batch_size": "8"}),
+        ("a --plan.micro_batch_size -8", {"src": "a", "plan.micro_batch_size": "-8"}),
+        ("a --transform.train=my-mod:f=x-y", {"src": "a", "transform.train": "my-mod:f=x-y"}),
+        ("a --big --no-trust", {"src": "a", "big": "true", "trust": "false"}),
+        ("--big=false a", {"src": "a", "big": "false"}),
+        ("--no-big a --transform.apply-exif", {"src": "a", "big": "false", "transform.apply_exif": "true"}),
+        ("a --no-transform.apply-exif", {"src": "a", "transform.apply_exif": "false"}),
+        ("a --height 3 --height 4", {"src": "a", "height": "4"}),
     ],
 )
-def test_options_may_have_dashes_and_values_keep_theirs(given: str, expected: str) -> None:
-    assert _normalized(given, {"--overwrite"}) == expected
+def test_options_may_have_dashes_and_flags_need_no_value(given: str, texts: dict[str, str]) -> None:
+    assert Parser("convert", convert).read(given.split()) == (texts, [])
+
+
+USAGE = "tip: raypipe convert SRC [--OPTION VALUE …]\n"
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        ("a b", f"unexpected argument 'b'\n  {USAGE}"),
+        ("--height 3", f"missing: SRC\n  {USAGE}"),
+        ("a --height --big", f"--height needs a value\n  {USAGE}"),
+        ("a --no-height", "unknown setting 'no_height'\n  tip: did you mean 'height'?\n"),
+        ("a --hight 3", "unknown setting 'hight'\n  tip: did you mean 'height'?\n"),
+        ("a --qwerty 3", "unknown setting 'qwerty'\n  tip: `raypipe help settings` lists"),
+    ],
+)
+def test_wrong_usage_exits_with_2_and_a_tip(given: str, error: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        Parser("convert", convert).read(given.split())
+    assert caught.value.code == 2 and capsys.readouterr().err.startswith(f"error: {error}")
+
+
+# Help
+
+
+JOBS = {"jobs/train.py": cli.train, "jobs/tune.py": runpy.run_path(str(ROOT / "jobs" / "tune.py"))["search"]}
+
+
+def help_of(name: str) -> str:
+    if name in JOBS:
+        return Parser("", JOBS[name], ast.get_docstring(ast.parse((ROOT / name).read_text()))).format_help()
+    return Parser(name, cli.COMMANDS[name]).format_help() if name else cli.overview()
+
+
+@pytest.mark.parametrize("name", ["", *cli.COMMANDS, *JOBS])
+def test_a_help_has_at_most_40_lines(name: str) -> None:
+    text = help_of(name)
+    assert text.count("\n") <= 40, text
+    for noise in ("(default: )", "type:", "None", "  \n", "=="):
+        assert noise not in text
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_a_usage_line_and_two_examples_parse(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text("plan: {epochs: 3}\n")
+    (tmp_path / "runs/20261121-104600-3fa2").mkdir(parents=True)
+    (tmp_path / "runs/20261121-104600-3fa2/config.yaml").write_text(CONFIG_HEAD)
+    text = help_of(name)
+    usage = text.partition("\n")[0].removeprefix("usage: ").replace("[--OPTION VALUE …]", "")
+    _, _, examples = text.partition("Examples:\n")
+    lines = [line.strip() for line in examples.partition("\n\n")[0].splitlines()]
+    assert len(lines) == 2 and all(line.startswith(f"raypipe {name}") for line in lines)
+    for line in [usage, usage.replace("[STORE|RUN]", "a.lmdb").replace("[RUN]", "a-run"), *lines]:
+        words = [word for word in shlex.split(line) if not word.startswith("[") or "," in word]
+        parse_command(name, cli.COMMANDS[name], [w for w in words[1 + len(name.split()) :] if w != "--json"])
+
+
+def test_every_command_is_in_one_group_of_the_overview(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in ([], ["--help"], ["help"]):
+        main(words)
+        assert capsys.readouterr().out == cli.overview()
+    assert all(len(line) <= 90 for line in cli.overview().splitlines()[:25])
+
+
+def test_help_settings_prints_type_default_and_meaning(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["help", "settings", "plan.micro-batch"])
+    first, *meaning = capsys.readouterr().out.splitlines()
+    assert first == "plan.micro_batch_size  (a whole number of at least 1, default 64)" and "forward" in meaning[0]
+    main(["help", "settings"])
+    shown = {line.partition("  ")[0] for line in capsys.readouterr().out.splitlines() if line[0] != " "}
+    assert shown == settings_of(RunConfig).keys()
+    with pytest.raises(SystemExit, match="2"):
+        main(["help", "settings", "qwerty"])
+
+
+def test_the_version_names_ray_and_torch(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--version"])
+    ray, torch = version("ray"), version("torch")
+    assert capsys.readouterr().out == f"raypipe {raypipe.__version__} (ray {ray}, torch {torch})\n"
 
 
 # A run's settings
@@ -116,11 +215,11 @@ def test_an_unknown_key_on_the_command_line_exits_with_2_and_is_named(capsys: py
 @pytest.mark.parametrize(
     ("given", "meant"),
     [
-        ("--plan.epohcs=3", "did you mean plan.epochs?"),
-        ("--epochs=3", "did you mean plan.epochs?"),
-        ("pool: {min_actor: 8}", "did you mean pool.min_actors?"),
-        ("storagepath: here", "did you mean storage_path?"),
-        ("--qwerty=1", "unrecognized arguments: --qwerty=1\n"),
+        ("--plan.epohcs=3", "'plan.epohcs'\n  tip: did you mean 'plan.epochs'?\n"),
+        ("--epochs=3", "'epochs'\n  tip: did you mean 'plan.epochs'?\n"),
+        ("pool: {min_actor: 8}", "'pool.min_actor'\n  tip: did you mean 'pool.min_actors'?\n"),
+        ("storagepath: here", "'storagepath'\n  tip: did you mean 'storage_path'?\n"),
+        ("--qwerty=1", "'qwerty'\n  tip: `raypipe help settings` lists the settings of a run"),
     ],
 )
 def test_an_unknown_key_is_told_in_two_lines_with_what_it_may_be(
@@ -132,7 +231,7 @@ def test_an_unknown_key_is_told_in_two_lines_with_what_it_may_be(
     with pytest.raises(SystemExit):
         parse(given)
     lines = capsys.readouterr().err
-    assert meant in lines and lines.count("\n") == 2 and lines.endswith("\nsee --help\n")
+    assert lines.startswith(f"error: unknown setting {meant}") and lines.count("\n") == 2
 
 
 def test_an_abbreviated_key_is_an_unknown_key() -> None:
@@ -229,23 +328,42 @@ def test_resume_takes_the_stored_settings_by_uri(stored: Path) -> None:
 # How a command ends
 
 
-def test_a_command_ends_with_one_json_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_command_ends_with_text_in_a_terminal_and_json_elsewhere(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def command() -> dict[str, Any]:
-        print("a table")
-        return {"value": 1}
+        print("progress")
+        return {"store": "a.lmdb", "width_px": [1, 2, 3000], "classes": None, "images_per_s": 2.5}
 
+    _finish(command, cli.print_result)
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["classes"] is None
+    monkeypatch.setattr(cli, "_is_terminal", lambda: True)
+    _finish(command, cli.print_result)
+    assert capsys.readouterr().out == "progress\na.lmdb\n  width   1–3,000 px (median 2)\n  images  2.5/s\n"
     _finish(command)
-    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == {"value": 1}
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["store"] == "a.lmdb"
+
+
+def test_a_model_that_does_not_exist_is_found_before_torch_is_loaded() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, "train", "--train.model=resnet5O"], capture_output=True, text=True
+    )
+    code, *modules = done.stdout.splitlines()[-1].split()
+    assert (
+        code == "1"
+        and not {"ray", "torch", "torchvision"} & set(modules)
+        and "tip: did you mean resnet50" in done.stderr
+    )
 
 
 def test_an_error_of_raypipes_own_exits_with_1_and_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     def command() -> dict[str, Any]:
-        raise ConfigError("what to mend")
+        raise ConfigError("what to fix; did you mean this?")
 
     with pytest.raises(SystemExit) as caught:
         _finish(command)
     assert caught.value.code == 1
-    assert capsys.readouterr().err == "ConfigError: what to mend\n"
+    assert capsys.readouterr().err == "error: what to fix\n  tip: did you mean this?\n"
 
 
 def test_an_interrupt_exits_with_130() -> None:
@@ -268,8 +386,7 @@ def test_an_unknown_command_exits_with_2_and_is_told_which_there_are(capsys: pyt
     with pytest.raises(SystemExit) as caught:
         main(["inspekt", "some.lmdb"])
     assert caught.value.code == 2
-    shown = capsys.readouterr().err
-    assert "'inspekt'" in shown and "'inspect'" in shown and shown.endswith("\nsee --help\n")
+    assert capsys.readouterr().err == "error: unknown command 'inspekt'\n  tip: did you mean 'inspect'?\n"
 
 
 def test_every_command_takes_a_configuration_a_store_or_a_run(
@@ -294,10 +411,12 @@ def test_every_command_takes_a_configuration_a_store_or_a_run(
 HEAVY = {"ray", "torch", "torchvision", "albumentations", "kornia", "cv2", "matplotlib", "sklearn"}
 PROGRAM = """import sys
 from raypipe.commands.cli import main
+code = 0
 try:
     main(sys.argv[1:])
 except SystemExit as end:
-    print(end.code, *sys.modules)
+    code = end.code
+print(code, *sys.modules)
 """
 
 
@@ -310,16 +429,7 @@ def test_help_loads_no_library_that_the_work_itself_needs(command: str) -> None:
     assert code == "0" and not HEAVY & set(modules), (done.stderr, HEAVY & set(modules))
     assert "usage: raypipe" in done.stdout
     if not command:
-        assert all(f"    {name}" in done.stdout for name in cli.COMMANDS) and "2 wrong usage" in done.stdout
-
-
-def test_usage_lists_required_options_as_options(capsys: pytest.CaptureFixture[str]) -> None:
-    def draw(run: RunConfig, target: str = "", *, height: int, width: int = 3) -> dict[str, Any]:
-        """Draw."""
-        return {}
-
-    usage = settings.command_parser("draw", draw).format_usage()
-    assert usage == "usage: raypipe draw [STORE|RUN] --height HEIGHT [--OPTION VALUE …]\n"
+        assert all(f"  {name} " in done.stdout for name in cli.COMMANDS) and "2 wrong usage" in done.stdout
 
 
 def test_numbers_and_words_of_a_file_are_those_of_yaml_1_2(tmp_path: Path) -> None:
@@ -345,7 +455,7 @@ def test_a_file_that_holds_no_settings_is_wrong_usage(
     (tmp_path / "my.yaml").write_text(text)
     with pytest.raises(SystemExit, match="2"):
         parse(f"--config={tmp_path}/my.yaml")
-    assert capsys.readouterr().err.count("\n") == 2
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -126,7 +126,7 @@ class TestConvert:
             "classes": len(CLASSES),
             "bytes": sum(map(len, IMAGES)),
             "skipped": 0,
-            "unsized": 0,
+            "without_size": 0,
         }
         copy = open_store(dst)
         assert contents(copy) == {"image": IMAGES, "label": LABELS, "width": [8] * NUM, "height": [8] * NUM}
@@ -356,7 +356,7 @@ class TestConvert:
         args = ["convert", str(tmp_path / "source.tar"), str(tmp_path / "copy.parquet"), "--shards=2"]
         cli.main(args)
         size = sum(map(len, IMAGES))
-        expected = {"samples": NUM, "classes": 5, "bytes": size, "skipped": 0, "unsized": 0}
+        expected = {"samples": NUM, "classes": 5, "bytes": size, "skipped": 0, "without_size": 0}
         assert json.loads(capsys.readouterr().out.splitlines()[-1]) == expected
         cli.main([*args, "--overwrite", "--short-side", "4", "--quality=50", "--on-bad-sample", "skip"])
         again = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -367,13 +367,13 @@ class TestConvert:
         assert caught.value.code == 1
         captured = capsys.readouterr()
         assert captured.out == ""
-        assert captured.err.splitlines()[-1].startswith(f"StoreError: {args[2]} exists: ")
+        assert captured.err.splitlines()[-1].startswith(f"error: {args[2]} exists: ")
         assert "Traceback" not in captured.err
 
         with pytest.raises(SystemExit) as caught:
             cli.main([*args, "--overwrite", "--quality=0"])
         assert caught.value.code == 1
-        assert capsys.readouterr().err.startswith("ConfigError: ")
+        assert capsys.readouterr().err.startswith("error: ")
 
 
 # A path that becomes the destination, without Ray
@@ -603,7 +603,7 @@ def test_a_killed_conversion_leaves_no_store_and_the_next_one_succeeds(
         "classes": 5,
         "bytes": sum(map(len, stored["image"])),
         "skipped": 0,
-        "unsized": 0,
+        "without_size": 0,
     }
     assert stored["label"] == contents(source)["label"]
     assert copy.classes == CLASSES

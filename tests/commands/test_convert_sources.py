@@ -97,7 +97,7 @@ def test_any_iterable_of_samples(tmp_path: Path, suffix: str) -> None:
     address, samples = str(tmp_path / f"a.{suffix}"), labelled()
     found = raypipe.convert(iter(samples), address, classes=tuple("abcde"), shards=2, progress=False)
     num_bytes = sum(len(s["image"]) for s in samples)
-    assert found == {"samples": 150, "classes": 5, "bytes": num_bytes, "skipped": 0, "unsized": 0}
+    assert found == {"samples": 150, "classes": 5, "bytes": num_bytes, "skipped": 0, "without_size": 0}
     store = open_store(address)
     assert contents(store) == expected_of(samples) and store.classes == tuple("abcde")
     assert list((tmp_path / "cache").glob("samples-*")) == []

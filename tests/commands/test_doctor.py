@@ -16,7 +16,7 @@ from raypipe.transform import jpeg, kernel
 
 
 def test_a_machine_that_runs_the_tests_is_fit() -> None:
-    found = doctor.doctor(no_ray=True)
+    found = doctor.doctor(ray=False)
     assert found["ok"], found
     assert [check["name"] for check in found["checks"]][:3] == ["packages", "decoding", "torch"]
     assert all(bool(check["fix"]) == (check["status"] != "ok") for check in found["checks"])
@@ -75,7 +75,9 @@ def test_a_gpu_that_torch_cannot_use_is_a_failure(monkeypatch: pytest.MonkeyPatc
 
 def test_without_a_gpu_what_would_decode_is_named_all_the_same() -> None:
     check = doctor.examined("nvJPEG")
-    assert check["status"] == "ok" and check["found"].split(" by ")[1].startswith(("torchcodec ", "torchvision "))
+    assert check["status"] == "ok" and check["found"].split(" with ")[1].startswith(
+        ("torchcodec ", "torchvision ")
+    )
 
 
 def test_a_check_that_breaks_is_a_failure_and_the_others_are_made(
@@ -89,10 +91,11 @@ def test_a_check_that_breaks_is_a_failure_and_the_others_are_made(
     with pytest.raises(SystemExit) as caught:
         main(["doctor", "--no-ray"])
     assert caught.value.code == 1
-    *shown, last = capsys.readouterr().out.splitlines()
-    assert shown[0].startswith("fail cpus") and "no such [thing]" in shown[0]
-    found: dict[str, Any] = json.loads(last)
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert not found["ok"] and [check["status"] for check in found["checks"]] == ["fail", "ok"]
+    doctor.print_checks(found)
+    first, fix, *_ = capsys.readouterr().out.splitlines()
+    assert first.startswith("fail cpus") and "no such [thing]" in first and fix.strip() == "→ Buy one."
 
 
 @pytest.mark.cluster

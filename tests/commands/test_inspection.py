@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from raypipe.commands import cli
+from raypipe.commands.audit import print_verified
 from raypipe.commands.inspection import _reasons, describe, verify
 from raypipe.commands.tasks import task_bounds
 from raypipe.config import PlanConfig
@@ -57,18 +58,18 @@ def test_a_description_names_what_the_store_is(stores: dict[str, Path]) -> None:
             "formats": {"JPEG": found["sampled"]},
             "height_px": [40, 40, 40],
             "width_px": [48, 48, 48],
-            "bad": 0,
+            "bad_samples": 0,
         }
         assert 40 <= found["sampled"] <= 64
 
 
 def test_bad_samples_and_empty_stores_are_described_as_well() -> None:
     found = describe(MemoryStore([None, b"x", picture(0)], None))
-    assert (found["sampled"], found["bad"], found["formats"]) == (3, 2, {"unknown": 2, "JPEG": 1})
+    assert (found["sampled"], found["bad_samples"], found["formats"]) == (3, 2, {"unknown": 2, "JPEG": 1})
     assert found["image_bytes"][0] == 0 and found["classes"] is None and [*found["columns"]] == ["image"]
     rare = [bombs.rare_jpeg(), bombs.jpeg_of_scans(13000, 13000, 100), bombs.animated_webp(16383, 10900)]
     found = describe(MemoryStore(rare, None))
-    assert (found["sampled"], found["bad"], found["height_px"]) == (3, 2, [32, 32, 32])
+    assert (found["sampled"], found["bad_samples"], found["height_px"]) == (3, 2, [32, 32, 32])
     found = describe(MemoryStore([], []))
     assert (found["samples"], found["sampled"], found["height_px"], found["image_bytes"]) == (0, 0, None, None)
 
@@ -90,7 +91,8 @@ def test_samples_that_share_a_reason_are_counted() -> None:
     bad = [
         {"index": index, "name": f"key {index}", "error": error} for index, error in ((3, "a"), (5, "b"), (7, "a"))
     ]
-    assert _reasons(bad) == [(3, "key 3", 2, "a"), (5, "key 5", 1, "b")]
+    three, five, _ = bad
+    assert _reasons(bad) == [three | {"samples": 2}, five | {"samples": 1}]
     assert _reasons([]) == []
 
 
@@ -101,23 +103,28 @@ def last_line(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     return json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
-def test_the_command_prints_a_table_and_one_json_object_last(
-    stores: dict[str, Path], capsys: pytest.CaptureFixture[str]
+def test_the_command_prints_text_in_a_terminal_and_json_elsewhere(
+    stores: dict[str, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cli.main(["inspect", str(stores["train"])])
-    out = capsys.readouterr().out
-    assert "64 JPEG" in out and "40 … 40 … 40" in out
-    assert json.loads(out.splitlines()[-1]) == describe(open_store(stores["train"]))
+    found = json.loads(capsys.readouterr().out)
+    assert found == describe(open_store(stores["train"]))
+    monkeypatch.setattr(cli, "_is_terminal", lambda: True)
+    cli.main(["inspect", str(stores["train"]), "--json"])
+    assert json.loads(capsys.readouterr().out) == found
+    cli.main(["inspect", str(stores["train"])])
+    heading, *rows = capsys.readouterr().out.splitlines()
+    assert heading == str(stores["train"]) and not any("groups" in row for row in rows)
+    assert {"  formats      64 JPEG", "  height       40–40 px (median 40)"} <= set(rows)
 
 
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["/nowhere.lmdb"], "StoreError: /nowhere.lmdb does not exist"),
-        (["/nowhere.lmdb", "--verify"], "StoreError: /nowhere.lmdb does not exist"),
-        (["BROKEN", "--verify"], "StoreError: .*broken.parquet is truncated or no Parquet"),
-        (["STORE", "--output", "x.json"], "ConfigError: --output is for .* --verify"),
-        (["STORE", "--verify", "-o", "/nowhere/x.json"], "ConfigError: /nowhere/x.json cannot be written"),
+        (["inspect", "/nowhere.lmdb"], "error: /nowhere.lmdb does not exist"),
+        (["verify", "/nowhere.lmdb"], "error: /nowhere.lmdb does not exist"),
+        (["verify", "BROKEN"], "error: .*broken.parquet is truncated or no Parquet"),
+        (["verify", "STORE", "-o", "/nowhere/x.json"], "error: /nowhere/x.json cannot be written"),
     ],
 )
 def test_an_error_is_told_at_once_with_code_1(
@@ -132,7 +139,7 @@ def test_an_error_is_told_at_once_with_code_1(
     (tmp_path / "broken.parquet").write_bytes(b"PAR1")
     paths = {"STORE": str(stores["train"]), "BROKEN": str(tmp_path / "broken.parquet")}
     with pytest.raises(SystemExit) as caught:
-        cli.main(["inspect", *(paths.get(arg, arg) for arg in args)])
+        cli.main([paths.get(arg, arg) for arg in args])
     assert caught.value.code == 1
     captured = capsys.readouterr()
     assert re.match(message, captured.err) and captured.out == "" and "Traceback" not in captured.err
@@ -147,12 +154,12 @@ class TestVerify:
     def test_every_bad_sample_is_found_and_can_be_left_out(self, damaged: Path, tmp_path: Path) -> None:
         output, store = tmp_path / "bad.json", open_store(damaged)
         found = verify(store, str(output), progress=False)
-        assert (found["samples"], found["bad"], found["list"]) == (NUM, 3, str(output))
+        assert (found["samples"], found["bad_samples"], found["list"]) == (NUM, 3, str(output))
         assert found["seconds"] > 0 and found["images_per_s"] == NUM / found["seconds"]
         written = json.loads(output.read_text())
         assert [entry["index"] for entry in written["bad"]] == sorted(BAD)
         assert all(entry["error"] for entry in written["bad"])
-        assert found["reasons"] == [(entry["index"], entry["name"], 1, entry["error"]) for entry in written["bad"]]
+        assert found["reasons"] == [entry | {"samples": 1} for entry in written["bad"]]
         assert [entry["name"] for entry in written["bad"]] == [f"{damaged}, key {index}" for index in sorted(BAD)]
         assert (written["store"], written["num_samples"]) == (str(damaged), NUM)
         spec = open_stream(store, plan=PlanConfig(micro_batch_size=3), exclude=output)
@@ -167,26 +174,38 @@ class TestVerify:
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         monkeypatch.chdir(tmp_path)
-        cli.main(["inspect", str(stores["parquet"]), "--verify"])
+        cli.main(["verify", str(stores["parquet"])])
         found = last_line(capsys)
-        assert (found["samples"], found["bad"], found["list"]) == (100, 0, None)
+        assert (found["samples"], found["bad_samples"], found["list"]) == (100, 0, None)
         images = open_store(stores["parquet"]).read(np.arange(100))["image"]
         assert found["classes"] == 5 and found["bytes"] == sum(map(len, images))
         assert list(tmp_path.iterdir()) == []
-        cli.main(["inspect", str(damaged), "--verify"])
+        cli.main(["verify", str(damaged)])
+        found = last_line(capsys)
+        names = [
+            "store",
+            "samples",
+            "bytes",
+            "classes",
+            "bad_samples",
+            "list",
+            "seconds",
+            "images_per_s",
+            "reasons",
+        ]
+        assert list(found) == names
+        print_verified(found)
         out = capsys.readouterr().out
         assert "--store.exclude train.lmdb.bad.json" in out and "sample 300" in out
-        found = json.loads(out.splitlines()[-1])
-        assert list(found) == ["samples", "bytes", "classes", "bad", "list", "seconds", "images_per_s"]
-        assert (found["bad"], found["list"]) == (3, "train.lmdb.bad.json")
+        assert (found["bad_samples"], found["list"]) == (3, "train.lmdb.bad.json")
         assert [path.name for path in tmp_path.iterdir()] == ["train.lmdb.bad.json"]
-        cli.main(["inspect", str(stores["train"]), "--verify", "--output", "none.json"])
+        cli.main(["verify", str(stores["train"]), "--output", "none.json"])
         assert last_line(capsys)["list"] == "none.json"
         assert json.loads((tmp_path / "none.json").read_text())["bad"] == []
 
     def test_an_empty_store_has_no_bad_samples(self) -> None:
         found = verify(MemoryStore([], []), progress=False)
-        assert (found["samples"], found["bad"], found["list"]) == (0, 0, None)
+        assert (found["samples"], found["bad_samples"], found["list"]) == (0, 0, None)
 
     def test_a_store_that_a_task_does_not_see_ends_it(self, tmp_path: Path) -> None:
         class Elsewhere(MemoryStore):

@@ -8,6 +8,7 @@ import pytest
 from documented import ROOT, blocks, commands
 
 from raypipe.commands import cli
+from raypipe.commands.audit import print_plan
 from raypipe.commands.plan_summary import summary
 from raypipe.config import PlanConfig, TransformConfig
 from raypipe.stores.base import MemoryStore
@@ -45,16 +46,17 @@ def test_the_command_shows_the_plan_as_a_table(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "120")
-    (tmp_path / "run.yaml").write_text(blocks("yaml", ROOT / "docs" / "plans.md")[0])
-    (words,) = [words for words in commands(ROOT / "docs" / "plans.md") if "--show-plan" in words]
+    (tmp_path / "run.yaml").write_text(blocks("yaml", ROOT / "docs" / "sampling.md")[0])
+    (words,) = [words for words in commands(ROOT / "docs" / "sampling.md") if words[1] == "plan"]
     ours = f"{{photos: {stores['train']}, drawings: {stores['val']}}}"
     small = ["--plan.micro_batch_size=4", "--plan.global_batch_size=16", "--plan.epoch_samples=100"]
     cli.main([*words[1:], f"--store.train={ours}", "--store.filter=label != 3", *small])
-    *lines, last = capsys.readouterr().out.splitlines()
-    found = json.loads(last)
-    assert found["samples"] == 96 and found["left_out"] > 0 and set(found["sources"]) == {"photos", "drawings"}
-    rows = {line[1:].split("│")[0].strip(): line for line in lines if line.startswith("│")}
-    assert "100 samples, 20 left out, share (0.5, 0.5), passes (0.6" in rows["sources photos"]
+    found = json.loads(capsys.readouterr().out)
+    assert found["samples"] == 96 and found["excluded"] > 0 and set(found["sources"]) == {"photos", "drawings"}
+    print_plan(found)
+    lines = capsys.readouterr().out.splitlines()
+    rows = {name: text for name, _, text in (line.strip().partition("  ") for line in lines)}
+    assert "100 samples, 20 excluded, share (0.5, 0.5), passes (0.6" in rows["sources photos"]
     assert "% to " in rows["shares of 4 classes, drawn"]
 
 
@@ -109,11 +111,3 @@ def test_buckets_of_mixtures_and_of_validations_are_told() -> None:
         "samples": 9,
         "micro_batches": 3,
     }
-
-
-def test_a_plan_is_not_shown_while_a_store_is_verified(
-    stores: dict[str, Path], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        cli.main(["inspect", str(stores["train"]), "--show-plan", "--verify"])
-    assert "give one at a time" in capsys.readouterr().err

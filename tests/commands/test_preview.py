@@ -300,7 +300,7 @@ def test_an_error_of_the_command_is_one_line(
         main(["preview", str(stores["train"]), f"--output={tmp_path / 'a.png'}", option])
     assert caught.value.code == 1
     error = capsys.readouterr().err
-    assert error.startswith("ConfigError: ") and error.count("\n") == 1
+    assert error.startswith("error: ") and error.count("\n") == 1 + error.count("\n  tip: ")
 
 
 def test_an_augmentation_that_sets_nothing_draws_nothing_and_says_so(

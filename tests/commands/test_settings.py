@@ -110,10 +110,10 @@ NAMED: list[dict[str, Any]] = [
 def test_code_named_by_a_targets_configuration_needs_trust(settings: dict[str, Any], tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", store={"train": "a.lmdb"}, trust=True, **settings)
     with pytest.raises(
-        ConfigError, match=r"run names code \(.*: planted:make.*\), which would run: .* add --trust=true"
+        ConfigError, match=r"run names code \(.*: planted:make.*\), which would run: .* add --trust"
     ):
         parse(str(folder))
-    run = parse(str(folder), "--trust=true")
+    run = parse(str(folder), "--trust")
     assert run.store.train == "a.lmdb" and "planted:make" in str(run)
     assert "planted" not in sys.modules
 
@@ -148,12 +148,12 @@ COMMANDS = [
     ["digest", ".", "--pool.engine=inline"],
     ["preview", "."],
     ["inspect", "."],
-    ["inspect", ".", "--show-plan"],
+    ["plan", "."],
     ["report", "."],
     ["bench", "."],
     ["train", "--resume", "."],
-    ["train", "--resume", ".", "--trust=true"],
-    ["digest", ".", "--pool.engine=inline", "--trust=true"],
+    ["train", "--resume", ".", "--trust"],
+    ["digest", ".", "--pool.engine=inline", "--trust"],
     ["digest", "--store.train=.", "--pool.engine=inline", "--transform.train=planted:make", *SMALL],
     ["convert", ".", "../a.lmdb", "--layout=planted:make"],
 ]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from raypipe.commands.cli import main
-from raypipe.commands.status import standing
+from raypipe.commands.status import print_status, standing
 from raypipe.storage.filesystem import open_filesystem
 from raypipe.storage.lease import leased
 from raypipe.streaming.chronicle import Chronicle
@@ -40,8 +40,9 @@ def test_a_run_is_silent_restarting_or_ended() -> None:
 def shown(run: Path, capsys: pytest.CaptureFixture[str]) -> tuple[str, dict[str, Any]]:
     """What the command prints for people, and for programs."""
     main(["status", str(run)])
-    *lines, last = capsys.readouterr().out.splitlines()
-    return "\n".join(lines), json.loads(last)
+    found = json.loads(capsys.readouterr().out)
+    print_status(found)
+    return capsys.readouterr().out, found
 
 
 def test_the_command_tells_as_text_and_json_what_a_run_has_written(

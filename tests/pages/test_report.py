@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 from recorded_runs import RECORDS, make_run, train
 
+from raypipe.commands.audit import print_report
 from raypipe.commands.cli import main
 from raypipe.errors import ConfigError
 from raypipe.pages import COLOURS
@@ -91,11 +93,12 @@ def test_what_is_no_run_or_a_damaged_one_is_one_error_with_its_file(run: Path, t
 
 def test_the_command_ends_with_the_figures_as_json(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["report", str(run), "-o", str(run / "page.html")])
-    lines = capsys.readouterr().out.splitlines()
-    assert json.loads(lines[-1])["report"] == f"file://{run}/page.html" and (run / "page.html").exists()
-    assert any("wait fraction" in line and "0.25" in line for line in lines)
+    found = json.loads(capsys.readouterr().out)
+    assert found["report"] == f"file://{run}/page.html" and (run / "page.html").exists()
+    print_report(found)
+    assert re.search(r"^  wait fraction +0\.25$", capsys.readouterr().out, re.MULTILINE)
     main(["report", f"--storage_path={run.parent}", f"--name={run.name}"])
     assert (run / "report.html").exists()
     with pytest.raises(SystemExit):
         main(["report"])
-    assert capsys.readouterr().err.startswith("ConfigError: the report needs a run: give its folder")
+    assert capsys.readouterr().err.startswith("error: the report needs a run: give its folder")

@@ -261,13 +261,13 @@ def test_a_resume_from_another_users_run_needs_trust(
     with pytest.raises(SystemExit):
         _finish(lambda: train(parse_run([f"--resume={folder}"], None)))
     shown = capfd.readouterr().err
-    assert f"{folder}" in shown and "belongs to user" in shown and "add --trust=true" in shown
+    assert f"{folder}" in shown and "belongs to user" in shown and "add --trust" in shown
     with pytest.raises(ConfigError, match="belongs to user"):
         train(RunConfig(resume=str(folder)))
     assert not (folder.parent / "ran").exists()
     # The word is the user's, and then it goes on: to what the configuration names.
     with pytest.raises(SystemExit):
-        _finish(lambda: train(parse_run([f"--resume={folder}", "--trust=true"], None)))
+        _finish(lambda: train(parse_run([f"--resume={folder}", "--trust"], None)))
     assert (folder.parent / "ran").exists() and "planted:module" in capfd.readouterr().err
 
 

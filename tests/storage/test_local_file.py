@@ -119,7 +119,7 @@ def read() -> Iterator[Read]:
 
 def check_refused(outcome: str, name: str, kind: str) -> None:
     error, _, text = outcome.partition(": ")
-    assert error in ("StoreError", "ConfigError") and name in text, outcome
+    assert error in ("error", "StoreError", "ConfigError") and name in text, outcome
     assert f"{KINDS[kind][1]}, not a regular file" in text and text.count("\n") == 0, outcome
 
 

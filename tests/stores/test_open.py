@@ -43,7 +43,7 @@ def test_importing_is_cheap() -> None:
 
 @pytest.mark.parametrize("address", ["absent", "absent.lmdb", "absent.parquet"])
 def test_absent(tmp_path: Path, address: str) -> None:
-    with pytest.raises(StoreError, match=rf"(?s){address} does not exist: name a file, a folder or an address"):
+    with pytest.raises(StoreError, match=rf"(?s){address} does not exist$"):
         open_store(tmp_path / address)
 
 
@@ -218,3 +218,9 @@ def test_several_files_are_a_pattern_whatever_their_kind(tmp_path: Path, suffix:
         path = tmp_path / f"{name}.{suffix}"
         write_tar(path, SAMPLES) if suffix == "tar" else write(path)
     assert len(open_store(tmp_path / pattern.format(suffix))) == 2
+
+
+def test_a_name_near_the_missing_one_is_proposed(tmp_path: Path) -> None:
+    (tmp_path / "train.lmdb").touch()
+    with pytest.raises(StoreError, match=r"trian\.lmdb does not exist; did you mean .*/train\.lmdb\?$"):
+        open_store(tmp_path / "trian.lmdb")

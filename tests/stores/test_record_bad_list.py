@@ -68,7 +68,7 @@ def test_no_list_leaves_nothing_out() -> None:
 def test_a_file_that_is_no_list(tmp_path: Path, text: str | bytes) -> None:
     file = tmp_path / "list.json"
     file.write_bytes(text if isinstance(text, bytes) else text.replace("FINGERPRINT", STORE.fingerprint).encode())
-    expected = r"exclude: .*list.json is no (JSON|text|list of bad samples .*raypipe inspect memory:\w+ --)"
+    expected = r"exclude: .*list.json is no (JSON|text|list of bad samples .*raypipe verify memory:\w+`)"
     with pytest.raises(ConfigError, match=expected):
         read(file)
 

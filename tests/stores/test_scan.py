@@ -71,7 +71,7 @@ def test_without_sizes_the_error_says_how_to_make_them(tmp_path: Path) -> None:
     store = write(tmp_path / "a.lmdb")
     with pytest.raises(
         ConfigError,
-        match=r"'width' .* are label; `raypipe inspect .*a\.lmdb --add-sizes` adds",
+        match=r"'width' .* are label; `raypipe add-sizes .*a\.lmdb` adds",
     ):
         matching(store, "width > 1")
     with pytest.raises(ConfigError, match=r"no column 'size' for store.filter; its columns are $"):
@@ -83,7 +83,7 @@ def test_sizes_of_other_contents_are_refused(tmp_path: Path) -> None:
     address = write_sizes(write(tmp_path / "a.lmdb"), SIZES)
     (tmp_path / "a.lmdb").unlink()
     store = write(tmp_path / "a.lmdb", 3)
-    with pytest.raises(ConfigError, match=r"_a\.lmdb\.sizes\.parquet has the sizes of .* --add-sizes`"):
+    with pytest.raises(ConfigError, match=r"_a\.lmdb\.sizes\.parquet has the sizes of .*`raypipe add-sizes .*`"):
         numbers_of(store, "width", "plan.weights")
     table = pa.table({"width": [1, 2, 3], "height": [1, 2, 3]})
     pq.write_table(table, address)

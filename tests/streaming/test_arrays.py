@@ -308,7 +308,7 @@ def test_arrays_are_inspected_as_they_are_stored() -> None:
     samples = list(check_samples(store, np.arange(NUM)))
     assert [sample.index for sample in samples if sample.error] == [3] and "truncated" in samples[3].error
     found = describe(store)
-    assert found["formats"] == {"npy": NUM} and found["height_px"][0] == 24 and found["bad"] == 1
+    assert found["formats"] == {"npy": NUM} and found["height_px"][0] == 24 and found["bad_samples"] == 1
     image = store._columns["image"][0]
     assert size_of(image) == {"width": 20, "height": 24} and size_of(image[:90]) == {"width": -1, "height": -1}
 

@@ -165,21 +165,23 @@ def test_the_settings_have_the_steps_of_a_file(stores: dict[str, Path], tmp_path
 
 
 def test_the_command_ends_with_code_1_where_streams_differ(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     paths = [str(tmp_path / name) for name in ("one.json", "same.json", "different.json")]
     for path, file in zip(paths, (ONE, other({"workers": 4}), other(val_e0000_s000000_m000="x")), strict=True):
         DigestFile(path, file.settings, file.micro_batches).write()
-    cli.main(["digest-diff", paths[0], paths[1]])
+    cli.main(["digest", "compare", paths[0], paths[1]])
+    assert json.loads(capsys.readouterr().out)["equal"] is True
+    monkeypatch.setattr(cli, "_is_terminal", lambda: True)
+    cli.main(["digest", "compare", paths[0], paths[1]])
     out = capsys.readouterr().out
-    assert "equal" in out and "1 / 4" in out
-    assert json.loads(out.splitlines()[-1])["equal"] is True
+    assert "1 / 4" in out and out.endswith("\nequal over 3 micro-batches\n")
     with pytest.raises(SystemExit) as caught:
-        cli.main(["digest-diff", paths[0], paths[2]])
+        cli.main(["digest", "compare", paths[0], paths[2]])
     assert caught.value.code == 1
     captured = capsys.readouterr()
     assert "first different" in captured.out and "val-e0000-s000000-m000" in captured.out
-    assert json.loads(captured.out.splitlines()[-1])["equal"] is False and captured.err == ""
+    assert captured.out.endswith("\n1 of 3 micro-batches differ\n") and captured.err == ""
 
 
 # The command without Ray
@@ -188,12 +190,12 @@ def test_the_command_ends_with_code_1_where_streams_differ(
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--from-step", "12"], "--from-step 12 and --to-step 12 are not a range within the run's 12 steps"),
+        (["--from-step", "12"], "--from-step 12 --to-step 12 is empty or outside the run's 12 steps"),
         (
             ["--from-step", "4", "--to-step", "4"],
-            "--from-step 4 and --to-step 4 are not a range within the run's 12 steps",
+            "--from-step 4 --to-step 4 is empty or outside the run's 12 steps",
         ),
-        (["--to-step", "13"], "--from-step 0 and --to-step 13 are not a range"),
+        (["--to-step", "13"], "--from-step 0 --to-step 13 is empty or outside"),
         (["--output", "/nowhere/x.json"], "/nowhere/x.json cannot be written"),
         (["--compare", "/nowhere/x.json"], "/nowhere/x.json cannot be read"),
         (["--store.exclude", "/nowhere/x.json"], "store.exclude: /nowhere/x.json cannot be read"),
@@ -208,7 +210,7 @@ def test_a_range_or_a_file_that_cannot_be_is_told_before_ray_starts(
     with pytest.raises(SystemExit) as caught:
         cli_main("digest", stores["train"], "--plan.micro_batch_size", "8", "--plan.epochs", "1", *args)
     assert caught.value.code == 1
-    assert re.match(f"ConfigError: {message}", capsys.readouterr().err)
+    assert re.match(f"error: {message}", capsys.readouterr().err)
 
 
 def cli_main(*args: object) -> None:
@@ -251,7 +253,7 @@ def test_a_wrong_address_is_told_as_a_stores_and_not_a_runs(
 ) -> None:
     with pytest.raises(SystemExit):
         cli_main("digest", "foo://bucket/train.lmdb", "--pool.engine", "inline")
-    assert capsys.readouterr().err.startswith("ConfigError: foo://bucket/train.lmdb is of an unknown scheme")
+    assert capsys.readouterr().err.startswith("error: foo://bucket/train.lmdb is of an unknown scheme")
 
 
 # Ranges of a stream
@@ -294,7 +296,8 @@ class TestRanges:
 
         one, other = tmp_path / "one.json", tmp_path / "other.json"
         found = run("--to-step", 7, "--output", one, "--pool.engine", "inline")
-        assert found == {"digest": found["digest"], "samples": 140, "micro_batches": 14, "output": str(one)}
+        counts = {"samples": 140, "micro_batches": 14, "output": str(one)}
+        assert found == {"store": str(stores["train"]), "digest": found["digest"], **counts}
         written = json.loads(one.read_text())
         assert combine(bytes.fromhex(d) for d in written["micro_batches"].values()) == found["digest"]
         found = run("--from-step", 5, "--train.num_workers", 2, "--compare", one, "--output", other)
@@ -307,7 +310,7 @@ class TestRanges:
         assert (found["equal"], found["compared"], found["different"]) == (False, 2, 2)
         assert found["first_different"] == "train-e0000-s000000-m000"
         assert found["settings"]["transform.train"] == ["light", "center"]
-        cli_main("digest-diff", one, other)
+        cli_main("digest", "compare", one, other)
         assert json.loads(capsys.readouterr().out.splitlines()[-1])["compared"] == 4
 
     def test_a_stream_without_its_bad_samples(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -198,9 +198,9 @@ def test_the_lines_of_the_page_go_on_from_a_run(stores: dict[str, Path], tmp_pat
     train, pool = dataclasses.replace(run.train, optimizer="sgd"), PoolConfig(engine="inline")
     run = dataclasses.replace(run, name="sgd", train=train, pool=pool)
     folder = without_ray.train(run)["run_dir"]
-    (code,) = (code for code in blocks("python", ROOT / "docs" / "own-loop.md") if "def go_on" in code)
+    (code,) = (code for code in blocks("python", ROOT / "docs" / "training-loop.md") if "def go_on" in code)
     names: dict[str, Any] = {"raypipe": raypipe, "torch": torch}
-    exec(compile(code, "own-loop.md", "exec"), names)
+    exec(compile(code, "training-loop.md", "exec"), names)
     model = build_model("small", 5)
     spec = spec_of(run, folder)
     own, optimizer = names["go_on"](spec, folder, model)

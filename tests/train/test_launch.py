@@ -85,7 +85,7 @@ def test_credentials_in_an_address_are_neither_shown_nor_kept(
     with pytest.raises(SystemExit):
         _finish(lambda: train(parse_run(given, None)))
     shown = "".join(capfd.readouterr())
-    assert "s3://…@bucket/a.yaml" in shown and "CRET@" not in shown
+    assert "CRET@" not in shown and (setting == "plan" or "s3://…@bucket/a.yaml" in shown)
     assert setting == "plan" or "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the environment" in shown
     kept = [path for path in tmp_path.rglob("*") if path.is_file() and "CRET@" in path.read_text()]
     assert not kept

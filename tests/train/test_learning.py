@@ -34,7 +34,7 @@ def test_the_small_model_needs_no_torchvision() -> None:
 
 def test_four_channels_go_to_the_small_model_and_not_to_torchvisions() -> None:
     assert build_model("small", 7, channels=4)(torch.zeros(2, 4, 8, 8)).shape == (2, 7)
-    with pytest.raises(ConfigError, match=r"train\.model='resnet18' takes three channels, .* of 4"):
+    with pytest.raises(ConfigError, match=r"train\.model='resnet18' needs three channels, .* has 4"):
         build_model("resnet18", 7, channels=4)
 
 

@@ -131,7 +131,7 @@ def test_a_killed_and_damaged_run_goes_on_to_the_same_weights(
             killer.join()
         return result
 
-    # After each kill it goes on as a new job; in the long form after the first by itself, as docs/own-loop.md's.
+    # After each kill it goes on as a new job; in the long form after the first by itself, as in training-loop.md.
     # Then the newest checkpoint is damaged, and the records. Each trainer costs seconds of both cores.
     workers, by_itself = ([2, 2, 1, 4], 1) if is_soak(request.config) else ([1, 2], 0)
     first = threading.Thread(target=kill_a_worker_at, args=(folder, 4, killed), daemon=True)

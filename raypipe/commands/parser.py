@@ -1,0 +1,191 @@
+"""The command line of a command: its usage, its help, and the texts that its arguments give to settings.
+
+A command is a function. Its keyword-only parameters are options, `run` stands for all settings of a run, and the
+others are positional. Its docstring has the description, `Examples:` and `Args:`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+import textwrap
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
+from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
+
+from raypipe.config import RunConfig
+from raypipe.errors import without_credentials
+from raypipe.logs import printable
+from raypipe.section import Setting, described, expected, settings_of
+
+_PLACES = {
+    "target": "a store, or a run's folder, whose settings then apply first; empty = store.train",
+    "folder": "the folder of a run; empty = the one of storage_path and name",
+}
+# Words for values that say more than the name of the parameter.
+_VALUES = {"target": "STORE|RUN", "folder": "RUN", "against": "RUN", "output": "FILE", "compare": "FILE"}
+_CONFIG = ("--config FILE", "YAML file with any settings of a run; may be repeated")
+_GENERAL = [
+    ("--json", "print one JSON object, as in a pipe, instead of text"),
+    ("-h, --help", "show this help"),
+]
+_WIDTH, _INDENT = 88, 24  # columns of help, and those before the text of an option
+
+
+class Parser:
+    """The parser of a command, or, without a name, of the program that runs.
+
+    Attributes:
+        places: the positional arguments.
+        options: the command's own options.
+        known: these and the settings of a run, by whole names.
+    """
+
+    def __init__(self, name: str, command: Callable[..., Any], doc: str | None = None) -> None:
+        self.prog = f"raypipe {name}" if name else sys.argv[0].rpartition("/")[2]
+        self._about, self._examples = (doc.strip(), "") if doc else _sections(inspect.getdoc(command) or "")
+        kinds, about = get_type_hints(command, include_extras=True), _PLACES | described(command)
+        self.places: dict[str, Setting] = {}
+        self.options: dict[str, Setting] = {}
+        for key, parameter in inspect.signature(command).parameters.items():
+            if key != "run":
+                own = self.options if parameter.kind is parameter.KEYWORD_ONLY else self.places
+                own[key] = Setting(kinds[key], parameter.default, about.get(key, ""))
+        self.takes_run, self._about_run = "run" in kinds, about.get("run", "")
+        self.known = self.options | (settings_of(RunConfig) if self.takes_run else {})
+        required = ((_value(key), s.default is inspect.Parameter.empty) for key, s in self.places.items())
+        places = (value if is_required else f"[{value}]" for value, is_required in required)
+        self.usage = " ".join([self.prog, *places, "[--OPTION VALUE …]"])
+
+    def read(self, args: Iterable[str]) -> tuple[dict[str, str], list[str]]:
+        """The texts that arguments give to settings, by whole names; and the files that --config names."""
+        texts: dict[str, str] = {}
+        configs: list[str] = []
+        words, places = list(args)[::-1], [*self.places]
+        while words:
+            word = words.pop()
+            if word in ("-h", "--help"):
+                print(self.format_help(), end="")
+                sys.exit(0)
+            option, equals, text = re.sub(r"^-o(?==|$)", "--output", word).partition("=")
+            if not option.startswith("--"):
+                if not places:
+                    fail(f"unexpected argument {word!r}", self.usage)
+                texts[places.pop(0)] = word
+                continue
+            key = option[2:].replace("-", "_")
+            switch = key if key in self.known else key.removeprefix("no_")
+            is_config = self.takes_run and key == "config"
+            if switch in self.known and self.known[switch].kind is bool and not equals:
+                key, text = switch, str(switch == key).lower()
+            elif key not in self.known and not is_config:
+                settings = "`raypipe help settings` lists the settings of a run, " if self.takes_run else ""
+                fail(self.unknown(key), f"{settings}`{self.prog} --help` the options")
+            elif not equals:
+                if not words or words[-1].startswith("--"):
+                    fail(f"{option} needs a value", self.usage)
+                text = words.pop()
+            if is_config:
+                configs.append(text)
+            else:
+                texts[key] = text
+        if missing := [key for key in places if self.places[key].default is inspect.Parameter.empty]:
+            fail(f"missing: {', '.join(map(_value, missing))}", self.usage)
+        return texts, configs
+
+    def unknown(self, key: str) -> str:
+        """The error about a setting that does not exist."""
+        return f"unknown setting {key!r}{meant(key, self.known)}"
+
+    def format_help(self) -> str:
+        """The help: usage, description, arguments, options, examples, and where the settings are."""
+        rows = [(_value(key), setting.about) for key, setting in self.places.items()]
+        options = [_row(key, setting) for key, setting in self.options.items()]
+        parts = [f"usage: {self.usage}\n", *map(_wrapped, self._about.split("\n\n"))]
+        parts += [_block("Arguments", rows)] if rows else []
+        parts += [_block("Options", options + [_CONFIG] * self.takes_run + _GENERAL)]
+        if self._examples:
+            parts.append(f"Examples:\n{textwrap.indent(self._examples, '  ')}\n")
+        if self.takes_run:
+            text = "Settings of a run are options too, such as --plan.epochs 90. "
+            parts.append(_wrapped(f"{text}`raypipe help settings [PATTERN]` explains them. {self._about_run}"))
+        return "\n".join(parts)
+
+
+def meant(name: str, known: Iterable[str]) -> str:
+    """The end of an error about a name: the one that it may be, or a setting of another section with its end."""
+    same_end = [other for other in known if other.rpartition(".")[2] == name.rpartition(".")[2]]
+    near = get_close_matches(name, known, 1) or same_end
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def fail(message: str, tip: str = "") -> NoReturn:
+    """End the program, with code 2, on wrong usage."""
+    sys.stderr.write(error_text(message, tip))
+    sys.exit(2)
+
+
+def error_text(message: str, tip: str = "") -> str:
+    """An error for people, without credentials: its text, and a tip in a line of its own."""
+    text, _, near = message.partition("; did you mean ")
+    tip = f"did you mean {near}" if near else tip
+    return printable(without_credentials(f"error: {text}" + (f"\n  tip: {tip}" if tip else ""))) + "\n"
+
+
+def settings_text(pattern: str = "") -> str:
+    """The settings of a run whose names have a pattern, with type, default and meaning."""
+    settings, wanted = settings_of(RunConfig), pattern.lower().replace("-", "_")
+    lines = []
+    for key, (kind, default, about) in settings.items():
+        if wanted in key:
+            shown = f", default {default!r}" if default not in ("", [], {}) else ""
+            lines.append(f"{key}  ({expected(kind)}{shown})")
+            lines += textwrap.wrap(about, _WIDTH, initial_indent="    ", subsequent_indent="    ")
+    if not lines:
+        fail(
+            f"no setting has {pattern!r} in its name{meant(wanted, settings)}", "`raypipe help settings` lists all"
+        )
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _sections(doc: str) -> tuple[str, str]:
+    """The description of a docstring, and its examples, one a line."""
+    about, *rest = re.split(r"\n\n(?=(?:Examples|Args|Returns|Raises):\n)", doc)
+    examples = (part.partition("\n")[2] for part in rest if part.startswith("Examples:"))
+    return about, textwrap.dedent(next(examples, ""))
+
+
+def _row(key: str, setting: Setting) -> tuple[str, str]:
+    """An option and its text."""
+    kind, default, about = setting._replace(about=setting.about.removesuffix("."))
+    option = f"--{key.replace('_', '-')}"
+    if kind is bool:
+        return f"{option}, --no-{option[2:]}" if default else option, about
+    values = {int: "N", float: "X"}.get(kind, _value(key))
+    if get_origin(kind) is Literal:
+        values = f"{{{','.join(get_args(kind))}}}"
+    if default:  # the meaning of 0 and of empty is in the text
+        shown = f"{default:g}" if isinstance(default, float) else default
+        about = f"{about} (default: {shown})"
+    return f"{'-o, ' if key == 'output' else ''}{option} {values}", about
+
+
+def _value(key: str) -> str:
+    return _VALUES.get(key, key.upper())
+
+
+def _wrapped(paragraph: str) -> str:
+    """A paragraph in lines of the terminal's width; one with commands, which are indented, stays as it is."""
+    return (paragraph if "\n " in f"\n{paragraph}" else textwrap.fill(paragraph, _WIDTH)) + "\n"
+
+
+def _block(title: str, rows: list[tuple[str, str]]) -> str:
+    """Names and texts in two columns, under a title."""
+    lines = [f"{title}:"]
+    for name, text in rows:
+        wrapped = textwrap.wrap(text.removesuffix("."), _WIDTH - _INDENT)
+        first = f"  {name}".ljust(_INDENT)
+        lines += [first + wrapped.pop(0)] if len(first) == _INDENT else [first]
+        lines += [" " * _INDENT + line for line in wrapped]
+    return "\n".join(lines) + "\n"

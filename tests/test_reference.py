@@ -1,0 +1,122 @@
+"""docs/reference.md, llms.txt and llms-full.txt: complete, and as .ci/reference.py writes them."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+import yaml
+from documented import ROOT
+from recorded_runs import RECORDS
+
+import raypipe
+from raypipe import config
+from raypipe.commands.cli import COMMANDS
+from raypipe.commands.parser import Parser
+from raypipe.config import ColumnOptions, PlanConfig, PoolConfig, RunConfig
+from raypipe.device import augment
+from raypipe.device.prefetcher import Batch
+from raypipe.environment import VARIABLES
+from raypipe.logs import JsonFormatter
+from raypipe.metrics.prometheus import METRICS
+from raypipe.section import Section, kinds_of, settings_of
+from raypipe.streaming.loader import Loader
+from raypipe.transform.presets import PRESETS
+from raypipe.transform.views import VIEW_PRESETS
+
+TEXT = (ROOT / "docs" / "reference.md").read_text()
+LLMS = (ROOT / "llms.txt").read_text()
+
+
+def named(heading: str = "", until: str = "\n## ") -> set[str]:
+    """What stands between backticks, in a section or in the page; of `a.b(c) -> d` also what comes before (."""
+    text = TEXT.partition(f"\n## {heading}\n")[2].partition(until)[0] if heading else TEXT
+    code = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S))
+    return {*code, *(part.partition("(")[0] for part in code)}
+
+
+@pytest.mark.pages
+def test_the_reference_and_llms_full_are_those_that_the_code_has_now() -> None:
+    names = runpy.run_path(str(ROOT / ".ci" / "reference.py"))
+    for path, made in (("docs/reference.md", names["reference"]()), ("llms-full.txt", names["llms_full"]())):
+        assert (ROOT / path).read_text() == made, f"{path} is stale: run `uv run --group dev .ci/reference.py`"
+
+
+def test_the_reference_has_every_setting() -> None:
+    options = {f"store.columns.NAME.{name}" for name in kinds_of(ColumnOptions)}
+    assert {*settings_of(RunConfig), *options} <= named("Settings")
+
+
+def test_the_reference_has_every_environment_variable() -> None:
+    files = [*(ROOT / "raypipe").rglob("*.py"), *(ROOT / "deploy").glob("*.py"), ROOT / "hatch_build.py"]
+    source = "".join(path.read_text() for path in files)
+    assert set(re.findall(r"\bRAYPIPE_[A-Z_]+[A-Z]\b", source)) == set(VARIABLES) <= named("Environment variables")
+    source = "".join(path.read_text() for path in (ROOT / "raypipe").rglob("*.py"))
+    read = re.findall(r'environ(?:ment)?(?:\.get|\.setdefault)?[([]"([A-Z_a-z]+)"', source)
+    read += re.findall(r'"([A-Z_]+)" (?:not )?in os\.environ', source)
+    assert {"RAY_ADDRESS", "HF_ENDPOINT", "AWS_REGION"} <= set(read) <= named("Environment variables")
+
+
+def test_the_reference_has_every_preset() -> None:
+    cpu = TEXT.partition("### CPU transforms")[2].partition("\n### ")[0]
+    assert set(re.findall(r"^\| `([\w-]+)`", cpu, re.M)) == {"none", *PRESETS, *VIEW_PRESETS}
+    device = TEXT.partition("### Device augmentation")[2].partition("\n## ")[0]
+    assert re.findall(r"^\| `([\w-]+)`", device, re.M) == [*augment.PRESETS]
+
+
+def test_the_reference_has_every_command_with_its_options() -> None:
+    for name, command in COMMANDS.items():
+        heading = f"### raypipe {name}"
+        section = TEXT.partition(f"\n{heading}\n")[2].partition("\n#")[0]
+        for option in Parser(name, command).options:
+            assert f"`--{option.replace('_', '-')}`" in section, f"{heading}: {option}"
+        assert f"`raypipe {name}`" in TEXT
+
+
+def test_the_reference_has_every_public_name_and_section_of_settings() -> None:
+    assert {f"raypipe.{name}" for name in raypipe.__all__} <= named("Python API")
+    found = [each for each in vars(config).values() if inspect.isclass(each) and issubclass(each, Section)]
+    names = {each.__name__ for each in found if each is not Section}
+    assert len(names) >= 8 and names <= {name.rpartition(".")[2] for name in named("Python API")}
+
+
+def test_the_reference_has_every_field_of_a_batch() -> None:
+    properties = {name for name, value in vars(Batch).items() if isinstance(value, property)}
+    assert {*Batch.__dataclass_fields__, *properties} <= named("Fields of a batch")
+
+
+def test_the_reference_has_every_metric_label_and_alert() -> None:
+    assert {f"ray_{name}" for name in METRICS} <= named("Metrics")
+    labels = {label for metric in METRICS.values() for label in metric.labels}
+    assert labels - {"version", "plan", "workers"} <= named("Metrics")  # labels of one metric, which it names
+    groups = yaml.safe_load((ROOT / "deploy" / "alerts.yaml").read_text())["groups"]
+    assert {rule["alert"] for group in groups for rule in group["rules"]} <= named("Metrics")
+
+
+def test_the_reference_has_the_fields_of_records_and_of_log_lines() -> None:
+    assert {key for record in RECORDS for key in record} <= named("Records of a run")
+    assert {record["kind"] for record in RECORDS} <= named("Records of a run")
+    record = logging.makeLogRecord({"exc_info": (ValueError, ValueError("no"), None), "values": {"phase": ""}})
+    assert set(json.loads(JsonFormatter().format(record))) <= named("Log fields")
+
+
+def test_what_llms_txt_says_to_write_is_there() -> None:
+    text = re.sub(r"^\| .*? \| ", "", LLMS, flags=re.M)  # the column of what is wrong
+    for name, kind in (("batch", Batch), ("loader", Loader)):
+        attributes = {*dir(kind), *getattr(kind, "__dataclass_fields__", ()), "device", "global_step"}
+        assert set(re.findall(rf"\b{name}\.(\w+)", text)) <= attributes
+    for kind in (PlanConfig, PoolConfig):
+        for arguments in re.findall(rf"{kind.__name__}\(([^)]*)\)", text):
+            assert set(re.findall(r"(\w+)=", arguments)) <= {*kinds_of(kind)}
+    for name in re.findall(r"\braypipe\.([a-z_]+|[A-Z]\w+)(?=[(.`\n ])", text):
+        assert hasattr(raypipe, name) or (ROOT / "raypipe" / name).is_dir(), name
+
+
+def test_llms_txt_links_every_page_of_the_documentation() -> None:
+    linked = set(re.findall(r"\]\(docs/([\w-]+\.md)\)", LLMS))
+    assert {path.name for path in Path(ROOT, "docs").glob("*.md")} - {"README.md"} == linked

@@ -63,7 +63,7 @@ def print_verified(summary: dict[str, Any]) -> None:
     """Print the result of `verify`: each reason with the first sample that has it, and how to exclude them."""
     rows = {name: value for name, value in summary.items() if name not in ("store", "reasons")}
     for reason in summary["reasons"]:
-        others = f" and {reason['samples'] - 1:,} others" if reason["samples"] > 1 else ""
+        others = f" and {reason['samples'] - 1:,} more" if reason["samples"] > 1 else ""
         name = f" ({reason['name']})" if reason["name"] else ""
         rows[f"sample {reason['index']}{others}"] = reason["error"] + name
     if summary["bad_samples"]:

@@ -92,13 +92,10 @@ def bench(
 
 
 def print_bench(figures: dict[str, Any]) -> None:
-    """Print the result of `bench`, and what it means."""
-    size, actors = figures["size"], figures["actors"]
-    sizes = ", ".join(map(str, size.values() if isinstance(size, dict) else [size]))
-    heading = f"{figures['store']}: {brief(figures['transform'])} at {sizes} px, {actors} actors"
-    heading += f", micro-batches of {figures['micro_batch']}"
-    table(heading, {name: value for name, value in figures.items() if isinstance(value, float)})
-    print(verdict(figures, actors))
+    """Print the result of `bench` in a table and in sentences."""
+    rows = figures | {"transform": brief(figures["transform"])}
+    table(rows.pop("store"), {name: value for name, value in rows.items() if name != "versions"})
+    print(verdict(figures, figures["actors"]))
     if rate := figures.get("wanted_images_per_s"):
         read, sent = (rate / 1e6 * 8 * figures[f"{way}_gb_per_million"] for way in ("read", "sent"))
         print(

@@ -198,7 +198,7 @@ def digest_compare(first: str, second: str) -> dict[str, Any]:
 
 
 def print_digests(result: dict[str, Any]) -> None:
-    """Print digests; of a comparison also both values of each setting that differs, and the verdict."""
+    """Print digests, or a comparison: both values of each setting that differs, and the verdict."""
     differ = {"settings": {name: tuple(pair) for name, pair in result.get("settings", {}).items()}}
     rows = {name: value for name, value in (result | differ).items() if value != {} and name != "store"}
     table(result.get("store", "comparison"), rows)

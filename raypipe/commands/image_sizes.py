@@ -55,7 +55,7 @@ def add_sizes(store: Store, *, exif: bool = False, progress: bool = True) -> dic
         others, None without any), `sizes` (where they are), `seconds`, `images_per_s`.
 
     Raises:
-        ConfigError: the store has sizes, or no place for a file beside it.
+        ConfigError: the store has sizes, or no place for a file next to it.
         StoreError, ResourceError: see `verify`.
     """
     address, num_samples = sizes_address(store), len(store)

@@ -1,7 +1,7 @@
 """The command line of a command: its usage, its help, and the texts that its arguments give to settings.
 
 A command is a function. Its keyword-only parameters are options, `run` stands for all settings of a run, and the
-others are positional. The help of a command is its docstring, up to `Args:`, and what is there about each of them.
+others are positional. Its docstring is the help: the part before `Args:`, and the text of each parameter there.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Parser:
         self.usage = " ".join([self.prog, *places, "[--OPTION VALUE …]"])
 
     def read(self, args: Iterable[str]) -> tuple[dict[str, str], list[str]]:
-        """The texts that arguments give to settings, by whole names; and the files that --config names."""
+        """Split arguments into the texts of settings, by whole names, and the files of --config."""
         texts: dict[str, str] = {}
         configs: list[str] = []
         words, places = list(args)[::-1], [*self.places]
@@ -125,7 +125,7 @@ def fail(message: str, tip: str = "") -> NoReturn:
 
 
 def error_text(message: str, tip: str = "") -> str:
-    """An error for people, without credentials: its text, and a tip in a line of its own."""
+    """An error for people, without credentials: its text, and a second line with a tip."""
     text, _, near = message.partition("; did you mean ")
     tip = f"did you mean {near}" if near else tip
     return printable(without_credentials(f"error: {text}" + (f"\n  tip: {tip}" if tip else ""))) + "\n"

@@ -182,10 +182,10 @@ def preview(
         store: the training store.
         output: the file to write.
         plan, transform, augment: settings of the run. Micro-batches are no larger than the store allows.
-        epochs: how many of the run's epochs to show, evenly spread; all where it has fewer.
-        samples: the first so many of the run, where no indices are given.
-        indices: of the samples to show.
-        columns: of the run, see `open_stream`; their values are in the captions.
+        epochs: how many of the run's epochs to show, evenly spread; all if it has fewer.
+        samples: how many samples to show, the first of the run, if no indices are given.
+        indices: the samples to show.
+        columns: columns of the run, see `open_stream`; their values are in the captions.
 
     Returns:
         `output`, `samples` and `epochs`.

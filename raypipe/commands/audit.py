@@ -156,7 +156,7 @@ def digest(
         from raypipe.rayext.cluster import connect
         from raypipe.streaming.pipeline import splits
 
-        # A few actors may share a CPU, so that pools can be compared anywhere; a large run's is made smaller.
+        # A few actors may share a CPU, so pools can be compared on any machine; a large pool is made smaller.
         pool = dataclasses.replace(spec.pool, min_actors=min(spec.pool.min_actors, _SHARING))
         few = max(pool.least_actors, min(pool.max_actors, _SHARING))
         connect(num_cpus=max(num_cpus(), few))

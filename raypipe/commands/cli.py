@@ -47,7 +47,7 @@ def train(run: RunConfig) -> dict[str, Any]:
         check_model(run.train.model, len(run.augment.mean))  # before the seconds that Ray and torch take to load
     configure_logs(run.log)
     phase(logger, "loading Ray and torch")
-    return import_module("raypipe.train.launch").train(run)  # the whole program, which no other command needs
+    return import_module("raypipe.train.launch").train(run)  # no other command needs the whole program
 
 
 def convert_store(
@@ -138,7 +138,7 @@ def draw_preview(
 
 
 def print_result(result: dict[str, Any]) -> None:
-    """Print a result as a table, below its store or the folder of its run."""
+    """Print a result as a table; the heading is its store or the folder of its run."""
     rows = dict(result)
     table(str(rows.pop("store", None) or rows.pop("run_dir", "done")), rows)
 
@@ -194,7 +194,7 @@ def main(args: list[str] | None = None) -> None:
 
 
 def run_job(job: Callable[..., dict[str, Any]], doc: str | None) -> None:
-    """The body of a script in jobs/: settings in, see `settings.parse_command`, a result out, as of a command."""
+    """Run a script of jobs/ like a command: its arguments are parsed, and its result is shown."""
     args = [word for word in sys.argv[1:] if word != "--json"]
     show = None if "--json" in sys.argv else print_result
     _finish(lambda: job(**parse_command("", job, args, doc)), show)

@@ -47,7 +47,7 @@ def add_sizes(store: Store, *, exif: bool = False, progress: bool = True) -> dic
 
     Args:
         store: at a path or a URI.
-        exif: sizes are those of images turned upright, as `transform.apply_exif` turns them.
+        exif: measure images after `transform.apply_exif` has turned them upright.
         progress: show a progress bar on standard error.
 
     Returns:

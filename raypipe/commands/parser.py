@@ -112,7 +112,7 @@ class Parser:
 
 
 def meant(name: str, known: Iterable[str]) -> str:
-    """The end of an error about a name: the one that it may be, or a setting of another section with its end."""
+    """The end of an error about a name: a known name that is near, or that has the same last part."""
     same_end = [other for other in known if other.rpartition(".")[2] == name.rpartition(".")[2]]
     near = get_close_matches(name, known, 1) or same_end
     return f"; did you mean {near[0]!r}?" if near else ""
@@ -167,7 +167,7 @@ def _value(key: str) -> str:
 
 
 def _wrapped(paragraph: str) -> str:
-    """A paragraph in lines of the terminal's width; one with commands, which are indented, stays as it is."""
+    """Fill the lines of a paragraph; one with indented commands stays as it is."""
     return (paragraph if "\n " in f"\n{paragraph}" else textwrap.fill(paragraph, _WIDTH)) + "\n"
 
 

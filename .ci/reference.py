@@ -55,7 +55,7 @@ def linked(text: str) -> str:
 
 def about(documented: Any) -> str:
     """The first paragraph of a docstring."""
-    return linked(" ".join((inspect.getdoc(documented) or "").partition("\n\n")[0].split()))
+    return linked(" ".join(inspect.cleandoc(documented.__doc__ or "").partition("\n\n")[0].split()))
 
 
 def row(name: str, kind: Any, default: Any, text: str) -> Sequence[str]:
@@ -160,7 +160,7 @@ def stub(function: Callable[..., Any]) -> str:
 
 def members(kind: type) -> str:
     """The attributes, properties and methods of a class."""
-    own = {name: part for name, part in vars(kind).items() if name[0] != "_"}
+    own = {name: part for name, part in vars(kind).items() if name[0] != "_" and part.__doc__}
     texts = {name: about(part) for name, part in own.items() if isinstance(part, property)}
     doc = (kind.__doc__ or "").partition("Attributes:")[2]
     texts |= described(SimpleNamespace(__doc__=f"\n    Attributes:{doc}"))

@@ -31,6 +31,7 @@ from raypipe.transform.views import VIEW_PRESETS
 
 TEXT = (ROOT / "docs" / "reference.md").read_text()
 LLMS = (ROOT / "llms.txt").read_text()
+SOURCES = (".py", ".yaml", ".yml", ".json", ".h", ".c", ".sh")
 
 
 def named(heading: str = "", until: str = "\n## ") -> set[str]:
@@ -120,3 +121,11 @@ def test_what_llms_txt_says_to_write_is_there() -> None:
 def test_llms_txt_links_every_page_of_the_documentation() -> None:
     linked = set(re.findall(r"\]\(docs/([\w-]+\.md)\)", LLMS))
     assert {path.name for path in Path(ROOT, "docs").glob("*.md")} - {"README.md"} == linked
+
+
+def test_pages_that_the_code_names_are_there() -> None:
+    folders = ("raypipe", "jobs", "deploy", "benchmarks", "csrc", "tests")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in SOURCES]
+    for path in [*files, ROOT / "deploy" / "Dockerfile"]:
+        for page in re.findall(r"\b(?:docs|benchmarks/results)/[\w-]+\.md\b", path.read_text()):
+            assert (ROOT / page).exists(), f"{path} names {page}"

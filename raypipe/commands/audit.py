@@ -22,9 +22,6 @@ def inspect(run: RunConfig, target: str = "") -> dict[str, Any]:
     Examples:
         raypipe inspect train.lmdb
         raypipe inspect 's3://bucket/train-*.parquet' --store.image-column img
-
-    Args:
-        run: Here those of the store, and of masks, boxes and keypoints, matter.
     """
     from raypipe.commands.inspection import describe
     from raypipe.streaming.opening import open_train
@@ -38,14 +35,11 @@ def inspect(run: RunConfig, target: str = "") -> dict[str, Any]:
 def verify(run: RunConfig, target: str = "", *, output: str = "") -> dict[str, Any]:
     """Read and decode every sample of a store, and list the bad ones.
 
-    The work runs in parallel on Ray.
-
     Examples:
         raypipe verify train.lmdb
         raypipe verify s3://bucket/train.parquet --output bad.json
 
     Args:
-        run: Here those of the store and its columns, and of masks, boxes and keypoints, matter.
         output: where to write the list of bad samples, for --store.exclude, a local path or a URI; empty =
             NAME.bad.json in this folder, if any sample is bad.
     """
@@ -63,7 +57,7 @@ def print_verified(summary: dict[str, Any]) -> None:
     """Print the result of `verify`: each reason with the first sample that has it, and how to exclude them."""
     rows = {name: value for name, value in summary.items() if name not in ("store", "reasons")}
     for reason in summary["reasons"]:
-        others = f" and {reason['samples'] - 1:,} others" if reason["samples"] > 1 else ""
+        others = f" and {reason['samples'] - 1:,} more" if reason["samples"] > 1 else ""
         name = f" ({reason['name']})" if reason["name"] else ""
         rows[f"sample {reason['index']}{others}"] = reason["error"] + name
     if summary["bad_samples"]:
@@ -79,9 +73,6 @@ def add_sizes(run: RunConfig, target: str = "") -> dict[str, Any]:
     Examples:
         raypipe add-sizes photos.tar
         raypipe add-sizes s3://bucket/train.parquet --transform.apply-exif
-
-    Args:
-        run: Here those of the store, and transform.apply_exif, matter.
     """
     from raypipe.commands import image_sizes
     from raypipe.streaming.opening import open_train
@@ -98,9 +89,6 @@ def plan(run: RunConfig, target: str = "") -> dict[str, Any]:
     Examples:
         raypipe plan --config run.yaml
         raypipe plan train.lmdb --plan.micro-batch-size 128 --plan.class-balance 0.5
-
-    Args:
-        run: Here those of the stores and the plan matter.
     """
     from raypipe.commands.plan_summary import summary
     from raypipe.streaming.opening import spec_of
@@ -168,7 +156,7 @@ def digest(
         from raypipe.rayext.cluster import connect
         from raypipe.streaming.pipeline import splits
 
-        # A few actors may share a CPU, so that pools can be compared anywhere; a large run's is made smaller.
+        # A few actors may share a CPU, so pools can be compared on any machine; a large pool is made smaller.
         pool = dataclasses.replace(spec.pool, min_actors=min(spec.pool.min_actors, _SHARING))
         few = max(pool.least_actors, min(pool.max_actors, _SHARING))
         connect(num_cpus=max(num_cpus(), few))
@@ -210,7 +198,7 @@ def digest_compare(first: str, second: str) -> dict[str, Any]:
 
 
 def print_digests(result: dict[str, Any]) -> None:
-    """Print digests; of a comparison also both values of each setting that differs, and the verdict."""
+    """Print digests, or a comparison: both values of each setting that differs, and the verdict."""
     differ = {"settings": {name: tuple(pair) for name, pair in result.get("settings", {}).items()}}
     rows = {name: value for name, value in (result | differ).items() if value != {} and name != "store"}
     table(result.get("store", "comparison"), rows)
@@ -221,8 +209,6 @@ def print_digests(result: dict[str, Any]) -> None:
 
 def report(run: RunConfig, folder: str = "", *, against: str = "", output: str = "") -> dict[str, Any]:
     """Write the HTML page of a run, or compare two runs.
-
-    The runs may be finished or still running.
 
     Examples:
         raypipe report runs/baseline

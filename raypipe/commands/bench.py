@@ -7,8 +7,8 @@
     costs          CPU time and bytes of an image, by which docs/clusters.md sizes a cluster
 
 The machine's speed drifts, so the ceiling is measured before and after each stream. Blocks come in clumps, as many
-as there are actors, so the stream's rate is the slope of a line through all of them: a difference between two of
-them would count up to one clump too much.
+as there are actors, so the stream's rate is the slope of a line through all blocks: the difference of two blocks
+would count up to one clump too much.
 """
 
 from __future__ import annotations
@@ -92,13 +92,10 @@ def bench(
 
 
 def print_bench(figures: dict[str, Any]) -> None:
-    """Print the result of `bench`, and what it means."""
-    size, actors = figures["size"], figures["actors"]
-    sizes = ", ".join(map(str, size.values() if isinstance(size, dict) else [size]))
-    heading = f"{figures['store']}: {brief(figures['transform'])} at {sizes} px, {actors} actors"
-    heading += f", micro-batches of {figures['micro_batch']}"
-    table(heading, {name: value for name, value in figures.items() if isinstance(value, float)})
-    print(verdict(figures, actors))
+    """Print the result of `bench` in a table and in sentences."""
+    rows = figures | {"transform": brief(figures["transform"])}
+    table(rows.pop("store"), {name: value for name, value in rows.items() if name != "versions"})
+    print(verdict(figures, figures["actors"]))
     if rate := figures.get("wanted_images_per_s"):
         read, sent = (rate / 1e6 * 8 * figures[f"{way}_gb_per_million"] for way in ("read", "sent"))
         print(
@@ -122,7 +119,7 @@ def costs(figures: dict[str, Any], cpus_per_actor: float, core_hour_price: float
 
 
 def verdict(figures: Figures, actors: int) -> str:
-    """The figures of a summary in a sentence or two."""
+    """Say in a sentence or two what the figures mean."""
     text = (
         f"The stream runs at {figures['ratio']:.0%} of the rate at which {actors} processes decode and transform "
         "images that are in memory."
@@ -133,7 +130,7 @@ def verdict(figures: Figures, actors: int) -> str:
 
 
 def cpus_needed(figures: dict[str, Any], images_per_s: float, cpus_per_actor: float) -> int:
-    """CPUs of actors as fast as those of a measured stream, for a rate and some headroom."""
+    """The CPUs that a rate and some headroom need, of actors as fast as the measured ones."""
     per_actor = figures["stream_images_per_s"] / figures["actors"]
     return math.ceil(math.ceil(images_per_s * (1 + _HEADROOM) / per_actor) * cpus_per_actor)
 
@@ -206,7 +203,7 @@ def _alone(store: Store, transform: TransformConfig, threads: int, micro_batch: 
     indices = np.arange(min(micro_batch, len(encoded)))
 
     def make(first: int) -> None:
-        """A micro-batch of the images from the first on, which repeat after their end."""
+        """Make a micro-batch of the images from number `first` on, beginning again at their end."""
         keys = np.stack([first + indices, np.zeros_like(indices)], axis=1).astype(np.uint64)
         images = [encoded[(first + i) % len(encoded)] for i in range(len(indices))]
         maker.run(Samples(images, np.zeros(len(indices), np.int64)), indices, keys)
@@ -231,7 +228,7 @@ def _is_420(image: bytes) -> bool:
 
     try:
         return simplejpeg.decode_jpeg_header(image)[3] == "420"
-    except ValueError:  # no JPEG, or a damaged one
+    except ValueError:  # not a JPEG, or damaged
         return False
 
 
@@ -241,7 +238,7 @@ def stream_once(
     """Run the stream, with a validation after every epoch, through one consumer, for `seconds` and _MIN_BLOCKS.
 
     Args:
-        guess: images/s that the stream does not exceed by far: so many epochs are planned.
+        guess: an upper bound of the stream's images/s, roughly, to plan enough epochs.
 
     Returns:
         `images_per_s`, see `steady`; `first_batch_s`, from ray.init to the first micro-batch;

@@ -47,7 +47,7 @@ def train(run: RunConfig) -> dict[str, Any]:
         check_model(run.train.model, len(run.augment.mean))  # before the seconds that Ray and torch take to load
     configure_logs(run.log)
     phase(logger, "loading Ray and torch")
-    return import_module("raypipe.train.launch").train(run)  # the whole program, which no other command needs
+    return import_module("raypipe.train.launch").train(run)  # no other command needs the whole program
 
 
 def convert_store(
@@ -116,7 +116,6 @@ def draw_preview(
         raypipe preview --config run.yaml --indices [3,14,15]
 
     Args:
-        run: Here those of the store, plan, transform and augment matter.
         output: the PNG to write.
         show_epochs: how many epochs to show, evenly spread over the run.
         samples: how many samples to show, the first of the run.
@@ -138,6 +137,12 @@ def draw_preview(
     )
 
 
+def print_result(result: dict[str, Any]) -> None:
+    """Print a result as a table; the heading is its store or the folder of its run."""
+    rows = dict(result)
+    table(str(rows.pop("store", None) or rows.pop("run_dir", "done")), rows)
+
+
 GROUPS: dict[str, dict[str, Callable[..., dict[str, Any]]]] = {
     "Run": {"train": train, "status": status.status, "stop": status.stop, "report": audit.report},
     "Data": {
@@ -155,8 +160,8 @@ GROUPS: dict[str, dict[str, Callable[..., dict[str, Any]]]] = {
         "doctor": doctor.doctor,
     },
 }
-COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
-# Commands whose text is more than a table of their result.
+COMMANDS = {name: command for commands in GROUPS.values() for name, command in commands.items()}
+# The text of results that are more than a table.
 _PRINTED: dict[str, Callable[[dict[str, Any]], None]] = {
     "status": status.print_status,
     "report": audit.print_report,
@@ -189,7 +194,7 @@ def main(args: list[str] | None = None) -> None:
 
 
 def run_job(job: Callable[..., dict[str, Any]], doc: str | None) -> None:
-    """The body of a script in jobs/: settings in, see `settings.parse_command`, a result out, as of a command."""
+    """Run a script of jobs/ like a command: its arguments are parsed, and its result is shown."""
     args = [word for word in sys.argv[1:] if word != "--json"]
     show = None if "--json" in sys.argv else print_result
     _finish(lambda: job(**parse_command("", job, args, doc)), show)
@@ -199,16 +204,10 @@ def overview() -> str:
     """The help of `raypipe` itself: its commands in groups."""
     lines = ["raypipe: image input for PyTorch training on Ray", "", "usage: raypipe COMMAND [--OPTION VALUE …]"]
     for group, commands in GROUPS.items():
-        rows = [(name, (command.__doc__ or "").partition("\n")[0]) for name, command in commands.items()]
-        lines += ["", f"{group}:", *(f"  {name:16}{text}" for name, text in rows)]
+        texts = {name: (command.__doc__ or "").partition("\n")[0] for name, command in commands.items()}
+        lines += ["", f"{group}:", *(f"  {name:16}{text}" for name, text in texts.items())]
     lines += ["", "Help:", "  help COMMAND, or help settings [PATTERN] for the settings of a run"]
     return "\n".join([*lines, "", (__doc__ or "").partition("\n\n")[2]])
-
-
-def print_result(result: dict[str, Any]) -> None:
-    """Print a result as a table, below its store or the folder of its run."""
-    rows = dict(result)
-    table(str(rows.pop("store", None) or rows.pop("run_dir", "done")), rows)
 
 
 def _finish(command: Callable[[], dict[str, Any]], show: Callable[[dict[str, Any]], None] | None = None) -> None:

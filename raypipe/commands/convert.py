@@ -74,17 +74,17 @@ def convert(
             bytes, or pixels, uint8 of shape (H, W, 3), (H, W, 1) or (H, W), which become PNG; or a Dataset of such
             rows. All samples have the columns of the first: int, float, bytes, str, or lists of them.
         dst: a local path or a URI that ends in `.lmdb` or `.parquet`.
-        classes: names, position = label, of samples or a Dataset; a store has its own.
-        short_side: decode once, and store JPEGs whose shorter side has so many pixels, or fewer where the image
-            has; 0 = the bytes as they are.
+        classes: class names by label, for samples or a Dataset; a store has its own.
+        short_side: decode, and store JPEGs with this shorter side, in pixels; smaller images keep their size; 0 =
+            the bytes as they are.
         quality: JPEG quality for short_side, 1 to 100.
-        shards: files of the new store, none without samples; 0 = 1 GiB each, and enough to use all CPUs on a
-            large store.
+        shards: files of the new store, each with samples; 0 = 1 GiB each, and enough to use all CPUs on a large
+            store.
         on_bad_sample: "raise", or "skip" samples that have no bytes or, when re-encoded or made seekable, cannot
             be decoded.
         sizes: add int columns `width` and `height`, in pixels, from the images' headers; -1 = not in the header.
             Columns of these names that the source has are kept as they are, unless `short_side` makes new images.
-        exif: sizes are those of images turned upright, as `transform.apply_exif` turns them.
+        exif: measure images after `transform.apply_exif` has turned them upright.
         seekable: store JPEGs so that a crop is decoded without what is above and below it, with the same pixels,
             EXIF and ICC profile; see docs/decode.md. Other images stay as they are.
         overwrite: replace a store at `dst`.
@@ -182,11 +182,11 @@ def _rows_of(src: ray.data.Dataset | Iterable[ColumnValues]) -> Iterator[ColumnV
 def _kept_samples(
     samples: Iterator[ColumnValues], classes: Sequence[str] | None, short_side: int
 ) -> Iterator[Path]:
-    """Keep the samples in a store in the cache folder, in their order: its file.
+    """Context manager: the file of a store in the cache folder that keeps the samples, in their order.
 
     Args:
         samples: see `raypipe.convert`; each is taken once. One whose image is None may lack the other columns.
-        classes: names, position = label.
+        classes: class names by label.
         short_side: see `column_types`.
     """
     folder = Path(tempfile.mkdtemp(prefix="samples-", dir=make_cache_folder()))
@@ -212,7 +212,7 @@ def _kept_samples(
 
 
 def _encoded(sample: ColumnValues) -> dict[str, Any]:
-    """A sample whose image is bytes, or None."""
+    """Return the sample with encoded bytes, or None, for its image."""
     import cv2
 
     if not isinstance(sample, Mapping) or "image" not in sample:

@@ -23,8 +23,8 @@ from raypipe.lookup import DISTRIBUTION
 _RAY_TIMEOUT_S = 120
 _GIB = 2**30
 # In a separate process: this one may be connected, or be left half-way by a start that hangs.
-_RAY_PROGRAM = """import ray; from raypipe.rayext import cluster; cluster.connect()
-print(ray.get(ray.remote(num_cpus=0)(cluster.cluster_resources).remote(), timeout=90))"""
+_RAY_PROGRAM = """import ray; from raypipe.rayext import allocation, cluster; cluster.connect()
+print(ray.get(ray.remote(num_cpus=0)(allocation.cluster_resources).remote(), timeout=90))"""
 
 
 def doctor(*, ray: bool = True) -> dict[str, Any]:

@@ -47,7 +47,7 @@ def add_sizes(store: Store, *, exif: bool = False, progress: bool = True) -> dic
 
     Args:
         store: at a path or a URI.
-        exif: sizes are those of images turned upright, as `transform.apply_exif` turns them.
+        exif: measure images after `transform.apply_exif` has turned them upright.
         progress: show a progress bar on standard error.
 
     Returns:
@@ -55,7 +55,7 @@ def add_sizes(store: Store, *, exif: bool = False, progress: bool = True) -> dic
         others, None without any), `sizes` (where they are), `seconds`, `images_per_s`.
 
     Raises:
-        ConfigError: the store has sizes, or no place for a file beside it.
+        ConfigError: the store has sizes, or no place for a file next to it.
         StoreError, ResourceError: see `verify`.
     """
     address, num_samples = sizes_address(store), len(store)

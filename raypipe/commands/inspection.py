@@ -33,15 +33,15 @@ from raypipe.transform.decode_array import decode_any
 from raypipe.transform.image_header import image_kind
 from raypipe.transform.targets import decode_targets
 
-# Samples that a description looks at: decoded within a second or two.
+# Samples that a description decodes, within a second or two.
 _NUM_SAMPLED = 64
 NO_TARGETS: Mapping[str, str] = {}
-# Samples that the type of a column is found by.
+# Samples that show the type of a column.
 _NUM_TYPED = 8
 
 # Encoded samples that a task holds at a time: a few MB of JPEGs, and bounded where single files are large.
 READ = 16
-# Of a store that is read in groups so many are read: each costs as much as all of its samples.
+# Places of a store that is read in groups: one sample costs as much as its whole group.
 _NUM_PLACES = 8
 
 
@@ -50,10 +50,10 @@ class CheckedSample:
     """The result of reading and decoding one sample.
 
     Attributes:
-        kind: of the encoded image, as `image_kind` names it, "npy", or "unknown".
-        num_bytes: of the encoded image; 0 where there is none.
+        kind: the image's format, as `image_kind` names it, "npy", or "unknown".
+        num_bytes: size of the encoded image; 0 = no image.
         height, width: pixels of the image; 0 where it cannot be decoded.
-        error: why a run could not use it; "" = it could.
+        error: why a run cannot use it; "" = it can.
     """
 
     index: int
@@ -235,7 +235,7 @@ def verify(
         output: where to write the list of bad samples, a local path or a URI, be it empty; "" = to
             `NAME.bad.json` in this folder, if any are bad.
         targets: see `describe`.
-        columns: of a run, which are checked as well.
+        columns: columns of a run, to check as well.
         progress: show a progress bar on standard error.
 
     Returns:

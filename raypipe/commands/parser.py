@@ -1,7 +1,7 @@
 """The command line of a command: its usage, its help, and the texts that its arguments give to settings.
 
 A command is a function. Its keyword-only parameters are options, `run` stands for all settings of a run, and the
-others are positional. Its docstring has the description, `Examples:` and `Args:`.
+others are positional. Its docstring is the help: the part before `Args:`, and the text of each parameter there.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Parser:
 
     def __init__(self, name: str, command: Callable[..., Any], doc: str | None = None) -> None:
         self.prog = f"raypipe {name}" if name else sys.argv[0].rpartition("/")[2]
-        self._about, self._examples = (doc.strip(), "") if doc else _sections(inspect.getdoc(command) or "")
+        self._about = (doc or inspect.getdoc(command) or "").partition("\n\nArgs:")[0].strip()
         kinds, about = get_type_hints(command, include_extras=True), _PLACES | described(command)
         self.places: dict[str, Setting] = {}
         self.options: dict[str, Setting] = {}
@@ -59,7 +59,7 @@ class Parser:
         self.usage = " ".join([self.prog, *places, "[--OPTION VALUE …]"])
 
     def read(self, args: Iterable[str]) -> tuple[dict[str, str], list[str]]:
-        """The texts that arguments give to settings, by whole names; and the files that --config names."""
+        """Split arguments into the texts of settings, by whole names, and the files of --config."""
         texts: dict[str, str] = {}
         configs: list[str] = []
         words, places = list(args)[::-1], [*self.places]
@@ -99,14 +99,12 @@ class Parser:
         return f"unknown setting {key!r}{meant(key, self.known)}"
 
     def format_help(self) -> str:
-        """The help: usage, description, arguments, options, examples, and where the settings are."""
+        """The help: usage, description with examples, arguments, options, and where the settings are."""
         rows = [(_value(key), setting.about) for key, setting in self.places.items()]
         options = [_row(key, setting) for key, setting in self.options.items()]
         parts = [f"usage: {self.usage}\n", *map(_wrapped, self._about.split("\n\n"))]
         parts += [_block("Arguments", rows)] if rows else []
         parts += [_block("Options", options + [_CONFIG] * self.takes_run + _GENERAL)]
-        if self._examples:
-            parts.append(f"Examples:\n{textwrap.indent(self._examples, '  ')}\n")
         if self.takes_run:
             text = "Settings of a run are options too, such as --plan.epochs 90. "
             parts.append(_wrapped(f"{text}`raypipe help settings [PATTERN]` explains them. {self._about_run}"))
@@ -114,7 +112,7 @@ class Parser:
 
 
 def meant(name: str, known: Iterable[str]) -> str:
-    """The end of an error about a name: the one that it may be, or a setting of another section with its end."""
+    """The end of an error about a name: a known name that is near, or that has the same last part."""
     same_end = [other for other in known if other.rpartition(".")[2] == name.rpartition(".")[2]]
     near = get_close_matches(name, known, 1) or same_end
     return f"; did you mean {near[0]!r}?" if near else ""
@@ -127,7 +125,7 @@ def fail(message: str, tip: str = "") -> NoReturn:
 
 
 def error_text(message: str, tip: str = "") -> str:
-    """An error for people, without credentials: its text, and a tip in a line of its own."""
+    """An error for people, without credentials: its text, and a second line with a tip."""
     text, _, near = message.partition("; did you mean ")
     tip = f"did you mean {near}" if near else tip
     return printable(without_credentials(f"error: {text}" + (f"\n  tip: {tip}" if tip else ""))) + "\n"
@@ -147,13 +145,6 @@ def settings_text(pattern: str = "") -> str:
             f"no setting has {pattern!r} in its name{meant(wanted, settings)}", "`raypipe help settings` lists all"
         )
     return "".join(f"{line}\n" for line in lines)
-
-
-def _sections(doc: str) -> tuple[str, str]:
-    """The description of a docstring, and its examples, one a line."""
-    about, *rest = re.split(r"\n\n(?=(?:Examples|Args|Returns|Raises):\n)", doc)
-    examples = (part.partition("\n")[2] for part in rest if part.startswith("Examples:"))
-    return about, textwrap.dedent(next(examples, ""))
 
 
 def _row(key: str, setting: Setting) -> tuple[str, str]:
@@ -176,7 +167,7 @@ def _value(key: str) -> str:
 
 
 def _wrapped(paragraph: str) -> str:
-    """A paragraph in lines of the terminal's width; one with commands, which are indented, stays as it is."""
+    """Fill the lines of a paragraph; one with indented commands stays as it is."""
     return (paragraph if "\n " in f"\n{paragraph}" else textwrap.fill(paragraph, _WIDTH)) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""Tiles as one picture, by Pillow."""
+"""Draws tiles into one picture, with Pillow."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from raypipe.logs import printable
 
 _TILE, _ROW, _GUTTER, _MARGIN = 160, 212, 8, 24  # pixels
 _LETTER, _LINE = 6, 13  # pixels, in DejaVu Sans Mono at 10 pixels
-# Of labels, RGBA. Neighbouring labels are far apart in hue: each is a golden angle from the one before.
-_COLOURS = np.array([(*colorsys.hsv_to_rgb(label * 0.618 % 1, 0.9, 1), 0.43) for label in range(256)])
-_COLOURS[0], _COLOURS[255] = (0, 0, 0, 0), (0, 0, 0, 0.43)  # the background, and ignored pixels
-_COLOURS = (_COLOURS * 255).astype(np.uint8)
+# RGBA of labels. Neighbors are far apart in hue: each label is a golden angle from the one before.
+_COLORS = np.array([(*colorsys.hsv_to_rgb(label * 0.618 % 1, 0.9, 1), 0.43) for label in range(256)])
+_COLORS[0], _COLORS[255] = (0, 0, 0, 0), (0, 0, 0, 0.43)  # the background, and ignored pixels
+_COLORS = (_COLORS * 255).astype(np.uint8)
 
 
 @dataclass(frozen=True)
@@ -26,12 +26,12 @@ class Tile:
     """An image of the picture.
 
     Attributes:
-        image: uint8 (H, W, 3); None = grey.
+        image: uint8 (H, W, 3); None = gray.
         lines: the caption, three lines at most.
         reason: why the image is missing.
         targets: drawn over the image, by name: mask, uint8 (H, W), classes (0 as it is, 255 dark, others tinted);
             boxes, float (K, 5), `[x0, y0, x1, y1, label]`; and keypoints, float (K, 3), `[x, y, label]`. Boxes and
-            keypoints with negative labels are left out.
+            keypoints with negative labels are not drawn.
     """
 
     image: np.ndarray | None
@@ -41,7 +41,7 @@ class Tile:
 
 
 def draw(rows: list[list[Tile]], title: str, headers: list[str], names: list[str]) -> Any:
-    """Rows of 1 + n·E tiles as one PIL.Image, under a title and E headers of n names."""
+    """Draw rows of 1 + n·E tiles into a PIL.Image, under a title and E headers of n names."""
     import matplotlib
     from PIL import Image, ImageDraw, ImageFont
 
@@ -84,23 +84,23 @@ def _drawn(pixels: np.ndarray, targets: Mapping[str, np.ndarray]) -> Any:
     # Enlarged pixels stay pixels.
     image = Image.fromarray(pixels).resize(size, Image.Resampling.NEAREST if scale >= 1 else Image.Resampling.BOX)
     if "mask" in targets:
-        tint = Image.fromarray(_COLOURS[targets["mask"]]).resize(size, Image.Resampling.NEAREST)
+        tint = Image.fromarray(_COLORS[targets["mask"]]).resize(size, Image.Resampling.NEAREST)
         image.paste(tint, mask=tint)
     pen = ImageDraw.Draw(image)
     for *corners, label in targets.get("boxes", ()):
         if label >= 0:
-            pen.rectangle([value * scale for value in corners], outline=_colour(label), width=2)
+            pen.rectangle([value * scale for value in corners], outline=_color(label), width=2)
     for x, y, label in targets.get("keypoints", ()):
         if label >= 0:
-            pen.circle(((x + 0.5) * scale, (y + 0.5) * scale), 3, _colour(label), "white")
+            pen.circle(((x + 0.5) * scale, (y + 0.5) * scale), 3, _color(label), "white")
     return image
 
 
-def _colour(label: float) -> tuple[int, ...]:
-    return tuple(_COLOURS[1 + int(label) % 254, :3].tolist())
+def _color(label: float) -> tuple[int, ...]:
+    return tuple(_COLORS[1 + int(label) % 254, :3].tolist())
 
 
 def wrapped(text: str, width: int, most: int) -> list[str]:
-    """Text in lines no wider than `width` pixels, in letters that the font has; an ellipsis where it was cut."""
+    """Wrap text to `width` pixels, in letters that the font has; an ellipsis marks a cut."""
     written = printable(text).encode("latin-1", "backslashreplace").decode("latin-1")
     return textwrap.wrap(written, width // _LETTER, max_lines=most, placeholder="…")

@@ -1,4 +1,4 @@
-"""The contents of a run's epochs, before it starts, as plain values. Numpy only."""
+"""The contents of a run's epochs as plain values, before it starts. Needs only numpy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from raypipe.plan.selection import JoinedSelection
 from raypipe.stores.scan import numbers_of
 from raypipe.streaming.spec import StreamSpec
 
-# To count so many draws takes seconds and 100 MB.
+# Counting this many draws takes seconds and 100 MB.
 MAX_COUNTED = 1 << 22
 
 
@@ -80,7 +80,7 @@ def draw_counts(plan: Plan) -> np.ndarray | None:
 
 
 def class_shares(plan: Plan, times: np.ndarray, labels: np.ndarray) -> dict[str, list[float]]:
-    """Shares of each label in the samples that are kept, and in the draws; `labels` has all samples'."""
+    """Each label's share of the kept samples, and of the draws; `labels` has those of all samples."""
     names, inverse = np.unique(labels[plan.kept["train"].indices(np.arange(plan.num_train))], return_inverse=True)
     shares = np.stack([np.bincount(inverse) / len(inverse), np.bincount(inverse, times) / times.sum()], 1)
     return dict(zip(map(str, names.tolist()), shares.tolist(), strict=True))
@@ -105,7 +105,7 @@ def _of_sources(plan: Plan, store: Any) -> dict[str, Any]:
 
 
 def _of_buckets(plan: Plan) -> dict[str, Any]:
-    """See `summary`; only those that draw each sample once in a pass leave any over."""
+    """See `summary`; only plans that draw each sample once in a pass leave any over."""
     config, unit = plan.config, bucket_unit(plan.config)
     is_fixed = not (plan.sources or config.weights or config.class_balance)
     num = plan.steps_per_epoch * config.per_step

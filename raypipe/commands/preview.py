@@ -1,10 +1,10 @@
-"""A picture of what becomes of a few samples over several epochs. Starts no Ray.
+"""A picture of a few samples, stored and as several epochs feed them. Starts no Ray.
 
     decoded | epoch 0: transformed  augmented | epoch 1: …      one row per sample
     decoded | epoch 0: each crop of each view | epoch 1: …      the same for views, augmented
 
-The plan, a run's transform worker and the device's augmentation are called as a run calls them, on the whole
-micro-batch that has the sample in that epoch: an augmented tile is what a run of these settings feeds the model.
+The plan, the transform worker and the augmentation are called as a run calls them, on the whole micro-batch that
+has the sample in that epoch, so an augmented tile shows exactly the input of the model.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Preview:
         augment: AugmentConfig,
         columns: Mapping[str, Any] | None = None,
     ) -> None:
-        # The CPU decodes: there may be no GPU. Any number of bad samples is shown.
+        # The CPU decodes, since there may be no GPU. Any number of bad samples is shown.
         transform = replace(transform, decode="cpu", max_bad_fraction=1)
         label = LABEL if LABEL in store.columns else ""
         spec = open_stream(store, plan=plan, transform=transform, columns=columns or {}, label_column=label)
@@ -99,7 +99,7 @@ class Preview:
         return {"transformed": batch[IMAGE], "augmented": self._shown(fed)}, mixed
 
     def _shown(self, image: torch.Tensor) -> np.ndarray:
-        """Normalised floats (B, C, H, W) → uint8 (B, H, W, C)."""
+        """Normalized floats (B, C, H, W) → uint8 (B, H, W, C)."""
         mean, std = (torch.tensor(value).view(1, -1, 1, 1) for value in (self.augment.mean, self.augment.std))
         return ((image * std + mean).clamp(0, 1) * 255).round().byte().permute(0, 2, 3, 1).numpy()
 
@@ -158,7 +158,7 @@ class Preview:
 
 
 def _short(value: Any) -> str:
-    """A column's value for a line of a caption."""
+    """Format a column's value for a caption."""
     if isinstance(value, str | dict):
         return str(value)
     return np.array2string(np.asarray(value), precision=3, threshold=6)
@@ -182,10 +182,10 @@ def preview(
         store: the training store.
         output: the file to write.
         plan, transform, augment: settings of the run. Micro-batches are no larger than the store allows.
-        epochs: how many of the run's epochs to show, evenly spread; all where it has fewer.
-        samples: the first so many of the run, where no indices are given.
-        indices: of the samples to show.
-        columns: of the run, see `open_stream`; their values are in the captions.
+        epochs: how many of the run's epochs to show, evenly spread; all if it has fewer.
+        samples: how many samples to show, the first of the run, if no indices are given.
+        indices: the samples to show.
+        columns: columns of the run, see `open_stream`; their values are in the captions.
 
     Returns:
         `output`, `samples` and `epochs`.
@@ -224,9 +224,9 @@ def preview(
 
 
 def find(plan: Plan, epoch: int, indices: Sequence[int]) -> list[tuple[MicroBatchId | None, int]]:
-    """The first micro-batch of a training epoch that draws each sample, None where none does, and the row there.
+    """Find the first micro-batch of a training epoch that draws each sample, and the row there; None = none does.
 
-    Only the first 4 million draws are looked at.
+    The search covers the first 4 million draws.
     """
     num_draws = min(plan.steps_per_epoch * plan.global_batch_size, _MAX_DRAWS)
     drawn = plan.draw_epoch(epoch, np.arange(num_draws)).indices
@@ -240,7 +240,7 @@ def find(plan: Plan, epoch: int, indices: Sequence[int]) -> list[tuple[MicroBatc
 
 
 def _first_of(plan: Plan, num: int) -> list[int]:
-    """The first samples of a run, each once; fewer where an epoch's first draws repeat some."""
+    """The first samples of a run, each once; fewer if an epoch's first draws repeat some."""
     num_draws = min(8 * num, plan.steps_per_epoch * plan.global_batch_size)
     return list(dict.fromkeys(plan.draw_epoch(0, np.arange(num_draws)).indices.tolist()))[:num]
 

@@ -63,7 +63,7 @@ def _read(parser: Parser, args: list[str]) -> dict[str, Any]:
 
 
 def _flat(values: Mapping[str, Any], parser: Parser, prefix: str = "") -> dict[str, Any]:
-    """Settings as YAML has them, in sections, by their whole names; ConfigError where one is unknown."""
+    """Flatten the sections of a YAML file to whole names; ConfigError if one is unknown."""
     settings: dict[str, Any] = {}
     for name, value in values.items():
         key = f"{prefix}{name}"
@@ -92,7 +92,7 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"(?i)(true|f
 
 
 def _loaded(text: str, where: str) -> dict[str, Any]:
-    """The settings that a YAML file has; ConfigError where it is none of settings."""
+    """Load the settings of a YAML file; ConfigError if it has none."""
     try:
         values = yaml.load(text, _Loader) or {}
     except yaml.YAMLError as error:
@@ -103,7 +103,7 @@ def _loaded(text: str, where: str) -> dict[str, Any]:
 
 
 def _from_text(text: str, kind: Any) -> Any:
-    """Read an argument as a setting of a type: YAML, or, where only that fits, the text as it is."""
+    """Read an argument as a setting of a type: as YAML, or as plain text if only that fits."""
     value = text
     if kind is not str:
         with contextlib.suppress(yaml.YAMLError):
@@ -146,7 +146,7 @@ def _with_base(own: dict[str, Any], parser: Parser) -> dict[str, Any]:
 
 
 def _check_code(target: str, values: dict[str, Any], own: set[str]) -> None:
-    """Raise ConfigError where the configuration of a target names code that the user has not named too.
+    """Raise ConfigError if the configuration of a target names code that the user has not named too.
 
     Any folder may imitate a run's, and belongs to whoever has downloaded it.
     """
@@ -160,7 +160,7 @@ def _check_code(target: str, values: dict[str, Any], own: set[str]) -> None:
 
 
 def _code_of(values: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Settings that may name code, and the code: all with a colon of the transform and of the augmentation."""
+    """Yield settings that may name code, and the code: values of transform and augment that have a colon."""
     todo = [(key, value) for key, value in values.items() if key.startswith(("transform.", "augment."))]
     while todo:
         at, value = todo.pop()

@@ -13,7 +13,7 @@ from raypipe.storage.filesystem import as_uri, exists, join
 from raypipe.storage.lease import holder
 from raypipe.streaming.checkpoints import newest_name
 
-# Rank 0 has fallen silent once it has left out so many of its writings.
+# Rank 0 counts as silent after this many periods without writing.
 _LATE = 4
 
 
@@ -88,16 +88,16 @@ def print_status(run: dict[str, Any]) -> None:
 
 
 def standing(status: dict[str, Any], now: float, is_held: bool, died_at: float) -> dict[str, Any]:
-    """Read a run's status.json at a moment of time.time(), by this machine's clock. Pure.
+    """Interpret a run's status.json at a moment of time.time(), by this machine's clock. Pure.
 
     Args:
         is_held: whether a process has the run's folder.
-        died_at: when its trainers have last died, of time.time().
+        died_at: when its trainers last died, by time.time().
 
     Returns:
-        Its values, with ages instead of times, and `state`: "running"; "silent", where rank 0 has not written for
-        four of its periods, so it is stopped, dead, or cut off from the folder; "restarting", where its trainers
-        have ended and the run has not; or "ended".
+        Its values, with ages instead of times, and `state`: "running"; "silent": rank 0 has not written for four
+        of its periods, so it is stopped, dead, or cut off from the folder; "restarting": its trainers have ended
+        and the run has not; or "ended".
     """
     times = {"time": "age_s", "step_at": "step_age_s", "since": "since_s", "begun": "begun_s"}
     ages = {name: max(0.0, now - status[moment]) for moment, name in times.items()}

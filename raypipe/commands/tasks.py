@@ -1,4 +1,4 @@
-"""A command's work on a store as Ray tasks: one error where there is no CPU, progress, and an end on an error."""
+"""Runs a command's work on a store as Ray tasks: shows progress, ends on an error, fails if there is no CPU."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from raypipe.stores.base import Store
 _SETTLE_S = 10.0
 # A task stops within a chunk once its file is gone.
 _STOP_S = 30.0
-# Ranges of unlike cost even out over the CPUs; each opens the store again, which scans a folder.
+# Several ranges per CPU even out their costs; each opens the store again, which scans a folder.
 _PER_CPU = 2
-# Samples that a task looks at between two signs of life: a driver hears of hundreds of tasks.
+# Samples per report of a task: a driver gets those of hundreds of tasks.
 PART = 256
 
 
@@ -50,7 +50,7 @@ def run_over(
 
 
 def task_bounds(store: Store, num_tasks: int) -> np.ndarray:
-    """Bounds of the tasks' ranges, int64 (n + 1,); no group is cut, so that none is read twice."""
+    """Bounds of the tasks' ranges, int64 (n + 1,); no group is cut, so no group is read twice."""
     num_tasks = max(1, min(num_tasks, len(store) // PART))
     bounds = np.linspace(0, len(store), num_tasks + 1).astype(np.int64)
     if store.groups is not None and len(store):
@@ -69,13 +69,13 @@ def run_tasks(
 ) -> Iterator[Any]:
     """Yield what a function yields for each of its calls, as it comes; a call is a task of one CPU, tried once.
 
-    On an error, on Ctrl-C, or when it is closed, this generator ends after its tasks have: none works on while its
-    work is being undone.
+    On an error, on Ctrl-C, or when it is closed, this generator ends after its tasks have ended, so no task works
+    while its work is being undone.
 
     Args:
         what: the work, for errors and the bar.
         here: only on this node, for tasks on local files, which other nodes may not have; else on any.
-        function: its first argument is a file that is there as long as the work is wanted, see `check_wanted`.
+        function: its first argument is a file that exists as long as the work is wanted, see `check_wanted`.
         calls: the other arguments, of each task.
         total: samples in all.
         num_done: counts the samples of a value that a task yields.
@@ -105,7 +105,7 @@ def run_tasks(
         ):
             shown = bar.add_task(what, total=total)
             for arguments in calls:
-                # Other nodes do not have the file: what runs there works to its end.
+                # Other nodes do not have the file, so a task there works to its end.
                 pending.append(task.remote(Path(wanted.name if here else "/"), *arguments))
             while pending:
                 ready: list[Any] = ray.wait(pending, num_returns=1, timeout=10, fetch_local=False)[0]
@@ -127,7 +127,7 @@ def count_cpus(what: str, here: bool) -> int:
     """Count the CPUs that the tasks may have, free or not.
 
     Raises:
-        ResourceError: none.
+        ResourceError: they may have none.
     """
     num_cpus = sum(int(node["Resources"].get("CPU", 0)) for node in _nodes(here))
     if not num_cpus:
@@ -136,13 +136,13 @@ def count_cpus(what: str, here: bool) -> int:
 
 
 def check_wanted(wanted: Path) -> None:
-    """Called in a task: raise InterruptedError as soon as its work is not wanted any more."""
+    """Raise InterruptedError, in a task, once its work is no longer wanted."""
     if not wanted.exists():
         raise InterruptedError("the work was given up")
 
 
 def _wait_for_cpu(what: str, here: bool) -> None:
-    """Raise ResourceError where other jobs keep all CPUs: Ray itself would wait forever, and say nothing."""
+    """Raise ResourceError if other jobs keep all CPUs: Ray itself would wait forever, silently."""
     from raypipe.rayext.limits import free_cpus
 
     deadline = time.monotonic() + _SETTLE_S

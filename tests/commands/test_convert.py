@@ -279,7 +279,7 @@ class TestConvert:
                 "x-{00..09}.lmdb",
                 {},
                 StoreError,
-                r"09\}\.lmdb: several files .* such as train\.lmdb, and several --shards",
+                r"09\}\.lmdb: several files .* such as train\.lmdb; several --shards",
             ),
             ("nowhere://bucket/copy.lmdb", {}, ConfigError, "of an unknown scheme"),
             ("no/such/copy.lmdb", {}, StoreError, "no/such is not a folder: make it first"),

@@ -140,7 +140,7 @@ def test_pixels_become_png_and_come_out_equal(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("samples", "error", "message"),
     [
-        ([], StoreError, "there are no samples"),
+        ([], StoreError, "the source has no samples"),
         ([{"label": 1}], StoreError, "a sample is a mapping of columns, `image` among them, not {'label': 1}"),
         ([(b"x", 1)], StoreError, "a sample is a mapping"),
         ([{"image": np.zeros((2, 2), np.float32)}], StoreError, r"an image is float32 of \(2, 2\)"),

@@ -99,6 +99,13 @@ def test_a_check_that_breaks_is_a_failure_and_the_others_are_made(
 
 
 @pytest.mark.cluster
+@pytest.mark.system
+def test_a_cluster_that_starts_is_fit() -> None:
+    check = doctor.examined("Ray")
+    assert check["status"] == "ok" and "a cluster on this machine: " in check["found"], check
+
+
+@pytest.mark.cluster
 def test_a_cluster_that_is_not_there_is_a_failure_with_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     monkeypatch.setattr(doctor, "_RAY_TIMEOUT_S", 5)

@@ -137,7 +137,7 @@ def hops(
             blocks,
             1000 / known.block_ms,
             "blocks/s",
-            "pool.executions; pool.block",
+            "pool.block",
         ),
         Hop(
             "copy to pinned memory",

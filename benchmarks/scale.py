@@ -1,14 +1,16 @@
-"""How many micro-batches a second one execution sustains, and several: the control path alone.
+"""How many micro-batches a second one execution sustains: the control path alone.
 
-    python benchmarks/scale.py actors ranks bytes executions [--seconds 8 --repeats 3 --profile FOLDER]
+    python benchmarks/scale.py actors ranks bytes gpus [--seconds 8 --repeats 3 --profile FOLDER]
     python benchmarks/scale.py --show a.json b.json --picture benchmarks/results/scale.png
 
 The real pipeline (source, back-pressure, actor pool, split, hand-over), with a transform that sleeps and
 micro-batches of one tiny image. The sleep is such that the actors could finish OFFERED micro-batches/s, far more
-than the execution passes on. Each transform actor is a process, with 0.01 CPUs; the ranks are threads of a few
-consumers, which read as fast as they can. Beside the rate: the CPU time per micro-batch of each kind of process.
-On few cores they share what a cluster has apart, so the rate is a lower bound; `one core` is what the executing
-process would do with a core of its own. Prints a table; the last line is JSON, which --show reads again.
+than the execution passes on; in the group `gpus` they finish as many as eight GPUs take, 24,000 images/s of 224 px in
+micro-batches of 128, in blocks of as many as 64 and 256 MiB hold. Each transform actor is a process with 0.01 CPUs;
+the ranks are threads of a few consumers, which read as fast as they can. Next to the rate: the CPU time per
+micro-batch of each kind of process. On a few cores they share what a cluster has apart, so the rate is a lower bound;
+`one core` is what the executing process would do with its own core. Prints a table; the last line is JSON, which
+--show reads again.
 """
 
 from __future__ import annotations
@@ -62,25 +64,27 @@ class Case:
     """What is simulated.
 
     Attributes:
-        actors: transform actors of all executions.
+        actors: transform actors.
         ranks: W.
-        executions: G.
         samples: B.
         side: of the images, pixels.
+        block: micro-batches in a block; 0 = as the stream chooses.
+        offered: micro-batches/s that the actors can finish.
     """
 
     actors: int = 4
     ranks: int = 4
-    executions: int = 1
     samples: int = 1
     side: int = 4
+    block: int = 0
+    offered: float = OFFERED
 
 
 CASES = {
     "actors": [Case(actors=a) for a in (2, 4, 8, 16, 32, 64)],
     "ranks": [Case(ranks=w) for w in (1, 2, 4, 8, 16)],
-    "executions": [Case(executions=g) for g in (1, 2, 4)],
     "bytes": [Case(ranks=1, samples=b, side=s) for b, s in ((1, 4), (128, 4), (128, 224))],
+    "gpus": [Case(actors=8, ranks=8, block=k, offered=24_000 / 128) for k in (3, 13)],
 }
 
 
@@ -110,7 +114,7 @@ class Consumer:
 def spec_of(case: Case) -> StreamSpec:
     image = cv2.imencode(".png", np.zeros((4, 4, 3), np.uint8))[1].tobytes()
     result = np.zeros((case.side, case.side, 3), np.uint8)
-    seconds = case.actors / OFFERED / case.samples
+    seconds = case.actors / case.offered / case.samples
 
     def transform(image: np.ndarray) -> np.ndarray:
         time.sleep(seconds)
@@ -122,10 +126,10 @@ def spec_of(case: Case) -> StreamSpec:
         transform=TransformConfig(),
         train_transform=transform,
         pool=PoolConfig(
-            executions=case.executions,
-            min_actors=case.actors // case.executions,
+            min_actors=case.actors,
             max_actors=case.actors,
             cpus_per_actor=0.01,
+            block=case.block,
         ),
     )
 
@@ -190,10 +194,10 @@ def measure(case: Case, seconds: float, profile: str) -> dict[str, Any]:
 
 
 def _start_profiler(case: Case, seconds: float, folder: str) -> subprocess.Popen[bytes]:
-    """py-spy on the process of one execution; it takes CPU time itself, so such a run's rates count for little."""
+    """py-spy on the execution's process; it takes CPU time itself, so such a run's rates count for little."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     pid = next(process.pid for process, part in ray_processes().items() if part == "execution")
-    output = f"{folder}/actors{case.actors}-ranks{case.ranks}-executions{case.executions}.raw"
+    output = f"{folder}/actors{case.actors}-ranks{case.ranks}.raw"
     command = ["py-spy", "record", "-p", str(pid), "-f", "raw", "-d", str(int(seconds)), "-r", "100", "--gil"]
     return subprocess.Popen([*command, "-o", output], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
@@ -213,7 +217,7 @@ def main() -> None:
         results |= json.loads(Path(earlier).read_text().splitlines()[-1])
     if args.groups:
         os.environ["RAY_LOG_TO_DRIVER"] = "0"
-        connect(num_cpus=1000, object_store_bytes=2 << 30)
+        connect(num_cpus=1000, object_store_bytes=9 << 30)
     for name in args.groups:
         cases = [case for case in CASES[name] if max(case.actors, case.ranks) <= args.max]
         runs: dict[Case, list[dict[str, Any]]] = {case: [] for case in cases}

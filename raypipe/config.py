@@ -351,8 +351,7 @@ class PoolConfig(Section, prefix="pool."):
     Attributes:
         engine: "ray": actors make the stream; "inline": this process makes it, without Ray, for debugging.
         threads: threads that make micro-batches with engine "inline"; 0 = the thread that asks for a micro-batch.
-        executions: Ray Data executions that share the ranks, each with its own pool; must divide W.
-        min_actors: actors of each execution that must run before the stream starts.
+        min_actors: actors that must run before the stream starts.
         max_actors: actors that the pool may grow to; 0 = all that fit into the cluster next to the trainers.
         cpus_per_actor: CPUs that Ray reserves for each actor, which uses as many threads.
         grow_after_s: the pool grows if ranks waited for half of this time, in seconds; at most once in this time.
@@ -372,7 +371,6 @@ class PoolConfig(Section, prefix="pool."):
 
     engine: Literal["ray", "inline"] = "ray"
     threads: Annotated[int, Limits(0, 1 << 12)] = 0
-    executions: AtLeast1 = 1
     min_actors: AtLeast1 = 1
     max_actors: int = 0
     cpus_per_actor: Annotated[float, Limits(1e-4, 1e6)] = 1.0  # Ray counts in ten-thousandths
@@ -395,8 +393,6 @@ class PoolConfig(Section, prefix="pool."):
     def __post_init__(self) -> None:
         super().__post_init__()
         expected = f"0 or at least pool.min_actors ({self.min_actors})"
-        if self.executions > 1:
-            expected += f" x pool.executions ({self.executions})"
         enough = self.max_actors == 0 or self.max_actors >= self.least_actors
         self._require(enough, "max_actors", self.max_actors, expected)
         named = self.label_selector.partition("=")
@@ -420,8 +416,8 @@ class PoolConfig(Section, prefix="pool."):
 
     @property
     def least_actors(self) -> int:
-        """Actors that all executions together need to start."""
-        return 0 if self.engine == "inline" else self.executions * self.min_actors
+        """Actors that a stream needs to start."""
+        return 0 if self.engine == "inline" else self.min_actors
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from raypipe.config import RunConfig
 from raypipe.errors import ConfigError
 from raypipe.logs import table
 from raypipe.lookup import num_cpus
-from raypipe.plan.schedule import lanes
 from raypipe.storage.filesystem import as_uri, join
 
 # Actors of a digest that may share the CPUs of a smaller machine.
@@ -137,7 +136,6 @@ def digest(
 
     spec, workers = spec_of(run), run.train.num_workers or 1
     spec.plan.check_workers(workers)
-    lanes(workers, spec.pool.executions)
     total = spec.plan.config.epochs * spec.plan.steps_per_epoch
     to_step = to_step or total
     if not 0 <= from_step < to_step <= total:

@@ -49,49 +49,6 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class Lane:
-    """What one of G executions makes of the stream: every G-th micro-batch, for every G-th rank.
-
-        micro-batch of the stream   0 1 2 3 | 4 5 6 7 | …      W = 4 ranks, G = 2 executions
-        its rank r                  0 1 2 3 | 0 1 2 3
-        its execution r mod G       0 1 0 1 | 0 1 0 1          where it is for rank r // G of R = W / G
-
-    Together they make up the stream: what a rank gets does not depend on G.
-
-    Attributes:
-        index, executions: the execution's number in [0, G), and G, which divides W.
-    """
-
-    index: int = 0
-    executions: int = 1
-
-    def of(self, total: int) -> int:
-        """This execution's part of a number of things; the parts of all add up to it."""
-        return len(range(self.index, total, self.executions))
-
-
-ONE_LANE = Lane()
-
-
-def lanes(world_size: int, executions: int) -> list[Lane]:
-    """The lane of each execution.
-
-    Raises:
-        ConfigError: their number does not divide W.
-    """
-    if executions < 1 or world_size % executions:
-        raise ConfigError(
-            f"pool.executions={executions} does not divide {world_size} workers: each execution serves as many "
-            f"ranks as the others; use {_divisors(world_size)}"
-        )
-    return [Lane(index, executions) for index in range(executions)]
-
-
-def _divisors(number: int) -> str:
-    return ", ".join(str(divisor) for divisor in range(1, number + 1) if number % divisor == 0)
-
-
-@dataclass(frozen=True)
 class Plan:
     """One run as one stream; `Plan.of` makes it, `raypipe.streaming.planning.make_plan` from stores.
 
@@ -228,9 +185,11 @@ class Plan:
             step = max(1, world_size) * self.config.micro_batch_size
             fewer = self.global_batch_size // step
             sizes = " or ".join(str(number * step) for number in (fewer, fewer + 1) if number)
+            per_step = self.config.per_step
+            divisors = ", ".join(str(number) for number in range(1, per_step + 1) if per_step % number == 0)
             raise ConfigError(
-                f"{world_size} workers cannot share the {self.config.per_step} micro-batches of a step "
-                f"evenly: use {_divisors(self.config.per_step)} workers, or plan.global_batch_size={sizes}"
+                f"{world_size} workers cannot share the {per_step} micro-batches of a step "
+                f"evenly: use {divisors} workers, or plan.global_batch_size={sizes}"
             )
 
     def segments(self, cursor: Cursor) -> Iterator[Segment]:
@@ -247,20 +206,19 @@ class Plan:
             if self.has_val(epoch) and num_steps == self.steps_per_epoch:
                 yield Segment("val", epoch, 0, self.val_steps)
 
-    def micro_batches(self, cursor: Cursor, first: int = 0, lane: Lane = ONE_LANE) -> Iterator[MicroBatchId]:
-        """Every micro-batch of a lane from a cursor on, in order, without the first `first` of them."""
+    def micro_batches(self, cursor: Cursor, first: int = 0) -> Iterator[MicroBatchId]:
+        """Every micro-batch from a cursor on, in order, without the first `first` of them."""
         per_step = self.config.per_step
         for segment in self.segments(cursor):
             numbers = range(segment.first_step * per_step, segment.num_steps * per_step)
-            numbers = numbers[lane.index :: lane.executions]
             for number in numbers[first:]:
                 yield MicroBatchId(segment.split, segment.epoch, *divmod(number, per_step))
             first = max(0, first - len(numbers))
 
-    def num_micro_batches(self, cursor: Cursor, lane: Lane = ONE_LANE) -> int:
-        """How many micro-batches of a lane remain from a cursor on."""
+    def num_micro_batches(self, cursor: Cursor) -> int:
+        """How many micro-batches remain from a cursor on."""
         steps = sum(segment.num_steps - segment.first_step for segment in self.segments(cursor))
-        return lane.of(steps * self.config.per_step)
+        return steps * self.config.per_step
 
     def indices(self, at: MicroBatchId) -> np.ndarray:
         """The samples of a micro-batch: int64 (B,), PADDING after a validation's last sample."""

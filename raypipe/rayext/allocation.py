@@ -14,7 +14,6 @@ from packaging import version
 
 from raypipe.config import PoolConfig, TrainConfig
 from raypipe.errors import ConfigError, ResourceError
-from raypipe.plan.schedule import lanes
 from raypipe.rayext.limits import autoscaler_limits
 from raypipe.rayext.waiting import Wait
 
@@ -91,12 +90,10 @@ def allocate(offer: Resources, pool: PoolConfig, train: TrainConfig | None, per_
 
     Raises:
         ResourceError: something is missing; the message names what, and which setting mends it.
-        ConfigError: W does not divide M, pool.executions does not divide W, or the fewest workers are more than
+        ConfigError: W does not divide M, or the fewest workers are more than
             the most.
     """
     workers, needed_workers, gpu = _trainers(offer, train, per_step) if train else (0, 0, False)
-    if workers:
-        lanes(workers, pool.executions)
     pool_cpus = pool.least_actors * pool.cpus_per_actor
     per_worker = train.cpus_per_worker if train else 0.0
     if workers and not per_worker:
@@ -202,7 +199,6 @@ def _too_few_cpus(cpus: float, workers: int, per_worker: float, pool: PoolConfig
     """The error, with what would mend it; `settings` are those of the trainers, where there are any."""
     names = [settings] if settings else []
     names += ["pool.min_actors", "pool.cpus_per_actor"] if pool.least_actors else []
-    names += ["pool.executions"] if pool.least_actors and pool.executions > 1 else []
     inline = "set pool.engine=inline, " if settings and pool.least_actors else ""
     return ResourceError(
         f"{_needs(workers, per_worker, pool)}; the cluster has, or can scale to, {cpus:g}: lower "

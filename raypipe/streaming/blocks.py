@@ -20,7 +20,7 @@ Block = list[MicroBatchId]
 
 # Seconds of an actor's work, and bytes, that a block is kept below. Ray spends some 30 ms of CPU time on a block,
 # which is little beside half a second; and what waits for a block waits no longer.
-MAX_SECONDS, MAX_BYTES = 0.5, 64 << 20
+MAX_SECONDS, MAX_BYTES = 0.5, 256 << 20
 
 # Micro-batches, for each rank, of the first ReadTask; and of the longest, since a reader that is lost begins anew.
 # Each has twice those of the one before.

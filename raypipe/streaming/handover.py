@@ -19,7 +19,6 @@ from raypipe.config import AtLeast1, AugmentConfig
 from raypipe.errors import ConfigError
 from raypipe.metrics.records import Folder
 from raypipe.plan.places import Cursor
-from raypipe.plan.schedule import lanes
 from raypipe.rayext.iteration import begun
 from raypipe.rayext.watch import in_worker, this_process
 from raypipe.section import MAX_INT, Limits, check
@@ -153,7 +152,7 @@ def check_resources(spec: StreamSpec, scaling_config: ScalingConfig) -> None:
     Starts or connects to Ray as `fit` does, unless this process is connected.
 
     Raises:
-        ConfigError: the number of workers does not divide M, or pool.executions does not divide it.
+        ConfigError: the number of workers does not divide M.
         ResourceError: the cluster has not, and cannot scale to, what the workers and the smallest pool need.
     """
     from raypipe.rayext.allocation import check_own, cluster_resources, worker_resources
@@ -162,7 +161,6 @@ def check_resources(spec: StreamSpec, scaling_config: ScalingConfig) -> None:
     workers = config.num_workers
     if isinstance(workers, int):
         spec.plan.check_workers(workers or 1)  # 0 = the train function runs in this process
-        lanes(workers or 1, spec.pool.executions)
     else:
         workers = min(workers)  # elastic
     if not ray.is_initialized():

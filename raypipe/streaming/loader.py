@@ -150,7 +150,7 @@ class Loader:
         self._supervisor, has_actors = feed.supervisor, feed.supervisor is not None
         account, spec = self.account, self._spec
         account.actors = feed.actors
-        account.readers = spec.pool.executions if has_actors and "train" in spec.readers() else 0
+        account.readers = int(has_actors and "train" in spec.readers())
         self._batches, self.jpeg_decoder = moved(feed, spec, self.device, account.clocks, self._depth, self.keep)
         closes = (functools.partial(_close, generator) for generator in (feed.batches, self._batches))
         self._running.begin(

@@ -1,14 +1,13 @@
 """A stream on Ray: plan → source → actor pool, as one Ray Data execution for the whole schedule.
 
 dataset(spec, cursor)   a ray.data.Dataset of the stream from a cursor on, one row per block
-splits(spec, cursor)    the same as one iterator per rank, from one or several executions
+splits(spec, cursor)    the same as one iterator per rank
 raypipe.stream(…)       spec and dataset in one call, if you only want the data
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -20,8 +19,7 @@ import ray.data
 from raypipe.config import PoolConfig
 from raypipe.errors import ConfigError, ResourceError, SampleError
 from raypipe.plan.places import Cursor
-from raypipe.plan.schedule import ONE_LANE, Lane, lanes
-from raypipe.rayext.allocation import largest_divisor, preflight
+from raypipe.rayext.allocation import preflight
 from raypipe.rayext.cluster import connect
 from raypipe.rayext.execution import Settings, datasets_with
 from raypipe.rayext.iteration import Ended
@@ -45,8 +43,6 @@ from raypipe.transform.sizes import has_sizes, most_pixels
 if TYPE_CHECKING:
     from ray.data import DataIterator, Dataset
 
-logger = logging.getLogger(__name__)
-
 # What an attempt may take that is begun when the patience ends, see `storage.patience`.
 _LAST_ATTEMPT_S = 60.0
 
@@ -55,29 +51,21 @@ _LAST_ATTEMPT_S = 60.0
 _READER_CPUS = 0
 
 
-def _pool_of(pool: PoolConfig, lane: Lane, max_actors: int) -> tuple[PoolConfig, int]:
-    """The pool of one execution, with its share of the largest number of actors; and how many it begins with.
+def _pool_of(pool: PoolConfig, max_actors: int) -> tuple[PoolConfig, int]:
+    """The pool with its largest number of actors, and how many it begins with.
 
     It begins with as many as there is room for now. More nodes come when ranks wait.
     """
-    pool = replace(
-        pool,
-        executions=1,
-        max_actors=max(lane.of(max_actors), pool.min_actors),
-        max_in_flight=lane.of(pool.max_in_flight),
-    )
+    pool = replace(pool, max_actors=max(max_actors, pool.min_actors))
     room = int(ray.available_resources().get("CPU", 0.0) / pool.cpus_per_actor + 1e-9)
-    return pool, min(max(lane.of(room), pool.min_actors), pool.max_actors)
+    return pool, min(max(room, pool.min_actors), pool.max_actors)
 
 
 def blocks_in_flight(pool: PoolConfig, max_actors: int, world_size: int) -> int:
-    """Blocks that may be in flight in all executions of a stream, when their pools have their largest size."""
-    total = 0
-    for lane in lanes(world_size, pool.executions):
-        part, actors = _pool_of(pool, lane, max_actors)
-        fixed, per_actor, _ = part.blocks_for(lane.of(world_size), actors)
-        total += fixed + per_actor * actors
-    return total
+    """Blocks of a stream that may be in flight when its pool has its largest size."""
+    pool, actors = _pool_of(pool, max_actors)
+    fixed, per_actor, _ = pool.blocks_for(world_size, actors)
+    return fixed + per_actor * actors
 
 
 def check_memory(spec: StreamSpec, max_actors: int, world_size: int) -> None:
@@ -147,26 +135,24 @@ def dataset(
     max_actors: int,
     world_size: int = 1,
     supervisor: Any = None,
-    lane: Lane = ONE_LANE,
 ) -> Dataset:
     """The stream from a cursor on: a Dataset of one row for each block.
 
-    Iterate with `batch_size=None`, or split it with `streaming_split(R, equal=True)` over the R ranks of the
-    lane: each then gets every R-th row, and so the micro-batches m of each step with m mod W = its rank among W.
+    Iterate with `batch_size=None`, or split it with `streaming_split(W, equal=True)` over the ranks: each
+    then gets every W-th row, and so the micro-batches m of each step with m mod W = its rank.
 
     Args:
-        max_actors: transform actors that the pools of all executions may grow to.
+        max_actors: transform actors that the pool may grow to.
         world_size: W.
         supervisor: handle of the Supervisor to which faults are reported; None = a new one.
-        lane: this execution's part of the schedule and of the ranks.
     """
     supervisor = supervisor or start_supervisor(spec.pool.max_attempts, spec.run, spec.log)
     spec.plan.check_workers(world_size)
-    (pool, actors), ranks = _pool_of(spec.pool, lane, max_actors), lane.of(world_size)
+    pool, actors = _pool_of(spec.pool, max_actors)
     if any(is_remote(store.address) for store in spec.stores.values()):  # an outage ends in its own error
         pool = replace(pool, stall_timeout_s=max(pool.stall_timeout_s, patience_s() + _LAST_ATTEMPT_S))
-    fixed, per_actor, largest = pool.blocks_for(ranks, actors)
-    settings = Settings(pool, fixed, per_actor, bool(spec.readers()), supervisor, ranks, spec.run, spec.log)
+    fixed, per_actor, largest = pool.blocks_for(world_size, actors)
+    settings = Settings(pool, fixed, per_actor, bool(spec.readers()), supervisor, world_size, spec.run, spec.log)
     # Of the object store as it is now, streams take half.
     room = _object_store_bytes() / 2 / max(1, blocks_in_flight(spec.pool, max_actors, world_size))
     max_bytes = min(MAX_BYTES, int(room))
@@ -179,9 +165,8 @@ def dataset(
         cursor,
         spec.readers(),
         supervisor,
-        lane,
         spec.wanted,
-        ranks=ranks,
+        ranks=world_size,
         block=pool.block,
         largest=largest,
         max_bytes=max_bytes,
@@ -222,8 +207,7 @@ def splits(
 ) -> list[DataIterator]:
     """The stream from a cursor on, as one iterator per rank; see `dataset`.
 
-    There are pool.executions executions, or, if an elastic run has fewer workers, as many as can share these
-    evenly. An execution that several ranks share runs in an actor of its own.
+    An execution that several ranks share runs in an actor of its own.
 
     Args:
         apart: an execution of a single rank runs in an actor, too. Otherwise it runs in that rank's process, where
@@ -238,24 +222,10 @@ def splits(
         nothing: Any = Ended()
         return [nothing] * world_size
     supervisor = supervisor or start_supervisor(spec.pool.max_attempts, spec.run, spec.log)
-    executions = largest_divisor(world_size, spec.pool.executions)
-    if executions != spec.pool.executions:
-        logger.warning(
-            "pool.executions=%d does not divide %d workers: %d share them",
-            spec.pool.executions,
-            world_size,
-            executions,
-        )
-    ranks = world_size // executions
-    iterators: list[list[DataIterator]] = []
-    for lane in lanes(world_size, executions):
-        rows = dataset(
-            spec, cursor, max_actors=max_actors, world_size=world_size, supervisor=supervisor, lane=lane
-        )
-        iterators.append(
-            [rows.iterator()] if ranks == 1 and not apart else rows.streaming_split(ranks, equal=True)
-        )
-    return [iterators[rank % executions][rank // executions] for rank in range(world_size)]
+    rows = dataset(spec, cursor, max_actors=max_actors, world_size=world_size, supervisor=supervisor)
+    if world_size == 1 and not apart:
+        return [rows.iterator()]
+    return rows.streaming_split(world_size, equal=True)
 
 
 def stream(
@@ -281,11 +251,6 @@ def stream(
         StoreError, ConfigError, CursorError, ResourceError: the message says what is wrong, and how to fix it.
     """
     spec = open_stream(train, val, **settings)
-    if spec.pool.executions > 1:
-        raise ConfigError(
-            f"raypipe.stream is one Dataset, so one execution: pool.executions is {spec.pool.executions}; "
-            "raypipe.loader, and raypipe.streaming.pipeline.splits, have one iterator per rank"
-        )
     if spec.pool.engine == "inline":
         raise ConfigError(
             "raypipe.stream is a Dataset, which Ray makes, and pool.engine is 'inline': raypipe.loader makes the "

@@ -28,7 +28,7 @@ from ray.data.datasource import ReadTask
 from raypipe.errors import ResourceError, StoreError
 from raypipe.metrics.prometheus import Recorder
 from raypipe.plan.places import PADDING, Cursor, MicroBatchId, Split
-from raypipe.plan.schedule import ONE_LANE, Lane, Plan
+from raypipe.plan.schedule import Plan
 from raypipe.rayext.watch import this_process
 from raypipe.stores import open_store
 from raypipe.stores.base import Store, check_columns, name_of
@@ -46,7 +46,6 @@ class MicroBatchSource(Datasource):
     Args:
         readers: the stores, by split, that the reader reads; other splits are left to the actors.
         supervisor: handle of the stream's Supervisor, to which readers report their start; None = no report.
-        lane: the part of the schedule that these tasks are.
         ranks: number of ranks that get the rows in turn.
         block: micro-batches in a block; 0 = as many as the supervisor finds, within these limits:
         largest, max_bytes: micro-batches (0 = any number), and bytes, of a block.
@@ -60,7 +59,6 @@ class MicroBatchSource(Datasource):
         cursor: Cursor,
         readers: dict[Split, Store],
         supervisor: Any = None,
-        lane: Lane = ONE_LANE,
         wanted: Wanted = Wanted(),  # noqa: B008
         *,
         ranks: int = 1,
@@ -74,10 +72,10 @@ class MicroBatchSource(Datasource):
         # Each task has the plan. What only names places needs no lists of samples.
         self._plan = plan if readers else plan.without_draws()
         self._cursor, self._readers, self._supervisor = cursor, readers, supervisor
-        self._lane, self._wanted = lane, wanted
+        self._wanted = wanted
         self._ranks, self._block, self._largest, self._max_bytes = ranks, block, largest, max_bytes
         self._run = run
-        self._tasks = tasks(plan.num_micro_batches(cursor, lane), ranks)
+        self._tasks = tasks(plan.num_micro_batches(cursor), ranks)
 
     @property
     def num_tasks(self) -> int:
@@ -104,7 +102,7 @@ class MicroBatchSource(Datasource):
         ]
 
     def _rows(self, first: int, count: int) -> Iterator[pa.Table]:
-        places = itertools.islice(self._plan.micro_batches(self._cursor, first, self._lane), count)
+        places = itertools.islice(self._plan.micro_batches(self._cursor, first), count)
         at = next(places, None)
         if at is None:
             return

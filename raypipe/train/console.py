@@ -116,8 +116,6 @@ def describe(run: RunConfig, spec: StreamSpec, allocation: Allocation, run_uri: 
             f"multiple of it, or train.num_workers={allocation.workers} if this is meant"
         )
     actors = f"{run.pool.least_actors} to {allocation.max_actors} actors"
-    if run.pool.executions > 1:
-        actors += f" in {run.pool.executions} executions"
     if run.pool.engine == "inline":
         actors = "in the trainers themselves (pool.engine=inline)"
     defaults = _flat(as_plain(RunConfig()))

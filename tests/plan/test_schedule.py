@@ -17,7 +17,7 @@ from raypipe.errors import ConfigError, CursorError
 from raypipe.plan.order import Shuffle
 from raypipe.plan.places import PADDING, Cursor, MicroBatchId, Split
 from raypipe.plan.samplers import Draws, Permuted
-from raypipe.plan.schedule import Plan, Segment, lanes
+from raypipe.plan.schedule import Plan, Segment
 from raypipe.plan.selection import Selection
 from raypipe.stores.base import MemoryStore
 from raypipe.streaming.planning import make_plan
@@ -490,41 +490,3 @@ def test_substitutes_are_samples_of_the_training_store_and_reproducible(
 
 def test_attempts_at_a_substitute_differ() -> None:
     assert len({plan_of(500).substitute(TRAIN, 5, attempt) for attempt in range(8)}) > 5
-
-
-# Several executions
-
-
-shapes = st.sampled_from([(w, g) for w in (1, 2, 3, 4, 6, 12) for g in range(1, w + 1) if w % g == 0])
-
-
-@settings(deadline=None)
-@given(shapes, st.integers(0, 10), st.data())
-def test_the_shares_put_together_are_the_stream_from_any_cursor_on(
-    shape: tuple[int, int], global_step: int, data: st.DataObject
-) -> None:
-    plan = plan_of(63, 13, micro_batch_size=1, global_batch_size=12)
-    cursor = plan.cursor_at(global_step)
-    world_size, executions = shape
-    whole = list(plan.micro_batches(cursor))
-    streams = [list(plan.micro_batches(cursor, 0, lane)) for lane in lanes(*shape)]
-    for lane, stream in zip(lanes(*shape), streams, strict=True):
-        assert len(stream) == plan.num_micro_batches(cursor, lane)
-        # In the order of the stream, and each to the rank that it has in a single execution.
-        ranks = range(lane.index, world_size, executions)
-        assert stream == [at for number, at in enumerate(whole) if number % world_size in ranks]
-        assert all(at.micro % world_size == ranks[n % len(ranks)] for n, at in enumerate(stream))
-        first = data.draw(st.integers(0, len(stream)))
-        assert list(plan.micro_batches(cursor, first, lane)) == stream[first:]
-    assert sorted(map(str, whole)) == sorted(str(at) for stream in streams for at in stream)
-
-
-@given(shapes, st.integers(0, 1000))
-def test_the_shares_of_a_number_are_even_and_add_up(shape: tuple[int, int], total: int) -> None:
-    parts = [lane.of(total) for lane in lanes(*shape)]
-    assert sum(parts) == total and max(parts) - min(parts) <= 1
-
-
-def test_executions_must_divide_the_workers() -> None:
-    with pytest.raises(ConfigError, match=r"pool\.executions=4 does not divide 6 workers.* use 1, 2, 3, 6$"):
-        lanes(6, 4)

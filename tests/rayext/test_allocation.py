@@ -57,23 +57,9 @@ def test_the_pool_gets_the_cpus_that_trainers_do_not_need() -> None:
     assert share(idle(2), TrainConfig(cpus_per_worker=1.0), cpus_per_actor=0.1).max_actors == 10
 
 
-def test_each_execution_has_its_smallest_pool() -> None:
-    trainers = TrainConfig(num_workers=4)
-    assert share(idle(16), trainers, 4, executions=4, min_actors=2).max_actors == 12
-    assert share(idle(5), trainers, 4, executions=4) == Allocation(4, False, 0.25, 4)
-    with pytest.raises(ResourceError, match=r"8 transform actors.*pool\.min_actors, .*pool\.executions, "):
-        share(idle(8), trainers, 4, executions=4, min_actors=2)
-    with pytest.raises(ConfigError, match=r"pool\.executions=3 does not divide 4 workers"):
-        share(idle(16), trainers, 4, executions=3)
-    with pytest.raises(ConfigError, match=r"pool\.max_actors.*pool\.min_actors \(1\) x pool\.executions \(4\)"):
-        PoolConfig(executions=4, max_actors=3)
-
-
 def test_trainers_that_make_the_stream_themselves_need_no_cpus_for_actors() -> None:
     assert share(idle(1), TrainConfig(), engine="inline") == Allocation(1, False, 1.0, max_actors=0)
-    alone = share(
-        idle(4), TrainConfig(num_workers=4), 4, engine="inline", min_actors=3, max_actors=9, executions=2
-    )
+    alone = share(idle(4), TrainConfig(num_workers=4), 4, engine="inline", min_actors=3, max_actors=9)
     assert alone == Allocation(4, False, 1.0, max_actors=0)
     message = (
         r"1 trainer needs 4 CPUs \(1 x 4\); .* lower train\.num_workers, train\.cpus_per_worker, or add CPU nodes"

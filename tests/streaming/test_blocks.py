@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from raypipe.config import PlanConfig
-from raypipe.plan.schedule import Lane, Plan
+from raypipe.plan.schedule import Plan
 from raypipe.stores.base import MemoryStore
 from raypipe.streaming.blocks import cut, fitting, most, tasks
 from raypipe.streaming.planning import make_plan
@@ -33,16 +33,6 @@ def test_ranks_get_micro_batches_in_order_in_blocks_of_one_segment(ranks: int, s
             assert len({(at.split, at.epoch) for at in block}) == 1
         for start in range(0, len(blocks), ranks):
             assert len({len(block) for block in blocks[start : start + ranks]}) == 1
-
-
-def test_executions_that_share_the_ranks_cut_their_own_micro_batches() -> None:
-    whole = plan()
-    for index in range(2):  # W = 4 ranks: this execution has ranks index and index + 2
-        places = list(whole.micro_batches(whole.start(), lane=Lane(index, 2)))
-        blocks = list(cut(places, 2, {"train": 3, "val": 3}))
-        for rank in range(2):
-            found = [at.micro for block in blocks[rank::2] for at in block]
-            assert set(found) == {index + 2 * rank}
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 8])

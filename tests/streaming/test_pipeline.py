@@ -143,23 +143,6 @@ def test_a_pool_works_before_its_ranks_ask_and_ends_with_them(
     assert wait_for_end(before) == {}
 
 
-def test_each_rank_gets_the_same_from_any_number_of_executions(
-    stores: dict[str, Path], request: pytest.FixtureRequest
-) -> None:
-    plan = PlanConfig(epochs=1, micro_batch_size=6, global_batch_size=24, seed=5)
-    spec = spec_of(stores, plan=plan, train_transform=corner, val_transform=corner)
-    alone = without_ray.digests(spec)
-    cases = [(2, 2), (4, 0)] if is_soak(request.config) else [(2, 2)]
-    for executions, from_step in cases:
-        pool = PoolConfig(executions=executions, cpus_per_actor=0.25, read="stage")
-        # It fails where a rank gets what another should.
-        shared = dataclasses.replace(spec, pool=pool)
-        found = digests_of(shared, spec.plan.cursor_at(from_step), max_actors=executions, world_size=4)
-        assert found == alone[4 * from_step :]
-    with pytest.raises(ConfigError, match=r"one execution: pool\.executions is 2"):
-        stream(stores["train"], plan=plan, pool=PoolConfig(executions=2))
-
-
 def test_the_digest_depends_on_the_seed_and_not_on_who_reads(stores: dict[str, Path]) -> None:
     spec = spec_of(stores, "parquet", plan=dataclasses.replace(PLAN, epochs=1, window_groups=3))
     read_apart = digests(spec)

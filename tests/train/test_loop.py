@@ -120,9 +120,7 @@ def test_a_killed_and_damaged_run_goes_on_to_the_same_weights(
         settings = dataclasses.replace(
             run.train, num_workers=workers, cpus_per_worker=1 / workers, max_failures=max_failures
         )
-        # Two trainers have an execution each, in their own processes; four share two.
-        executions = min(2, workers)
-        pool = PoolConfig(executions=executions, max_actors=executions)
+        pool = PoolConfig(max_actors=min(2, workers))
         killer = threading.Thread(target=kill_a_worker_at, args=(folder, kill_at, killed), daemon=True)
         if kill_at:
             killer.start()

@@ -336,7 +336,7 @@ def main() -> None:
         CEILINGS.write_text(json.dumps(lowered(counts, ceilings), indent=2) + "\n")
     elif "--counts" in sys.argv:
         print(
-            f"{'rule (* = strict)':22}{''.join(f'{corpus:>16}' for corpus in CORPORA)}{'all':>8}  count/ceiling; write"
+            f"{'rule (* = strict)':22}{''.join(f'{corpus:>16}' for corpus in CORPORA)}{'all':>8}  (count/ceiling)"
         )
         for name, rule in RULES.items():
             of_rule, limits = counts.get(name, {}), ceilings.get(name, {})

@@ -214,7 +214,8 @@ class Plan:
             raise CursorError(
                 f"the checkpoint was made under plan {cursor.fingerprint}, this run has plan "
                 f"{self.fingerprint}: the training store, its excluded samples, seed, micro_batch_size, "
-                "global_batch_size, shuffle or another setting of the order differs. Restore it, or start a new run"
+                "global_batch_size, shuffle or another setting of the order differs. Restore it, or start "
+                "a new run"
             )
         if not (0 <= cursor.epoch <= self.config.epochs and 0 <= cursor.step <= self.steps_per_epoch):
             raise CursorError(

@@ -355,7 +355,7 @@ def test_a_loader_does_not_begin_anew_in_silence(
     inline: StreamSpec,
 ) -> None:
     one = ranked(inline, 0, 1)
-    with pytest.raises(CursorError, match=r"by loader\.report or loader\.save"):
+    with pytest.raises(CursorError, match=r"with loader\.report or loader\.save"):
         next(every_batch(one))
 
 

@@ -334,7 +334,7 @@ def test_an_augmentation_that_cannot_be_is_told_before_ray_starts(stores: dict[s
         store=StoreConfig(str(stores["train"])),
         augment=AugmentConfig(ops=[{"op": "RandomErasinggg"}]),
     )
-    with pytest.raises(ConfigError, match="'RandomErasinggg' is no 2D operation"):
+    with pytest.raises(ConfigError, match="'RandomErasinggg' is not a 2D operation"):
         train(run)
     assert list(tmp_path.iterdir()) == []
 

@@ -1,7 +1,7 @@
 """The row of the stream, which is one block of k micro-batches, of one rank and one segment: its columns.
 
 from the source   split int8, epoch int64; step, micro int64, lists of k: their places, all that an actor needs
-if it reads; and a reader's data, null in a split that actors read: image, label,
+                  if it reads; and a reader's data, null in a split that actors read: image, label,
                   lists of k·B; columns, of all samples, pickled, null if there are none; read_s float64, seconds
                   that the reader spent on the block
 from an actor     split, epoch (1,); step, micro (1, k); index int64 (1, k, B), weight float32 (1, k, B); num_bad

@@ -287,7 +287,7 @@ def build_operation(entry: dict[str, Any], targets: bool = False, channels: int 
     parameters = {key: tuple(v) if isinstance(v, list) else v for key, v in entry.items() if key != "op"}
     try:
         module: Any = operation(**parameters)  # type: ignore[arg-type]
-        # What the parameters are worth, and whether it takes such channels, is seen when it is applied.
+        # Applying it shows whether its parameters and these channels are valid.
         with torch.random.fork_rng([]):
             probe, whole = torch.full((2, channels, 32, 32), 0.5), float(getattr(module, "p", 1.0))
             module.p = 1.0

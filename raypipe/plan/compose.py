@@ -33,7 +33,7 @@ StoreSampler = Permuted | Weighted
 
 @dataclass(frozen=True)
 class Source:
-    """A store as arrays for a plan, read by `raypipe.streaming.planning`.
+    """A store as arrays for a plan, from `raypipe.streaming.planning`.
 
     Attributes:
         address: the store's address, for errors.

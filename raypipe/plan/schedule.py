@@ -93,7 +93,7 @@ def _divisors(number: int) -> str:
 
 @dataclass(frozen=True)
 class Plan:
-    """Order of a run's stream; made by `Plan.of`, or from stores by `raypipe.streaming.planning.make_plan`.
+    """Order of a run's stream; see `Plan.of`, or for stores `raypipe.streaming.planning.make_plan`.
 
     Attributes:
         config: the order's settings.

@@ -218,7 +218,7 @@ class MicroBatchTransform:
         out: np.ndarray | None = None,
         drawn: Drawn | None = None,
     ) -> dict[str, Any]:
-        """Make the fields of one sample; of images that are made already, return only the draws.
+        """Make the fields of one sample; for finished images, return only the draws.
 
         Raises:
             SampleError: it is bad.

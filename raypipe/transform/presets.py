@@ -197,7 +197,7 @@ _STEPS: dict[str, Callable[[Size], Steps]] = {
 }
 # Those that only move pixels, of whatever they consist.
 _OF_ARRAYS = ("light", "center", "resize", "flip-crop", "small")
-# What comes after a random resized crop and a flip: a transform of the library, and its arguments.
+# Step after a random resized crop and a flip: a transform of the library, and its arguments.
 _TORCHVISION: dict[str, tuple[str, dict[str, int]]] = {
     "tv-light": ("", {}),
     "autoaugment": ("AutoAugment", {}),

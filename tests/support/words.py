@@ -89,7 +89,7 @@ RULES = {
         strict=True,
     ),
     "no-noun": Rule(
-        r"\b(?:is|are|was|were) no "
+        r"(?<!\b[Tt]here )\b(?:is|are|was|were) no "
         r"(?!(?:longer|more|less|need|way|room|smaller|larger|other|further)\b)[a-z*.`]",
         "is not a",
         "labels are no classes",

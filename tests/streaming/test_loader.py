@@ -265,7 +265,7 @@ def test_a_bad_sample_that_only_the_device_finds_can_end_the_run(encoded_spec: S
     [
         ({"train": "heavy"}, "needs pixels"),
         ({"train": f"{__name__}:CLASSES"}, "needs pixels"),
-        ({"decode_min_side": 32}, "decode_min_side is of the CPU's decoder"),
+        ({"decode_min_side": 32}, "decode_min_side belongs to the CPU's decoder"),
     ],
 )
 def test_what_the_device_cannot_do_is_told_before_the_run(settings: dict[str, Any], message: str) -> None:

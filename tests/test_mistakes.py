@@ -73,8 +73,8 @@ MISTAKES = {
         ["--transform.train=my_code:of_an_image"],
         "is called with the size, 16, and returns",
     ),
-    "floats": (["--transform.train=my_code:floats"], "float32 of shape (8, 8, 3); expected is uint8"),
-    "no channels": (["--transform.train=my_code:grey"], "uint8 of shape (8, 8); expected is uint8 HWC"),
+    "floats": (["--transform.train=my_code:floats"], "float32 of shape (8, 8, 3); it must return uint8"),
+    "no channels": (["--transform.train=my_code:grey"], "uint8 of shape (8, 8); it must return uint8 HWC"),
     "a size that varies": (["--transform.train=my_code:varies"], "end the transform with a crop or resize"),
     "a transform that raises": (
         ["--transform.val=my_code:raises", "--store.val=a.lmdb"],

@@ -1,20 +1,20 @@
-"""What happens to whole micro-batches on the training device. Knows torch, not Ray.
+"""Augmentation of whole micro-batches on the training device. Imports torch, not Ray.
 
-    uint8 (B, 3, H, W) → the preset → [0, 1] → Kornia operations → the user's module → normalise → MixUp / CutMix
+    uint8 (B, 3, H, W) → the preset → [0, 1] → Kornia operations → the user's module → normalize → MixUp/CutMix
 
 Arrays (`transform.decode_as: array`) have any dtype and channels C: whole numbers are scaled to [0, 1] by the
 largest of their dtype, floats are as they are. Operations of colour need three channels.
 
-Of views each crop goes through it by itself, up to the mixing, with a seed of its own.
+Each crop of a view is augmented by itself, with its own seed and without mixing.
 
-All that is random is drawn on the host from the micro-batch's seed, so the result depends on the pixels, the
-configuration, the seed and the strength alone, and nothing waits for the device. Where there is neither operation
-nor module, conversion and normalisation are one kernel. `raypipe.device.fused` does what a preset names, by
-operations of its own.
+All random numbers are drawn on the host from the micro-batch's seed, so the result depends only on the pixels,
+the configuration, the seed and the strength, and nothing waits for the device. Without operations and module,
+conversion and normalization are one kernel. `raypipe.device.fused` implements the presets.
 
 A configuration lists operations in order, each as `{op: NAME, parameter: value, …}`, where NAME is a 2D
 augmentation of `kornia.augmentation` or a policy of `kornia.augmentation.auto`. A policy chooses its operations
-once per micro-batch, for all of its rows, as Kornia's do. Kornia takes seconds to import, and is where it is used.
+once per micro-batch, for all of its rows, as Kornia's do. Kornia takes seconds to import, so it is imported
+where it is used.
 """
 
 from __future__ import annotations
@@ -84,9 +84,9 @@ def scaled(image: torch.Tensor) -> torch.Tensor:
 
 
 class Normalize:
-    """uint8 or [0, 1] floats (B, C, H, W) → standardised per channel, channels_last, in one kernel.
+    """Standardize uint8 or [0, 1] floats (B, C, H, W), or crops (B, n, C, H, W), per channel in one kernel.
 
-    So are n crops (B, n, C, H, W). Whole numbers of another dtype take a second kernel, since few know them.
+    The result is channels_last. Other integer dtypes take a second kernel, since few operations support them.
 
     The arithmetic is float32, whatever the `dtype` of the result.
     """
@@ -114,18 +114,18 @@ class Normalize:
 
 
 class DeviceAugment:
-    """Augments, mixes and normalises micro-batches on one device.
+    """Augments, mixes and normalizes micro-batches on one device.
 
     Args:
-        config: what to do.
+        config: operations, mixing and normalization.
         device: where batches are.
-        dtype: of the images that come out.
-        targets: whether the batches have masks or boxes, which stay as they are: nothing may move pixels.
-        views: whether training batches have views: nothing may mix.
+        dtype: dtype of the resulting images.
+        targets: whether batches have masks or boxes, which do not change: no operation may move pixels.
+        views: whether training batches have views, which cannot be mixed.
 
     Raises:
         ConfigError: an operation or the module does not exist, or refuses its parameters; or, with targets, moves,
-            erases or mixes pixels, or mixes views. (Of a user's module that cannot be told.)
+            erases or mixes pixels, or mixes views. (A user's module is not checked.)
     """
 
     def __init__(
@@ -147,8 +147,8 @@ class DeviceAugment:
         channels = len(config.mean)
         if channels != 3 and self._fused and self._fused.changes_colour:
             raise ConfigError(
-                f"augment.preset={config.preset!r} changes red, green and blue, and augment.mean is of {channels} "
-                f"channels: use none or light, and augment.ops that take {channels}"
+                f"augment.preset={config.preset!r} changes red, green and blue, and augment.mean has "
+                f"{channels} channels: use none or light, and augment.ops that take {channels}"
             )
         if targets and self._fused:
             raise _moves(f"the preset {config.preset}")
@@ -159,11 +159,11 @@ class DeviceAugment:
     def __call__(
         self, image: torch.Tensor, target: torch.Tensor, counts: np.ndarray, *, seed: int, strength: float = 1.0
     ) -> tuple[torch.Tensor, Mixed | None]:
-        """One micro-batch of a training segment; validation takes `normalize` alone.
+        """Augment one micro-batch of a training segment; validation only calls `normalize`.
 
         Args:
             image: uint8 (B, 3, H, W), or an array's (B, C, H, W); left as it is.
-            target: (B, …); what can be mixed, see `check_mixable`.
+            target: (B, …); for the types that can be mixed, see `check_mixable`.
             counts: bool (B,), on the host: rows that have weight, and so may mix.
             seed: the micro-batch's, in [0, 2^63).
             strength: scales the probability of every operation and of mixing, in [0, 1].
@@ -179,10 +179,10 @@ class DeviceAugment:
     def of_views(
         self, views: Mapping[str, torch.Tensor], *, seed: int, strength: float = 1.0
     ) -> dict[str, torch.Tensor]:
-        """The views of one micro-batch of a training segment, each crop as an image without mixing.
+        """Augment the views of one micro-batch of a training segment, each crop as an image, without mixing.
 
         Args:
-            views: likewise (B, 3, H, W) or (B, n, 3, H, W) by name; left as they are.
+            views: uint8 (B, 3, H, W) or (B, n, 3, H, W) by name; left as they are.
             seed: the micro-batch's; that of a crop is hashed of it, the view's name and the crop's number.
 
         Raises:
@@ -206,7 +206,7 @@ class DeviceAugment:
             raise ConfigError(f"augment.{self._mixing[0]} mixes images, and no views: set it to 0")
 
     def _augmented(self, image: torch.Tensor, seed: int, strength: float) -> torch.Tensor:
-        """All but the mixing."""
+        """Augment and normalize, without mixing."""
         if image.dtype != torch.uint8 and (self._fused or self._operations):
             image = scaled(image)
         if self._fused:
@@ -226,10 +226,10 @@ class DeviceAugment:
 
 @contextlib.contextmanager
 def _seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Within, torch's global generators, which Kornia draws from, are at a seed; then as they were before."""
+    """Context manager: seed torch's global generators, which Kornia draws from, and restore them at the end."""
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.default_generator.manual_seed(seed)
-        if device.type == "cuda":  # for a user's module that draws on the device
+        if device.type == "cuda":  # a user's module may draw on the device
             torch.cuda.default_generators[device.index].manual_seed(seed)
         yield
 
@@ -263,7 +263,8 @@ def _moves(what: str) -> ConfigError:
 
 
 def build_operation(entry: dict[str, Any], targets: bool = False, channels: int = 3) -> Operation:
-    """One operation of a configuration, of images of so many channels; raises ConfigError as `DeviceAugment`."""
+    """Build one configured operation on images with this many channels; raises ConfigError as
+    `DeviceAugment`."""
     import kornia.augmentation
     import kornia.augmentation.auto
     from kornia.augmentation._2d.base import AugmentationBase2D
@@ -274,21 +275,19 @@ def build_operation(entry: dict[str, Any], targets: bool = False, channels: int 
     operation: Any = getattr(kornia.augmentation, op, None) or getattr(kornia.augmentation.auto, op, None)
     if not (inspect.isclass(operation) and issubclass(operation, AugmentationBase2D | PolicyAugmentBase)):
         raise ConfigError(
-            f"augment.ops: {op!r} is no 2D operation of kornia.augmentation or kornia.augmentation.auto "
-            "(mixing has settings of its own: augment.mixup_alpha and augment.cutmix_alpha)"
+            f"augment.ops: {op!r} is not a 2D operation of kornia.augmentation or kornia.augmentation.auto "
+            "(mixing has its own settings: augment.mixup_alpha and augment.cutmix_alpha)"
         )
     # A policy has geometric operations among its own.
     if targets and (not issubclass(operation, IntensityAugmentationBase2D) or op == "RandomErasing"):
         raise _moves(op)
     # Operations of colour are among a policy's, and one of them lets any channels pass.
     if channels != 3 and (issubclass(operation, PolicyAugmentBase) or op == "RandomGrayscale"):
-        raise ConfigError(
-            f"augment.ops: {op} needs red, green and blue, and augment.mean is of {channels} channels"
-        )
+        raise ConfigError(f"augment.ops: {op} needs red, green and blue, and augment.mean has {channels} channels")
     parameters = {key: tuple(v) if isinstance(v, list) else v for key, v in entry.items() if key != "op"}
     try:
         module: Any = operation(**parameters)  # type: ignore[arg-type]
-        # What the parameters are worth, and whether it takes such channels, is seen when it is applied.
+        # Applying it shows whether its parameters and these channels are valid.
         with torch.random.fork_rng([]):
             probe, whole = torch.full((2, channels, 32, 32), 0.5), float(getattr(module, "p", 1.0))
             module.p = 1.0

@@ -2,19 +2,19 @@
 
     sample                                      decoded by
     JPEG that nvJPEG is known to decode         the device, many to a call, see raypipe.device.jpeg_decoders
-    any other image, and what nvJPEG refuses    raypipe.transform.decode on the host; the cut alone moves over
+    other images, and those it rejects          raypipe.transform.decode on the host; only the cut moves over
                                                 (`num_fallback`)
 
-The first two are cut, resized with antialiasing and flipped on the device. On a CPU device libjpeg stands in for
-nvJPEG; all else is the same.
+The first two are cut, resized with antialiasing and flipped on the device. On a CPU device libjpeg replaces
+nvJPEG; the rest is the same.
 
 The pixels are not those of `transform.decode="cpu"`, nor the same on every kind of GPU: nvJPEG as it is set up
 repeats chroma samples where libjpeg interpolates, its IDCT rounds otherwise, some GPUs decode baseline JPEGs in
-hardware, and the CPU presets resize without antialiasing. Damage within a JPEG that has its end marker may come
-out as garbage: nvJPEG does not report all that libjpeg warns of.
+hardware, and the CPU presets resize without antialiasing. A damaged JPEG that has its end marker may decode to
+garbage: nvJPEG misses some damage that libjpeg reports.
 
 Work for the device: two launches per sample (to float, resize), about eight per micro-batch. Fewer would need a
-kernel of our own, or boxes padded to one size.
+    custom kernel, or boxes padded to one size.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ is over 600 images of ImageNet's average 0.2 MP."""
 
 @dataclass(frozen=True)
 class DecodedMicroBatch:
-    """One micro-batch on the device.
+    """Images of one micro-batch, on the device.
 
     Attributes:
         image: uint8 (B, 3, S, S), channels_last; 0 where a sample is padding or failed. On CUDA the stream that
             was current when it was made waits for it; it can be handed to another by `ring.hand_over`.
-        failed: the reason, by row, of each sample that was ok and could not be decoded; its weight must become 0.
-        num_fallback: samples that came to the host's decoder, those that failed there as well included.
+        failed: by row, why a sample could not be decoded; its weight must become 0.
+        num_fallback: samples passed to the host's decoder, including those that failed there.
     """
 
     image: torch.Tensor
@@ -57,22 +57,22 @@ class DeviceDecoder:
     """Decodes, cuts, resizes and flips encoded micro-batches on one device.
 
     `decode` blocks its thread until the JPEGs are decoded (libraries wait for nvJPEG): call it a micro-batch
-    ahead, from a thread of its own. An object serves one thread at a time. torchvision keeps one decoder per
+    ahead, from a separate thread. An object serves one thread at a time. torchvision keeps one decoder per
     process and makes a new one whenever the device changes: one device per process.
 
     Args:
-        size: of the images that come out, pixels, where `decode` is not told another.
+        size: side of the resulting images, pixels, unless `decode` gets another.
         device: CUDA or CPU.
-        exif: boxes are of images turned upright, as `EncodedTransform(exif=True)` draws them. Images that have
-            to be turned are decoded on the host.
+        exif: boxes refer to upright images, as `EncodedTransform(exif=True)` draws them. Images that must be
+            turned are decoded on the host.
 
     Attributes:
-        device: with its number.
-        stream: of that device, on which all is made.
-        library: what decodes there, with its version.
+        device: the device, with its number.
+        stream: stream of that device for all of the work.
+        library: decoding library, with its version.
 
     Raises:
-        ConfigError: size < 1; the device is neither; or nothing decodes there, which is tried once.
+        ConfigError: size < 1; the device is neither; or no library decodes there, which is tried once.
     """
 
     def __init__(self, size: Size, device: torch.device | str, exif: bool = False) -> None:
@@ -161,12 +161,12 @@ class DeviceDecoder:
     def _finish(self, placed: list[torch.Tensor | None], flip: np.ndarray, sides: Sides) -> torch.Tensor:
         black = torch.zeros((1, 3, *sides), device=self.device)
         image = torch.cat([black if one is None else one for one in placed])
-        # The weights of the resize are ≥ 0 and sum to 1 only up to rounding.
+        # The weights of the resize are ≥ 0 and sum to about 1: rounding leaves a small error.
         image = image.round_().clamp_(0, 255).to(torch.uint8, memory_format=torch.channels_last)
         if flip.any():
             mask = torch.from_numpy(np.array(flip, bool)).view(-1, 1, 1, 1)
             if self.device.type == "cuda":
-                mask = mask.pin_memory()  # else non_blocking would block
+                mask = mask.pin_memory()  # pageable memory would make non_blocking block
             image = torch.where(mask.to(self.device, non_blocking=True), image.flip(3), image)
         return image.contiguous(memory_format=torch.channels_last)
 

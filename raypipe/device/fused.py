@@ -4,16 +4,16 @@
     pack     → one small float32 array (B, COLUMNS), the only thing that is sent to the device
     apply    uint8 images → flip, or one affine sampling of all geometry → blur → one map of colour → erase
 
-The operations are those of Kornia that a preset names, drawn from a generator of their own. They differ so:
+The operations follow those of Kornia, with their own generator. The differences:
 
 - Brightness, contrast, saturation, hue and grey are one affine map of colour: what one of them would cut off at 0
   or 1 is cut off once, at the end. Contrast's mean of grey is that of the image as it was before the colours.
-- Hue turns the colour about the axis of greys in YIQ, as NVIDIA's DALI does; Kornia's way through HSV is no
-  affine map.
+- Hue turns the colour about the axis of greys in YIQ, as NVIDIA's DALI does; Kornia's way through HSV is not
+affine.
 - A blur comes before the colour, with which it commutes, and is the same for both axes.
 - The ratio of an erased box's sides is drawn evenly in its logarithm.
 
-Nothing here depends on what is in an image, so nothing waits for the device.
+No operation depends on an image's content, so nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _RGB = np.linalg.inv(_YIQ)
 # Columns of the packed array. Distances are in pixels from the middle of the image.
 _FLIP, _SAMPLE, _COLOUR = 0, slice(1, 7), slice(7, 16)
 _MEAN, _BLUR, _ERASE = slice(16, 19), slice(19, 24), slice(24, 28)
-_BLEND, _MEAN_GREY = slice(7, 9), 9  # in the place of a matrix, where there is no hue
+_BLEND, _MEAN_GREY = slice(7, 9), 9  # replace the matrix if there is no hue
 COLUMNS = 28
 
 Range = tuple[float, float]
@@ -42,11 +42,12 @@ Range = tuple[float, float]
 
 @dataclass(frozen=True)
 class Fused:
-    """What is fused, by its settings; a probability of 0 = not at all.
+    """Settings of the fused operations; a probability of 0 = never.
 
     Attributes:
         flip, affine, jitter, grey, blur, erase: probabilities, of each row.
-        degrees, translate, scale: of the affine map: the largest turn; shares of the image, in x and y; its range.
+        degrees, translate, scale: affine map: largest turn; largest shifts as shares of the image, in x and y;
+            range of scales.
         brightness, contrast, saturation: ranges of factors.
         hue: the range, in turns.
         sigma: the range of the blur's standard deviation, pixels.
@@ -82,16 +83,16 @@ class Fused:
 
 @dataclass
 class FusedParams:
-    """What a micro-batch does: an array (B,) of each, neutral in the rows that an operation leaves alone.
+    """Draws for a micro-batch: an array (B,) for each parameter, neutral in rows without the operation.
 
     Attributes:
         flip: bool.
-        degrees, x, y, scale: of the affine map: its turn, shift in pixels and scale.
+        degrees, x, y, scale: affine map: turn, shift in pixels and scale.
         brightness, contrast, saturation: factors.
         hue: turns.
         grey: bool.
-        sigma: of the blur; 0 = none.
-        box: int (B, 4): top, bottom, left and right of what is erased; empty = nothing.
+        sigma: the blur's standard deviation; 0 = none.
+        box: int (B, 4): top, bottom, left and right of the erased box; empty = none.
     """
 
     flip: np.ndarray
@@ -145,7 +146,7 @@ def draw(
 
 
 def pack(fused: Fused, params: FusedParams, height: int, width: int) -> np.ndarray:
-    """What `apply` needs of what was drawn for images of a size: float32 (B, COLUMNS)."""
+    """Pack the draws for images of a size, as `apply` needs them: float32 (B, COLUMNS)."""
     packed = np.zeros((len(params.flip), COLUMNS), np.float32)
     packed[:, _FLIP] = params.flip
     if fused.affine:
@@ -173,7 +174,7 @@ def _maps(params: FusedParams, height: int, width: int) -> np.ndarray:
     undo = np.array([[cos, -sin], [sin, cos]])  # (2, 2, B)
     undo = np.concatenate([undo, -(undo * np.array([params.x, params.y])).sum(1, keepdims=True)], 1)
     undo[0] *= np.where(params.flip, -1, 1)
-    maps = np.moveaxis(undo, 2, 0) * (2 / np.array([width, height]))[:, None]  # as `_sampled` takes them
+    maps = np.moveaxis(undo, 2, 0) * (2 / np.array([width, height]))[:, None]  # for `_sampled`
     return maps.reshape(len(maps), 6)
 
 
@@ -196,14 +197,14 @@ def _blends(params: FusedParams) -> np.ndarray:
 
 
 def apply(fused: Fused, image: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
-    """The images as drawn; the input is left as it is.
+    """Apply the drawn operations; the input is not changed.
 
     Args:
         image: uint8 (B, 3, H, W), or float32 in [0, 1], which without colours may have any channels.
         packed: float32 (B, COLUMNS), from `pack`, on the same device.
 
     Returns:
-        Of a flip alone as the input, else float32 in [0, 1]; of the same size.
+        Images of the same size: in the input's dtype after only a flip, else float32 in [0, 1].
     """
     in_255 = not image.is_floating_point()
     if fused.changes_colour and not in_255:
@@ -220,7 +221,8 @@ def apply(fused: Fused, image: torch.Tensor, packed: torch.Tensor) -> torch.Tens
 
 
 def _sampled(image: torch.Tensor, maps: torch.Tensor) -> torch.Tensor:
-    """Each row through its own affine map, float32 (B, 2, 3), of places about the middle; what is outside is 0."""
+    """Sample each row through its affine map of places about the middle, float32 (B, 2, 3); outside pixels are
+    0."""
     _, _, height, width = image.shape
     x, y = (torch.arange((1 - n) / 2, n / 2, device=image.device, dtype=torch.float32) for n in (width, height))
     across = x[:, None] * maps[:, None, None, :, 0]
@@ -252,7 +254,7 @@ def _turned(image: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
 
 
 def _blended(image: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
-    """The same map of colour where there is no hue: a share of it, of its grey, and of the mean of that."""
+    """Apply the color map without hue: shares of the image, of its gray, and of the mean gray."""
     grey = (image[:, 0:1] * _RED).add_(image[:, 1:2], alpha=_GREEN).add_(image[:, 2:3], alpha=_BLUE)
     offset = grey.mean((2, 3), keepdim=True) * packed[:, _MEAN_GREY].view(-1, 1, 1, 1)
     of_colour, of_grey = packed[:, _BLEND, None, None, None].unbind(1)

@@ -1,4 +1,4 @@
-"""Which JPEGs are decoded on the training device, and what decodes them there: the first of LIBRARIES that does.
+"""JPEGs that the training device decodes, and the library that does it: the first of LIBRARIES that works.
 
     image                                                    decoded by
     JPEG as nvJPEG documents it: Huffman coded, baseline     the GPU
@@ -8,12 +8,12 @@
     a JPEG that `transform.apply_exif` has to turn           the CPU
     PNG, WebP, TIFF, …                                       the CPU
 
-That depends on the bytes alone, and not on the library; `without_exif` makes up for what these differ in.
+That depends only on the bytes, not on the library; `without_exif` removes the libraries' differences.
 
     torchcodec    0.16 or later, `torchcodec.decoders.decode_jpeg`; on CUDA by nvJPEG
     torchvision   `torchvision.io.decode_jpeg`, which is deprecated since 0.29; on CUDA by nvJPEG
 
-Another one comes in as a function that gives a `BatchFunction`. On a CPU device both decode by libjpeg-turbo.
+Add another as a function that returns a `BatchFunction`. On a CPU device both use libjpeg-turbo.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ are stored and not turned upright. RuntimeError if one of them cannot be decoded
 
 
 def nvjpeg_pixels(data: memoryview | bytes, *, exif: bool = False) -> int | None:
-    """Pixels that a JPEG declares if it is of a kind that nvJPEG is known to decode rightly; None for any other.
+    """Return the pixels that a JPEG declares if nvJPEG is known to decode its kind correctly, else None.
 
-    https://docs.nvidia.com/cuda/nvjpeg: Huffman coded baseline and progressive, 8 bit, 1 or 3 components. Beyond
-    that, those without an end marker are left to libjpeg, which tells whether they are cut short; and so are those
-    that say, by Adobe's marker or by their components' names, that they hold RGB.
+    https://docs.nvidia.com/cuda/nvjpeg: Huffman coded baseline and progressive, 8 bit, 1 or 3 components.
+    libjpeg also gets JPEGs without an end marker, to see if they are cut short, and those that hold RGB by
+    Adobe's marker or their components' names.
 
     Args:
-        exif: images are to be turned upright, which is left to the CPU.
+        exif: turn images upright, which the CPU does.
     """
     if len(data) < 4 or data[:3] != b"\xff\xd8\xff" or data[-2:] != b"\xff\xd9":
         return None
@@ -85,7 +85,7 @@ def _segments(data: memoryview | bytes) -> Iterator[tuple[int, int, int]]:
 
 
 def _frame_pixels(frame: memoryview | bytes, adobe: int | None, jfif: bool) -> int | None:
-    """As `nvjpeg_pixels`, of the frame header: precision, height, width, and 3 bytes for each component."""
+    """Like `nvjpeg_pixels`, for a frame header: precision, height, width, and 3 bytes per component."""
     if len(frame) < 6 or frame[0] != 8 or frame[5] not in (1, 3) or len(frame) != 6 + 3 * frame[5]:
         return None
     samplings = [frame[at] for at in range(7, len(frame), 3)]
@@ -122,20 +122,20 @@ class BatchDecoder:
     """A library's function, which fails as a whole for one bad image: then it is called for each half.
 
     Attributes:
-        name: of the library, with its version.
+        name: name and version of the library.
     """
 
     def __init__(self, name: str, decode: BatchFunction) -> None:
         self.name, self._decode = name, decode
 
     def __call__(self, encoded: list[torch.Tensor], device: torch.device) -> list[torch.Tensor | str]:
-        """Pixels, uint8 RGB (3, H, W) on the device, of each JPEG, uint8 (n,) on the host; or why it is refused.
+        """Decode each JPEG, uint8 (n,) on the host, to uint8 RGB (3, H, W) on the device, or to a reason.
 
-        It returns when they are decoded. What it writes to may not be in use by what the device has still to do. A
-        bad one of n images costs 2 log2(n) more calls; the others are decoded again.
+        It returns when they are decoded. No pending work of the device may use the memory that it writes to. A
+        bad image among n costs 2 log2(n) more calls; the others are decoded again.
 
         Raises:
-            RuntimeError: the device itself fails (out of memory, a lost context); never for what an image holds.
+            RuntimeError: the device itself fails (out of memory, a lost context); never for an image's content.
         """
         try:
             return [*self._decode(encoded, device)]

@@ -4,8 +4,8 @@
     CutMix   Yun et al. 2019, arXiv:1905.04899: a box of x' in x, of the area 1 - λ before it is clipped
 
 Each row's partner is the next row that counts, so that rows without weight never mix. One λ per micro-batch:
-the target is λ·onehot(target) + (1 - λ)·onehot(partner's target), kept as its two parts. Of floats, and of vectors
-of 0 and 1 (bool, uint8), it is λ·target + (1 - λ)·partner's target. Other whole numbers have no mixture.
+the target is λ·onehot(target) + (1 - λ)·onehot(partner's target), kept as its two parts. Floats and vectors of
+0 and 1 (bool, uint8) become λ·target + (1 - λ)·partner's target. Other integers cannot be mixed.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class Mixed:
 
 
 def check_mixable(config: AugmentConfig, dtype: str, shape: tuple[int, ...]) -> None:
-    """Raise ConfigError where MixUp or CutMix is on, and has no mixture of two targets of this dtype and shape.
+    """Raise ConfigError if MixUp or CutMix is on and cannot mix targets of this dtype and shape.
 
     Args:
-        shape: of one sample's target that is no class.
+        shape: shape of one sample's target, if it is not a class.
     """
     mixing = [name for name in ("mixup_alpha", "cutmix_alpha") if getattr(config, name)]
     if mixing and not (dtype.startswith("float") or (shape and dtype in ("bool", "uint8"))):
@@ -64,7 +64,7 @@ def draw_mix(
     Args:
         config: alphas and probabilities.
         rng: the micro-batch's own generator.
-        height, width: of the images, pixels.
+        height, width: size of the images, pixels.
         strength: scales the probability, in [0, 1].
     """
     chosen, kind, y, x = rng.random(4)
@@ -95,7 +95,7 @@ def mix(
         plan: from `draw_mix`.
     """
     partners, rows = np.arange(len(counts)), np.flatnonzero(counts)
-    partners[rows] = np.roll(rows, -1)  # one that does not count, or is alone, is its own
+    partners[rows] = np.roll(rows, -1)  # a row without weight, or the only one with weight, is its own partner
     partner = torch.from_numpy(partners).to(image.device, non_blocking=True)
     lam, box = plan
     if box is None:
@@ -115,7 +115,7 @@ def soft_targets(
     """Targets as probabilities, float32 (B, num_classes), for losses that take them so.
 
     Args:
-        target: int64 (B,); or what is no class, whose mixture has its own shape, and is not smoothed.
+        target: int64 (B,); or targets other than classes, which keep their shape and are not smoothed.
         mixed: the other half; None = not mixed.
         smoothing: label smoothing in [0, 1): (1 - s)·target + s / num_classes.
     """
@@ -134,13 +134,14 @@ def mixed_losses(
     target: torch.Tensor,
     mixed: Mixed | None = None,
 ) -> torch.Tensor:
-    """A loss per row, (B,), of mixed targets: λ times that of one half plus 1 - λ times that of the other.
+    """Return the loss of mixed targets per row, (B,): λ times that of one half plus 1 - λ times that of the
+    other.
 
-    As mixup's authors compute it (Zhang et al. 2018). Where the loss is linear in the target, as cross-entropy is,
-    it is that of the soft target. The squared error has the gradient of that of the mixed target.
+    This is mixup's formula (Zhang et al. 2018). A loss that is linear in the target, such as cross-entropy,
+    equals that of the soft target. The squared error has the same gradient as with the mixed target.
 
     Args:
-        loss: of logits and targets, one per row.
+        loss: function of logits and targets that returns one loss per row.
     """
     if mixed is None:
         return loss(logits, target)

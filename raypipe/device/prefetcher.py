@@ -45,11 +45,11 @@ from raypipe.transform.sizes import Size
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch on the training device. From a ring it is valid until the next one is asked for, or for
+    """A micro-batch on the training device. From a ring it is valid until the next one is requested, or for
     `keep` more batches.
 
     Attributes:
-        at: its place in the run.
+        at: place in the run.
         seed: seed of everything that is drawn once for this micro-batch.
         fields: by name, see `raypipe.transform.fields`: arrays as tensors on the device, images with channels
             first; others as lists of B on the host. Masks, boxes and keypoints are read here, as fields["mask"];
@@ -58,14 +58,14 @@ class Batch:
         label: the target, on the host.
         index: int64 (B,), on the host; -1 for padding.
         ends_step: whether it is this rank's last micro-batch of an optimizer step.
-        num_bad: samples that were replaced or left out.
-        read_s: seconds that an actor spent on reading it.
+        num_bad: samples replaced or left out.
+        read_s: seconds that an actor spent reading it.
         work_s: seconds that an actor spent on it in all.
         mixed: the other half of the targets, if MixUp or CutMix was applied.
-        num_fallback: samples that the device should have decoded, but the host had to.
+        num_fallback: samples for the device that the host had to decode.
         failed: by row, why neither could decode a sample; these rows have weight 0 and black pixels.
-        source: int64 (B,), on the host: which store of a mixture each sample is from, in the order of
-            `plan.sources`; -1 for padding; None if the plan is no mixture.
+        source: int64 (B,), on the host: each sample's store in a mixture, by the order of `plan.sources`; -1
+            for padding; None without a mixture.
     """
 
     at: MicroBatchId
@@ -87,8 +87,8 @@ class Batch:
     def image(self) -> torch.Tensor:
         """uint8 (B, 3, H, W), or floating point once it is augmented; channels_last in memory.
 
-        Of views the first crop of the first one, in the same memory. With `transform.decode_as: array`
-        (B, C, H, W), in the dtype of the arrays until it is augmented.
+        With views, the first crop of the first one, in the same memory. With `transform.decode_as: array`, (B,
+        C, H, W) in the arrays' dtype until it is augmented.
         """
         if IMAGE in self.fields:
             return self.fields[IMAGE]
@@ -111,7 +111,7 @@ class Batch:
 
     @property
     def views(self) -> dict[str, torch.Tensor]:
-        """By name, uint8 or floating point (B, 3, H, W), or (B, n, 3, H, W) of n crops.
+        """Views by name, uint8 or floating point (B, 3, H, W), or (B, n, 3, H, W) for n crops.
 
         Empty if the stream's transform makes one image.
         """
@@ -165,10 +165,11 @@ def on_device(
 def asked_for_here(
     source: Iterator[MicroBatch], move: Callable[[Iterator[MicroBatch]], Iterator[Batch]], ahead: int
 ) -> Iterator[Batch]:
-    """Batches whose source is asked in the consumer's thread, where `move` alone would ask it in one of its own.
+    """Iterates over batches whose source runs in the consumer's thread; `move` by itself would use its own
+    thread.
 
-    For a source that draws from generators that threads share. It makes the micro-batch that is `ahead` of the one
-    that the consumer asks for. The device works on the last one in the meantime, and transfers run beside both.
+    For a source that draws from generators that threads share. It makes a micro-batch `ahead` of the one that
+    the consumer requests. Meanwhile the device works on the last one, and transfers run in parallel.
 
     Args:
         source: micro-batches in host memory.
@@ -205,7 +206,7 @@ _ELSEWHERE = np.empty(0, np.uint8)
 
 
 def _without_arrays(host: MicroBatch) -> MicroBatch:
-    """What the host still needs of a micro-batch: no view of the block that it came in."""
+    """Copy the parts of a micro-batch that the host still needs, without views of its block."""
     on_host: dict[str, Any] = {
         name: values.copied() if isinstance(values, Ragged) else _ELSEWHERE for name, values in host.fields.items()
     }
@@ -223,16 +224,16 @@ def decoded_on_device(
 ) -> Iterator[Batch]:
     """Micro-batches that the device decodes, in a thread, `depth` ahead of the consumer.
 
-    All that is on the device is made on the decoder's stream, and handed to the stream that is current where the
-    batch is asked for: ask for batches under the stream that works on them.
+    Tensors are made on the decoder's stream and handed to the stream that is current where the batch is
+    requested: request batches under the stream that works on them.
 
     Closing the iterator ends the thread and closes the source's iterator, if that can be closed.
 
     Args:
         batches: micro-batches in host memory, encoded.
-        decoder: of the training device.
+        decoder: the training device's decoder.
         seed_of: the seed of the micro-batch at a place.
-        depth: micro-batches decoded or being decoded, beside the one in use.
+        depth: micro-batches decoded or being decoded, besides the one in use.
         on_decoded: called in the thread for each, with its place, and with `metrics.mark`s of the decoder's stream
             around its work.
         size_of: the size of the images of the micro-batch at a place; None = the decoder's.

@@ -1,18 +1,18 @@
-"""A ring of slots between host and device: transfers run beside the work on what is in use. Knows torch, not Ray.
+"""A ring of slots between host and device: transfers overlap with the work on the slot in use. Imports torch,
+not Ray.
 
     arrays of an item → host side of a slot (pinned) → copy stream → device side → compute stream
 
 Each slot has events. `copied`: its transfer is done, so compute may read the device side and the host
 may refill the host side. `consumed`: compute has passed its last use, so the copy stream may overwrite the
-device side. Of `depth` + 1 slots one is in use and `depth` are filled or being filled, and `keep` more hold what
-came before:
+device side. One of `depth` + 1 slots is in use and `depth` are filled or being filled; `keep` more hold earlier
+items:
 
     thread      fill a free slot's host side once `copied`; on the copy stream: transfer once `consumed`
-    consumer    on the compute stream: go on once `copied`, use; then record `consumed` and free the slot
+    consumer    on the compute stream: continue once `copied`; then record `consumed` and free the slot
 
-A slot is one piece of memory on each side, in which the arrays of an item lie one behind the other. It serves
-items of any shapes that fit, and one transfer moves all of them. A slot grows for an item that is larger than all
-that it has held.
+A slot is one piece of memory on each side, with the arrays of an item one after the other. It serves
+items of any shapes that fit, and one transfer moves all of them. A slot grows for an item that does not fit.
 
 On CPU the same code runs over plain memory, and over torch.cpu's streams and events, which do nothing.
 `tests/device/test_schedules.py` runs it on a simulated CUDA device, in any order that CUDA allows.
@@ -40,7 +40,7 @@ OnCopied = Callable[[Any, Any], None]
 
 # Bytes. Each array begins at a multiple, as what torch itself takes on the device does.
 _ALIGNED = 512
-# A source that is in the midst of an item cannot be interrupted; after this its thread is left to end by itself.
+# A source that is making an item cannot be interrupted; after this its thread is left to end by itself.
 CLOSE_S = 10.0
 
 
@@ -68,13 +68,13 @@ def new_event(device: torch.device) -> Any:
 
 
 def hand_over(ready: Any, tensors: Iterable[torch.Tensor], device: torch.device) -> Any:
-    """Let what this thread's current stream is given from now on read tensors that another stream makes.
+    """Let later work on this thread's current stream read tensors that another stream makes.
 
     Call it in the thread that works on them: which stream is current differs between threads. `ready` is an event
     that the other stream has recorded behind its work on them. Returns the current stream.
 
     Raises:
-        ConfigError: the stream captures a CUDA graph, which would read the memory of this one batch for ever.
+        ConfigError: the stream captures a CUDA graph, which would read this batch's memory forever.
     """
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise ConfigError(
@@ -99,23 +99,23 @@ def view(array: np.ndarray) -> torch.Tensor:
 class Ring(Generic[Item]):
     """Iterates over (item, its arrays on the device), `depth` transfers ahead of the consumer.
 
-    The tensors are valid until the next item is asked for, or `keep` items longer; then their memory is used
-    again. Ask for items under the stream that works on them; it may be a different one each time. Items of all
-    shapes share the slots: nothing is allocated once each slot has held the largest item.
+    The tensors are valid until the next item is requested, or `keep` items longer; then their memory is reused.
+    Request items under the stream that works on them; it may be a different one each time. Items of all shapes
+    share the slots: nothing is allocated once each slot has held the largest item.
 
-    The items are drawn in a thread, anew for each iteration. Closing the iterator ends the thread and closes the
+    Each iteration draws the items again, in a thread. Closing the iterator ends the thread and closes the
     source's iterator, if that can be closed.
 
     Args:
         items: the source.
-        arrays_of: those of an item, possibly read-only, that are to be on the device.
+        arrays_of: returns the arrays of an item to move to the device, possibly read-only.
         device: CUDA, or CPU.
-        depth: transfers in flight or done, beside the item in use.
-        keep: items that stay valid beside the newest; each takes a slot, on the host and on the device.
+        depth: transfers in flight or done, besides the item in use.
+        keep: items that stay valid besides the newest; each takes a slot, on the host and on the device.
         on_copied: called in the thread, for each item, with `metrics.mark`s of the copy stream before and after
             the transfer.
-        staged: called in the thread with each item whose arrays were copied to pinned memory; gives what is handed
-            out in its place, such as the item without its arrays, whose memory then goes at once.
+        staged: called in the thread with each item whose arrays were copied to pinned memory; returns the item
+            to hand out instead, such as one without its arrays, whose memory is then freed at once.
 
     Attributes:
         device: where the tensors are; on CUDA, with its number.
@@ -136,7 +136,7 @@ class Ring(Generic[Item]):
         staged: Callable[[Item], Item] = lambda item: item,
     ) -> None:
         if depth < 1:
-            raise ConfigError(f"depth is {depth}: the ring needs at least 1 slot beside the one in use")
+            raise ConfigError(f"depth is {depth}: the ring needs at least 1 slot besides the one in use")
         self.device = numbered(device)
         self._items, self._arrays_of, self._on_copied, self._staged = items, arrays_of, on_copied, staged
         self._depth, self._keep = depth, keep
@@ -150,8 +150,8 @@ class Ring(Generic[Item]):
         room, stopped = threading.Semaphore(self._depth), threading.Event()
         arguments = (source, filled, free, room, stopped)
         thread = threading.Thread(target=self._fill, args=arguments, daemon=True, name="raypipe-ring")
-        del source, arguments  # the thread's alone
-        used: deque[tuple[_Slot, Any]] = deque()  # what is valid still, and the stream that it was handed to
+        del source, arguments  # used only by the thread
+        used: deque[tuple[_Slot, Any]] = deque()  # items still valid, and the stream that each was handed to
         thread.start()
         try:
             while (entry := filled.get()) is not None:
@@ -258,11 +258,12 @@ class _Slot:
 def _part(memory: torch.Tensor, start: int, like: np.ndarray) -> torch.Tensor:
     """The bytes from `start` on as an array's dtype and shape."""
     dtype = torch.from_numpy(np.empty(0, like.dtype)).dtype
-    # With a version of its own: what is written to one tensor is no change of the others to autograd.
+    # Separate versions: autograd does not see a write to one tensor as a change of the others.
     return memory[start : start + like.nbytes].view(dtype).view(like.shape).data
 
 
 @cache
 def _copy_stream(device: torch.device) -> Any:
-    """One for all rings, since the allocator keeps freed memory for the stream that it was taken under."""
+    """Return the one copy stream of all rings: the allocator keeps freed memory for the stream that allocated
+    it."""
     return new_stream(device)

@@ -8,9 +8,9 @@ from raypipe.transform.wire import BLUE_OF_CB, GREEN_OF_CB, GREEN_OF_CR, ONE_BIT
 
 
 def rgb(luma: torch.Tensor, chroma: torch.Tensor) -> torch.Tensor:
-    """Images, uint8 (…, H, W, 3), of luma (…, H, W, 1) and chroma (…, H/2, W/2, 2): the bits of `wire.rgb`.
+    """Convert luma (…, H, W, 1) and chroma (…, H/2, W/2, 2) to images, uint8 (…, H, W, 3), as `wire.rgb` does.
 
-    It computes in integers, so CPU and CUDA agree; all but the last three operations are of the size of chroma.
+    It computes in integers, so CPU and CUDA agree; all but the last three operations have the size of chroma.
     """
     *others, height, width, _ = luma.shape
     rows, columns = chroma.shape[-3:-1]

@@ -1,1 +1,1 @@
-"""Measurements of a run: times of stages, metrics for Prometheus, records on disk, and what they say."""
+"""Measurements of a run: times of stages, Prometheus metrics, records on disk, and advice."""

@@ -1,14 +1,14 @@
 """The metrics that a run exports for Prometheus: every name, its labels and meaning, and who records it.
 
-    TrainerMetrics   each rank: what it was given, where its time goes, how it learns
+    TrainerMetrics   each rank: its batches, where its time goes, how it learns
     StreamMetrics    the process in which Ray Data schedules: the pool, and what is in flight
-    Recorder         each transform actor: what it has done; the supervisor: what went wrong
+    Recorder         each transform actor: its work; the supervisor: faults
 
 Ray collects them from every process and serves them on every node, under these names with `ray_` before them; see
-docs/reference.md. A recording takes 10 µs, so it is made once for a micro-batch in an actor, and once a second
-elsewhere. Ray drops a gauge that was not set for two of its export intervals, of 10 s: what is set once a second
-lasts as long as somebody sets it, and a run that has died shows no loss. A thread sets those of a trainer, which
-may itself wait for long.
+docs/reference.md. A recording takes about 10 µs, so it is made once for a micro-batch in an actor, and once a second
+elsewhere. Ray drops a gauge that was not set for two of its export intervals, of 10 s: a value set once a
+second lasts while its process lives, so a dead run shows no loss. A thread sets a trainer's gauges, since the
+trainer itself may wait for long.
 """
 
 from __future__ import annotations

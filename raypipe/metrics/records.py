@@ -130,14 +130,15 @@ def _append_whole(path: Path, lines: bytes) -> None:
 class RunLog:
     """Rank 0's record of a run. Local runs are written in place; remote ones are copied at each `sync`.
 
-    What cannot be written is left out, with one warning: a run does not end for its record.
+    A line that cannot be written is skipped, with one warning: a full disk does not end a run.
 
     Args:
         run: the run's folder: its URI, or its file system and the path on it.
         global_step: where the run starts or resumes.
         workers: W.
-        validates: whether it resumes with the validation of that step; an earlier record of it holds no more.
-        settings: of the stream, for a run without a config.yaml.
+        validates: whether it resumes with the validation of that step; an earlier record of it no longer
+            counts.
+        settings: the stream's settings, for a run without a config.yaml.
 
     Raises:
         ConfigError: an earlier start's record in object storage cannot be read.

@@ -33,16 +33,16 @@ StoreSampler = Permuted | Weighted
 
 @dataclass(frozen=True)
 class Source:
-    """One store as a plan sees it: arrays, which `raypipe.streaming.planning` reads.
+    """A store as arrays for a plan, from `raypipe.streaming.planning`.
 
     Attributes:
-        address: of the store, for errors.
-        fingerprint: of its contents.
+        address: the store's address, for errors.
+        fingerprint: hash of its contents.
         selection: the samples to draw from; the arrays of samples have only these, by their numbers.
         groups: offsets, int64 (groups + 1,), of samples that are stored together; None = the store has none.
         weights: how often each sample is drawn, in proportion, (n,), ≥ 0 and not all 0; None = all alike.
         classes: labels (n,) of samples whose weights are by class; None = they are not.
-        buckets: of the samples, int (n,); None = there are none.
+        buckets: each sample's bucket, int (n,); None = no buckets.
     """
 
     address: str
@@ -61,14 +61,14 @@ class Source:
 
 @dataclass(frozen=True)
 class Training:
-    """What the training epochs of a run draw.
+    """The draws of a run's training epochs.
 
     Attributes:
-        sampler: position, counted through the run, → draws.
-        steps: in an epoch.
-        store_samplers: of each source, of each bucket of it (one where there are none): what draws its samples.
-        content: what determines all this, as JSON has it.
-        mixture: of several sources.
+        sampler: maps a position in the run to draws.
+        steps: number of steps in an epoch.
+        store_samplers: sampler of each bucket of each source; without buckets, a source has one.
+        content: JSON values that determine these draws.
+        mixture: sampler of several sources; None = a single source.
     """
 
     sampler: Sampler
@@ -79,7 +79,7 @@ class Training:
 
 
 def compose_one(config: PlanConfig, source: Source) -> Training:
-    """What the training epochs draw of one source.
+    """Compose the training draws of one source.
 
     Raises:
         ConfigError: a setting does not go with the store, or an epoch has less than one step.
@@ -125,7 +125,7 @@ def compose_one(config: PlanConfig, source: Source) -> Training:
 
 
 def compose_mixture(config: PlanConfig, sources: Mapping[str, Source], offsets: np.ndarray) -> Training:
-    """What the training epochs draw of several sources, by names; for `offsets` and errors see `Plan.of`."""
+    """Compose the training draws of several named sources; for `offsets` and errors see `Plan.of`."""
     samplers, content = list[tuple[StoreSampler, ...]](), list[Any]()
     for number, (name, source) in enumerate(sources.items()):
         if not source.selection.size:
@@ -151,13 +151,13 @@ def compose_mixture(config: PlanConfig, sources: Mapping[str, Source], offsets: 
 def _samplers(
     config: PlanConfig, source: Source, seed: int, size: int = 0, per_lap: int = 0, offset: int = 0
 ) -> tuple[StoreSampler, ...]:
-    """What draws the samples of a source, of each bucket where there are any.
+    """Return the samplers of a source: one for each bucket, or a single one.
 
     Args:
-        seed: of the source.
+        seed: the source's seed.
         size: draws in a pass by weights; 0 = as many as there are samples.
         per_lap: see `Lapped`.
-        offset: of the store's samples in the joined store.
+        offset: number of the store's first sample in the joined store.
 
     Raises:
         ConfigError: buckets would be read in groups, or windows without.
@@ -188,7 +188,7 @@ def _samplers(
 
 
 def _shuffle(config: PlanConfig, source: Source) -> tuple[ShuffleKind, np.ndarray | None]:
-    """How a source is shuffled, and, for windows, the offsets of its groups in numbers of samples."""
+    """Return the kind of shuffle of a source and, for windows, its groups' offsets in samples."""
     kind = config.shuffle
     if kind == "auto":
         kind = "global" if source.groups is None else "window"
@@ -200,7 +200,7 @@ def _shuffle(config: PlanConfig, source: Source) -> tuple[ShuffleKind, np.ndarra
 
 
 def _content(config: PlanConfig, source: Source, samplers: Sequence[StoreSampler]) -> list[Any]:
-    """What a fingerprint has of the settings, of a source and of its samplers, none where the plan is plain."""
+    """Return the parts of a fingerprint: settings, source and samplers (none in a plain plan)."""
     kind, groups = _shuffle(config, source)
     content: list[Any] = [
         _VERSION if samplers or config.seed >= 1 << 32 else _PLAIN_VERSION,

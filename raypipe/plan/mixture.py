@@ -1,8 +1,8 @@
 """Mixtures, and buckets of one store: several samplers by quotas. Numpy only.
 
-Of the G places of a batch, a part of share w_i (the sum of all is 1) has ⌊G·w_i⌋, and one or none of the r places
-that are left over. Systematic sampling says which: the fractions f_i of G·w_i lie end to end on a line, whose
-length is r; the marks u, u + 1, … , u + r - 1 fall on the parts that have one more.
+A part of share w_i (all shares add up to 1) has ⌊G·w_i⌋ of the G places of a batch, and at most one of the r
+places that are left over. Systematic sampling assigns these: the fractions f_i of G·w_i form a line of length
+r; the marks u, u + 1, … , u + r - 1 fall on the parts that have one more.
 
     fractions   |--- 0 ----|-- 1 --|--- 2 ----|------ 3 ------|     r = 2
     marks          ^                     ^                          u = 0.2
@@ -36,7 +36,7 @@ def as_shares(weights: Sequence[float | Fraction]) -> tuple[int, ...]:
     total = sum(Fraction(weight) for weight in weights)
     exact = [Fraction(weight) / total * ONE for weight in weights]
     shares = [int(share) for share in exact]
-    # What rounding has left over goes to those that lost most.
+    # The remainder of the rounding goes to the shares that lost most.
     by_loss = sorted(range(len(exact)), key=lambda i: (shares[i] - exact[i], i))
     for i in by_loss[: ONE - sum(shares)]:
         shares[i] += 1
@@ -79,12 +79,12 @@ class _Era:
 
 
 class Quotas:
-    """How many places of each batch each part has, by shares that may change at some batches.
+    """Number of places that each part has in each batch, by shares that may change at some batches.
 
     Args:
         shares: from batch → share of each part, see `as_shares`; from batch 0 on, ascending.
         batch_size: G.
-        seed: of the keys.
+        seed: the keys' seed.
     """
 
     def __init__(self, shares: Mapping[int, Sequence[int]], batch_size: int, seed: int) -> None:
@@ -116,19 +116,19 @@ class Quotas:
 
 
 class Bucketed(Lapped):
-    """One store in buckets, of which each place of U draws has one.
+    """Samples one store by buckets: all U draws of a place are from one bucket.
 
         bucket   | 0: n_0 samples      | 1: n_1 …  | …
         places   | 0 | 1 | … ⌊n_0/U⌋-1 | …         | … T-1    of U draws; fewer than U of a bucket are left over
         pass     a permutation of all T places, and each bucket permutes its samples
 
-    All of it is keyed anew in each pass, so other samples are left over. With weights each bucket has its share of
+    Each pass has new keys, so different samples are left over. With weights each bucket has its share of
     the T places, rounded down or up, and draws for these by the weights of its samples: nothing is left over.
 
     Args:
-        buckets: what draws from each.
+        buckets: sampler of each.
         unit: U.
-        seed: of the keys.
+        seed: the keys' seed.
         num_places: T, by weights; 0 = each bucket has as many as its samples fill, none of them twice.
         shuffles: whether places are permuted.
         per_lap: see `Lapped`; 0 = all.
@@ -175,9 +175,9 @@ class Mixture(Sampler):
     """Several samplers, each of which is walked through the run; their places are shuffled within each batch.
 
     Args:
-        parts: what each place draws from.
+        parts: samplers that places draw from.
         quotas: how many places of a batch each of them has.
-        seed: of the keys.
+        seed: the keys' seed.
         unit: draws in a place.
         are_buckets: whether the parts are buckets.
     """
@@ -237,15 +237,15 @@ def mix_buckets(
 ) -> Mixture:
     """A mixture of several stores in buckets: a mixture of buckets, each of which is a mixture of the stores.
 
-    Of a global batch's places each bucket has its share, and of a place's draws each store has its share of this
-    bucket; each store's samples of a bucket are walked through the run.
+    Each bucket has its share of a global batch's places, and each store has its share of a place's draws in
+    this bucket; each store's samples of a bucket are walked through the run.
 
     Args:
         sources: the buckets of each store.
         shares: from batch → share of each store.
         batch_size: places in a global batch.
         unit: draws in a place.
-        seed: of the keys.
+        seed: the keys' seed.
     """
     totals = [sum(bucket.weight for bucket in buckets) for buckets in sources]
     by_bucket = list(zip(*sources, strict=True))

@@ -1,4 +1,4 @@
-"""Keyed permutations of [0, N): which number stands at which position of a pass. Numpy only.
+"""Keyed permutations of [0, N): the number at each position of a pass. Numpy only.
 
 Nothing here holds an array of N: a keyed bijection maps a position to a number, so a pass can start at any
 position at the same cost, and a store of 10^9 samples costs as much as one of 10^4.
@@ -23,11 +23,11 @@ _U64 = np.uint64
 
 
 class Domain(IntEnum):
-    """What a key is for. It is part of every hash, so keys of different uses never coincide.
+    """Use of a key. It is part of every hash, so keys of different uses never coincide.
 
     Attributes:
-        num_parts: how many parts a key of this use has beside the seed, see `key_words`; None = it is not made by
-            `derive_keys`.
+        num_parts: number of parts of such a key besides the seed, see `key_words`; None = `derive_keys` does
+            not make it.
     """
 
     num_parts: int | None
@@ -46,16 +46,16 @@ class Domain(IntEnum):
     SOURCE = 7, 1  # source
     MIXTURE = 8, 1  # batch
     WEIGHTED = 9, 1  # pass
-    COLUMNS = 10  # a place in the sample's own Philox stream: what makes columns draws there
-    STEPS = 11  # what a program of steps draws, see `raypipe.transform.draws`
+    COLUMNS = 10  # place in the sample's own Philox stream where columns are drawn
+    STEPS = 11  # draws of a program of steps, see `raypipe.transform.draws`
     VIEW = 12
     VIEW_ON_DEVICE = 13
     BUCKET = 14, 1  # pass
     BUCKET_ORDER = 15, 1  # bucket
     BUCKET_MIXTURE = 16, 1  # bucket
     QUOTAS = 17, 1  # batch
-    AUGMENT = 0x4155474D454E5453  # what a preset draws on the device: the second word of a Philox key
-    MIXING = 0x4D49584D49584D49  # MixUp and CutMix, likewise
+    AUGMENT = 0x4155474D454E5453  # draws of a preset on the device: the second word of a Philox key
+    MIXING = 0x4D49584D49584D49  # MixUp and CutMix, also a second word
 
 
 def mix64(x: np.ndarray) -> np.ndarray:
@@ -133,7 +133,7 @@ class Shuffle:
     """The order of [0, N) in each pass.
 
         off      none: the number at a position is the position
-        global   every number may stand anywhere: for stores with cheap random access
+        global   every number may be anywhere: for stores with cheap random access
         window   groups are permuted, then numbers within windows of k consecutive permuted groups: for stores that
                  are read in groups, each of which is read once a pass, and at most k at a time are held
 
@@ -157,7 +157,7 @@ class Shuffle:
         self._given, self._pass = window_groups, (-1, np.empty(0, np.int64), np.empty(0, np.int64))
 
     def of(self, size: int, groups: np.ndarray | None) -> Shuffle:
-        """The same of so many numbers, in other groups."""
+        """Return this shuffle with a different size and groups."""
         return Shuffle(self.kind, size, self.seed, groups, self._given)
 
     def numbers(self, lap: int, positions: np.ndarray) -> np.ndarray:

@@ -34,12 +34,12 @@ CURSOR_FILE = "cursor.json"
 
 @dataclass(frozen=True)
 class Cursor:
-    """All that a resume needs.
+    """Place in a run, from which it can resume.
 
     Attributes:
         epoch: training epoch e.
         step: steps of epoch e that are done. Equal to the steps in an epoch: validation e is next.
-        fingerprint: of the plan, so that no checkpoint continues another plan's stream.
+        fingerprint: the plan's, so that a checkpoint cannot continue a different plan's stream.
     """
 
     epoch: int

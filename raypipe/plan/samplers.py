@@ -30,10 +30,10 @@ class Draws(NamedTuple):
     """Draws of samples, int64 arrays of one shape. No two of a run have the same index, lap and repeat.
 
     Attributes:
-        indices: of the samples in the store, or in the joined store; PADDING = none.
-        laps: numbers of the passes over its store, or over the bucket of it; of a plain plan that is the epoch.
+        indices: indices of the samples in the store or the joined store; PADDING = no sample.
+        laps: numbers of the passes over its store, or over the bucket of it; in a plain plan, the epoch.
         repeats: numbers of the sample's draws in that pass; the first is 0.
-        buckets: of the samples; 0 where there are none.
+        buckets: each sample's bucket; 0 without buckets.
     """
 
     indices: np.ndarray
@@ -74,8 +74,8 @@ class Lapped(Sampler):
 
     Attributes:
         size: draws that a pass may have.
-        per_lap: draws of a pass that the run takes; what is left over of it is not drawn. Passes are keyed
-            differently, so they leave over different samples.
+        per_lap: draws of a pass that the run takes; the rest are skipped. Each pass has its own key, so it
+            skips different samples.
     """
 
     size: int
@@ -97,7 +97,7 @@ class Permuted(Lapped):
     Args:
         shuffle: the order of the samples' numbers.
         selection: which samples these are.
-        offset: of the store's samples in a joined store.
+        offset: number of the store's first sample in a joined store.
         per_lap: see `Lapped`; 0 = all.
     """
 
@@ -112,7 +112,7 @@ class Permuted(Lapped):
         return Draws(indices, zeros + lap, zeros, zeros)
 
     def sample_of(self, key: int) -> int:
-        """One of the samples, chosen by a key."""
+        """Return a sample chosen by a key."""
         return int(self._indices(np.array([key % self.size]))[0])
 
     def signature(self) -> str:
@@ -124,28 +124,28 @@ class Permuted(Lapped):
 
 
 class Weighted(Lapped):
-    """Systematic sampling: a pass draws each sample as often as its weight says, rounded down or up.
+    """Systematic sampling: a pass draws each sample in proportion to its weight, rounded down or up.
 
         sample          0     1           2   3
         weight          2     4           1   1            of 8 in all, L = 6 draws in a pass
         cumulative      |-----|-----------|---|---|
-        draws             ^    ^    ^    ^    ^    ^       every 8/6, from an offset on that each pass draws anew
+        draws             ^    ^    ^    ^    ^    ^       every 8/6, from an offset that each pass draws
 
     Draw numbers ascend with the samples, so groups of samples are groups of draws, and any shuffle of draw numbers
-    will do. All numbers are integers: a sample of weight w has ⌊L·w/Σ⌋ or ⌈L·w/Σ⌉ draws, and so have neighbors as
-    a whole. Where groups do not matter, samples of a class, or of a weight, are made neighbors: in stored order a
-    pattern, such as classes in turn, might be in step with the draws.
+    will do. All numbers are integers: a sample of weight w has ⌊L·w/Σ⌋ or ⌈L·w/Σ⌉ draws, and neighbors together
+    are rounded in the same way. Where groups do not matter, samples of a class, or of a weight, are made
+    neighbors: in stored order a pattern, such as classes in turn, might be in step with the draws.
 
     Args:
-        weights: of the samples, by number, int64 (n,), see `as_integers`; all 0 = nothing is ever drawn.
-        shuffle: of the samples' numbers; draw numbers are shuffled likewise.
+        weights: each sample's weight, int64 (n,), see `as_integers`; all 0 = nothing is ever drawn.
+        shuffle: order of the samples' numbers, and of draw numbers.
         selection: which samples these are.
         size: L, draws in a pass; 0 = as many as there are samples.
-        classes: of the samples, (n,), for a global shuffle; None = samples of a weight are a class.
-        offset: of the store's samples in a joined store.
+        classes: each sample's class, (n,), for a global shuffle; None = samples of equal weight are a class.
+        offset: number of the store's first sample in a joined store.
 
     Attributes:
-        weight: of all samples.
+        weight: sum over all samples.
     """
 
     def __init__(
@@ -179,17 +179,17 @@ class Weighted(Lapped):
         return Draws(indices, zeros + lap, draws - self._first_draws(lap, rows), zeros)
 
     def sample_of(self, key: int) -> int:
-        """One of the samples, chosen by a key and their weights."""
+        """Return a sample chosen by a key, in proportion to the weights."""
         return int(self.draw_lap(0, np.array([key % self.size])).indices[0])
 
     def resized(self, size: int) -> Weighted:
-        """The same with so many draws in a pass."""
+        """Return this sampler with a different number of draws in a pass."""
         other = copy.copy(self)
         other.size = other.per_lap = size
         return other
 
     def counts(self, lap: int) -> np.ndarray:
-        """How often a pass draws each sample, int64 (n,), by its number."""
+        """Return how often a pass draws each sample, int64 (n,)."""
         by_row = np.diff(self._first_draws(lap, np.arange(len(self.cumulative))))
         if self._arranged is None:
             return by_row
@@ -226,13 +226,13 @@ class Weighted(Lapped):
 
 
 class Repeated(Sampler):
-    """Each draw k times, each time with a repeat of its own, so that augmentation makes something else of it.
+    """Repeats each draw k times, numbered, so that each copy is augmented differently.
 
-        stride 1, k = 2   a a b b | c c d d     micro-batches of 4: copies stand side by side
-        stride 4, k = 2   a b c d | a b c d     copies stand in the same row of neighboring micro-batches
+        stride 1, k = 2   a a b b | c c d d     micro-batches of 4: copies are side by side
+        stride 4, k = 2   a b c d | a b c d     copies are in the same row of neighboring micro-batches
 
     Args:
-        inner: what is repeated.
+        inner: sampler to repeat.
         times: k.
         stride: draws between two copies.
     """

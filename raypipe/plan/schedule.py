@@ -34,7 +34,7 @@ _SPLIT_CODE = {"train": 0, "val": 1}
 
 @dataclass(frozen=True)
 class Segment:
-    """One pass over one split, or what is left of it after a resume.
+    """Pass over one split, or the rest of it after a resume.
 
     Attributes:
         split, epoch: which.
@@ -50,12 +50,12 @@ class Segment:
 
 @dataclass(frozen=True)
 class Plan:
-    """One run as one stream; `Plan.of` makes it, `raypipe.streaming.planning.make_plan` from stores.
+    """Order of a run's stream; see `Plan.of`, or for stores `raypipe.streaming.planning.make_plan`.
 
     Attributes:
         config: the order's settings.
-        training: what the training epochs draw; None = this plan is for its schedule alone, see `without_draws`.
-        validation: what each validation draws; None = there is none.
+        training: draws of the training epochs; None = this plan has only its schedule, see `without_draws`.
+        validation: draws of each validation; None = no validation.
         steps_per_epoch: S, training steps in an epoch.
         num_val: samples of the validation store that are not excluded; 0 = no validation.
         num_val_rows: samples of a validation, and the padding of the micro-batches that they fill.
@@ -82,7 +82,8 @@ class Plan:
         """The plan of a run over a training store and, optionally, a validation store.
 
         Args:
-            train: of a mixture the sources by names; their samples are numbered one source after the other.
+            train: the training store, or a mixture's sources by name; their samples are numbered one source
+                after the other.
 
         Raises:
             ConfigError: the store, without excluded samples, is smaller than one step, has no groups to shuffle in
@@ -140,7 +141,7 @@ class Plan:
 
     @cached_property
     def val_steps(self) -> int:
-        """Steps in a validation; 0 = there is none."""
+        """Number of steps of each validation; 0 = no validation."""
         return -(-self.num_val_rows // self.global_batch_size)
 
     def progress(self, epoch: int, step: int) -> float:
@@ -148,11 +149,11 @@ class Plan:
         return (epoch * self.steps_per_epoch + step) / (self.config.epochs * self.steps_per_epoch)
 
     def global_step(self, at: MicroBatchId) -> int:
-        """Training steps, through all epochs, before a micro-batch's step; in a validation, its own steps."""
+        """Training steps, through all epochs, before a micro-batch's step; during validation, its own steps."""
         return at.step + (at.epoch * self.steps_per_epoch if at.split == "train" else 0)
 
     def has_val(self, epoch: int) -> bool:
-        """Whether a validation follows training epoch e."""
+        """True if a validation follows training epoch e."""
         every = self.config.val_interval
         return self.val_steps > 0 and ((epoch + 1) % every == 0 or epoch + 1 == self.config.epochs)
 
@@ -169,9 +170,9 @@ class Plan:
         if cursor.fingerprint != self.fingerprint:
             raise CursorError(
                 f"the checkpoint was made under plan {cursor.fingerprint}, this run has plan "
-                f"{self.fingerprint}: the training store, what is excluded, seed, micro_batch_size, "
-                "global_batch_size, shuffle or another setting of what an epoch draws differ. Restore those, or "
-                "start a new run"
+                f"{self.fingerprint}: the training store, its excluded samples, seed, micro_batch_size, "
+                "global_batch_size, shuffle or another setting of the order differs. Restore it, or start "
+                "a new run"
             )
         if not (0 <= cursor.epoch <= self.config.epochs and 0 <= cursor.step <= self.steps_per_epoch):
             raise CursorError(
@@ -254,11 +255,11 @@ class Plan:
         return sides[self._bucket(at)] if sides else None
 
     def _bucket(self, at: MicroBatchId) -> int:
-        """The number of the bucket: all samples of a micro-batch are of one, so its first draw says which."""
+        """Return the micro-batch's bucket: that of its first draw, since all of its samples share one."""
         return int(self._sampler(at.split).draw(np.array([self._first_position(at)])).buckets[0])
 
     def without_draws(self) -> Plan:
-        """This plan for one who needs its schedule alone: it has no lists of samples, whatever they weigh."""
+        """Return this plan's schedule without its lists of samples, which can be large."""
         return replace(self, training=None, validation=None, kept={})
 
     def source_of(self, indices: np.ndarray) -> np.ndarray:

@@ -18,7 +18,7 @@ class Selection:
 
     Args:
         listed: indices of samples to exclude, integers (k,), in any order.
-        num_samples: of the store.
+        num_samples: number of samples in the store.
         includes: whether these are the samples to draw from instead; in ascending order.
 
     Attributes:
@@ -34,7 +34,7 @@ class Selection:
         self.listed = _compact(indices if includes else np.unique(indices))
         self.size = len(self.listed) if includes else num_samples - len(self.listed)
         self.num_left_out = num_samples - self.size
-        if not includes:  # how many samples to draw from stand before each that is excluded
+        if not includes:  # number of samples to draw from before each excluded one
             self._before = (self.listed - np.arange(len(self.listed))).astype(self.listed.dtype)
 
     @staticmethod
@@ -50,7 +50,7 @@ class Selection:
         return numbers + np.searchsorted(self._before, _like(self.listed, numbers), side="right")
 
     def numbers(self, indices: np.ndarray) -> np.ndarray:
-        """How many samples to draw from stand before each index, int64: the number of such a sample itself."""
+        """Return the number of samples to draw from before each index, int64."""
         before = np.searchsorted(self.listed, _like(self.listed, indices), side="left")
         return before if self.includes else indices - before
 
@@ -63,14 +63,14 @@ class Selection:
 
 
 class JoinedSelection:
-    """The samples of several stores as one, each with a selection of its own.
+    """Joins the selections of several stores.
 
     Args:
         parts: the selection of each store.
-        offsets: int64 (parts + 1,), of the stores' samples.
+        offsets: first sample of each store, and the end, int64 (parts + 1,).
 
     Attributes:
-        size, num_left_out, num_samples: of all together, see `Selection`.
+        size, num_left_out, num_samples: sums over the stores, see `Selection`.
     """
 
     def __init__(self, parts: Sequence[Selection], offsets: np.ndarray) -> None:

@@ -1,4 +1,4 @@
-"""What one rank measures: where its time goes, and the records, metrics and sentences that are made of it."""
+"""Measurements of one rank: where its time goes, and the records, metrics and advice made from them."""
 
 from __future__ import annotations
 
@@ -30,22 +30,23 @@ class Interval(NamedTuple):
 
 
 class Account:
-    """Of one rank's loader, which reports each micro-batch: `asked`, `arrived`, `handed_out`. It knows no loader.
+    """Account of one rank's loader, which reports each micro-batch by `asked`, `arrived`, `handed_out`. It has
+    no reference to the loader.
 
     Args:
-        augment: the loader's; None = it has none.
+        augment: the loader's augmentation; None = none.
         folder: where rank 0 records the run; None = nowhere.
 
     Attributes:
-        clocks: of each split; the threads that copy and decode add to them.
+        clocks: clock of each split; the threads that copy and decode add to them.
         first_batch_s: seconds from the start of the stream to its first batch; 0 before it.
-        skips: whether the loop skips batches: no interval of the training is recorded then.
+        skips: whether the loop skips batches: then training intervals are not recorded.
         num_bad: bad samples that this rank has seen.
         num_fallback: samples that the host decoded for the device.
-        exported: what this rank exports as metrics.
-        chronicle: what rank 0 tells and records.
+        exported: metrics of this rank.
+        chronicle: console lines and records of rank 0.
         actors: transform actors that the pool has at most; 0 = trainers make the stream themselves.
-        readers: that read the store at one time; 0 = the actors do.
+        readers: number of readers at one time; 0 = the actors read the store.
     """
 
     def __init__(
@@ -118,10 +119,11 @@ class Account:
 
     @contextlib.contextmanager
     def saving(self, whom: Callable[[], str]) -> Iterator[None]:
-        """Count the time within as waiting for a checkpoint, not as compute; rank 0 tells of a long wait.
+        """Context manager: count its time as waiting for a checkpoint, not as compute; rank 0 reports a long
+        wait.
 
         Args:
-            whom: names what holds it up.
+            whom: name of the cause of the wait.
         """
         computing = self._computing
         begun = self.asked()

@@ -22,15 +22,15 @@ from raypipe.transform.sizes import Size, size_in
 
 
 class Feed(NamedTuple):
-    """What a rank's batches are made of.
+    """Source of a rank's batches, and the processes behind it.
 
     Attributes:
         batches: micro-batches in host memory.
-        supervisor: handle of who supervises the stream, if anybody does.
-        actors: transform actors that the pool has at most, where this rank knows it.
-        draws_globally: who asks for a batch makes it, and draws from the generators of the process: that thread
-            must be the consumer's.
-        end: ends what else was started for it, once the batches are closed.
+        supervisor: handle of the stream's supervisor, if it has one.
+        actors: most transform actors of the pool, if this rank knows it.
+        draws_globally: the thread that requests a batch makes it, from the process's generators: it must be the
+            consumer's.
+        end: function that ends all other parts, once the batches are closed.
     """
 
     batches: Iterator[MicroBatch]
@@ -111,10 +111,10 @@ def judge(batch: Batch, spec: StreamSpec, budget: BadSampleBudget) -> None:
 
 
 def augmented(batch: Batch, augment: DeviceAugment, strength: Callable[[int, int], float]) -> Batch:
-    """A training batch augmented, a validation batch normalized.
+    """Augment a training batch, or normalize a validation batch.
 
     Args:
-        strength: of the augmentation at an epoch and a step.
+        strength: strength of the augmentation at an epoch and a step.
     """
     if batch.at.split != "train":
         named = {f"{VIEW}.{name}": view for name, view in batch.views.items()} or {IMAGE: batch.image}

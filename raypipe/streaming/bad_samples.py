@@ -24,14 +24,14 @@ _without_records: set[str] = set()
 def record_bad(folder_uri: str, at: MicroBatchId, bad: list[dict[str, Any]], by: str = "") -> None:
     """Log bad samples, and write them as one JSON-lines object per micro-batch.
 
-    It is named by the micro-batch's place, so that a retry of the same one, on any node, writes the same again.
-    Where it cannot be written, that is logged, once in a process, and the log alone has them from then on.
+    The object is named by the micro-batch's place, so a retry on any node writes the same object. If it cannot
+    be written, the process logs that once, and then only the log has the samples.
 
     Args:
-        folder_uri: of the quarantine; empty = log only.
+        folder_uri: folder of the quarantine; empty = log only.
         at: the micro-batch.
         bad: one record per sample.
-        by: who found them, where that is not an actor; part of the name.
+        by: finder, if it is not an actor; part of the name.
     """
     lines = [json.dumps({**vars(at), **record}) for record in bad]
     for line in lines:
@@ -43,14 +43,14 @@ def record_bad(folder_uri: str, at: MicroBatchId, bad: list[dict[str, Any]], by:
             filesystem, folder = open_filesystem(folder_uri)
             filesystem.create_dir(folder, recursive=True)
             write_text(join(folder_uri, f"{at}{by and '-' + by}.jsonl"), "".join(line + "\n" for line in lines))
-    except Exception as error:  # a full disk, an object store that is gone, whatever it is
+    except Exception as error:  # a full disk, an unreachable object store, or anything else
         _without_records.add(folder_uri)
         logger.warning("bad samples cannot be recorded in %s, but in this log: %s", folder_uri, error)
 
 
 @dataclass
 class BadSampleBudget:
-    """How many bad samples a run tolerates before it stops.
+    """Limit of the bad samples that a run tolerates.
 
     Attributes:
         max_fraction: largest share of the samples seen, in [0, 1].

@@ -1,4 +1,4 @@
-"""How the stream is cut into blocks, the units that Ray moves. Nothing that the model learns depends on it.
+"""Blocks of the stream, the units that Ray moves. They have no effect on what the model learns.
 
 A block is up to k micro-batches of one rank and one segment. Blocks come in rounds, one for each of the R ranks
 that an execution serves, so that block b is for rank b mod R:
@@ -18,11 +18,11 @@ from raypipe.plan.places import MicroBatchId, Split
 Block = list[MicroBatchId]
 """Micro-batches of one rank and one segment, in order."""
 
-# Seconds of an actor's work, and bytes, that a block is kept below. Ray spends some 30 ms of CPU time on a block,
-# which is little beside half a second; and what waits for a block waits no longer.
+# Limits of a block: seconds of an actor's work, and bytes. Ray spends about 30 ms of CPU time on a block,
+# little compared with half a second, which is also the longest wait for a block.
 MAX_SECONDS, MAX_BYTES = 0.5, 256 << 20
 
-# Micro-batches, for each rank, of the first ReadTask; and of the longest, since a reader that is lost begins anew.
+# Micro-batches per rank of the first ReadTask, and of the longest, since a lost reader starts again.
 # Each has twice those of the one before.
 _FIRST_TASK, _LONGEST_TASK, _MAX_TASKS = 16, 1024, 256
 # Blocks of a rank in one task, at least: those of the first tasks are small, so that the first batch is not late.
@@ -65,11 +65,11 @@ def most(count: int, ranks: int) -> int:
 
 
 def fitting(seconds: Iterable[float], num_bytes: Iterable[int], max_bytes: int) -> int:
-    """The largest k whose blocks stay below the limits; 1 if nothing is known.
+    """Return the largest k whose blocks stay below the limits; 1 without measurements.
 
     Args:
         seconds, num_bytes: what some finished micro-batches took.
-        max_bytes: of a block.
+        max_bytes: most bytes of a block.
     """
     times, sizes = list(seconds), list(num_bytes)
     if not times:

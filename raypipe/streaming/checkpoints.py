@@ -1,12 +1,12 @@
-"""Checkpoints, of a run and of own loops: written whole and synced, and not trusted before they were read.
+"""Checkpoints of runs and of users' loops: written whole, synced, and verified before use.
 
     RUN/checkpoint_EEEE_SSSSSSS_TOKEN/    epoch and step of the cursor; Ray Train names its folders by the time
         state.pt           state_dict of each part, by its name: model, optimizer, …
-        cursor.json        where the run stands
-        checkpoint.json    sizes and hashes of these files, and the run's figures; written last of all
+        cursor.json        the run's place
+        checkpoint.json    sizes and hashes of these files, and the run's metrics; written last
 
-A folder without checkpoint.json was cut off while it was written. No other file lists a run's checkpoints, so none
-can contradict them.
+A folder without checkpoint.json is incomplete. No other file lists a run's checkpoints, so none can contradict
+them.
 """
 
 from __future__ import annotations
@@ -34,23 +34,25 @@ if TYPE_CHECKING:
 STATE_FILE = "state.pt"
 _MANIFEST = "checkpoint.json"
 _FOLDER = re.compile(r"checkpoint_(\d{4,})_(\d{7,})_[0-9a-f]{8}")
-_ANY = re.compile(rf"{_FOLDER.pattern}|checkpoint_[\d-]{{10}}_[\d-]{{8}}\.\d+")  # of a run, or of Ray Train
+_ANY = re.compile(
+    rf"{_FOLDER.pattern}|checkpoint_[\d-]{{10}}_[\d-]{{8}}\.\d+"
+)  # folders of a run, or of Ray Train
 _CUT_OFF = "it was cut off while it was written"
 
 
 class _DamageError(Exception):
-    """Why a checkpoint is not what its manifest says."""
+    """Error: a checkpoint does not match its manifest."""
 
 
 class Checkpoint(NamedTuple):
-    """A checkpoint that was written to its end.
+    """Complete checkpoint.
 
     Attributes:
-        address: of its folder.
-        cursor: where the run stood.
-        metrics: the run's figures that far; empty where another run made it.
+        address: its folder.
+        cursor: the run's place.
+        metrics: the run's metrics up to there; empty if another run made it.
         digest: the hash of state.pt.
-        state: state.pt, found as it was written; empty where it was not asked for.
+        state: content of state.pt, verified; empty if it was not requested.
     """
 
     address: str
@@ -98,17 +100,17 @@ def write_checkpoint(
 
     Args:
         run_uri: the run's folder.
-        cursor: where the run stands.
-        state: what the trainer keeps.
-        metrics: the figures of the run that far.
-        before: name of the checkpoint that the run has written or read last, which stays.
+        cursor: the run's place.
+        state: the trainer's state.
+        metrics: the run's metrics up to there.
+        before: name of the checkpoint that the run wrote or read last, which is kept.
 
     Returns:
         The name of its folder.
 
     Raises:
-        ConfigError: it cannot be written; nothing is left of it then, and the others are as they were.
-        OutageError: object storage has been waited for in vain; something of it may be left, without a manifest.
+        ConfigError: it cannot be written; it is removed, and the others are unchanged.
+        OutageError: object storage did not recover in time; parts may be left, without a manifest.
     """
     name = f"checkpoint_{cursor.epoch:04d}_{cursor.step:07d}_{secrets.token_hex(4)}"
     filesystem, path = open_filesystem(run_uri)
@@ -152,7 +154,7 @@ def find_start(address: str, check: Callable[[Cursor], None], with_state: bool =
     """
     newest, _ = find_newest(as_uri(address), check, with_state)
     if newest is None:
-        raise ConfigError(f"start_from: there is no checkpoint of raypipe's at {address}, or in that folder")
+        raise ConfigError(f"start_from: no raypipe checkpoint at {address}, or in that folder")
     return newest._replace(metrics={})
 
 
@@ -161,22 +163,22 @@ def find_newest(
 ) -> tuple[Checkpoint | None, dict[str, str]]:
     """Look for the newest checkpoint of a run that is whole. Changes nothing.
 
-    Without the state only manifests, cursors and sizes are looked at: a trainer, which needs the state, reads and
-    hashes it in one go.
+    Without the state it reads only manifests, cursors and sizes: a trainer, which needs the state, reads and
+        hashes it at once.
 
     Args:
         run_uri: the run's folder, or a checkpoint's.
-        check: raises CursorError for a cursor that is not of this run's plan.
-        with_state: read state.pt as well, and pass one over whose content has changed.
+        check: raises CursorError for a cursor of a different plan.
+        with_state: also read state.pt, and skip a checkpoint whose content has changed.
         start_from: address of a run or a checkpoint, from which a run without checkpoints starts; empty = none.
 
     Returns:
-        The newest that is whole and of this plan, None = the run starts from its beginning; and of those that
-        would be newer, by name, what is wrong with them.
+        The newest complete checkpoint of this plan (None = the run starts from its beginning), and the faults
+        of newer ones, by name.
 
     Raises:
         ConfigError: there are checkpoints, and all of them are damaged; or there is none at `start_from`.
-        CursorError: all that are whole are of another plan.
+        CursorError: all complete ones belong to another plan.
     """
     with explained(ConfigError, f"the checkpoints of {run_uri} cannot be read"):
         names = _names(run_uri, _ANY)
@@ -207,7 +209,7 @@ def find_newest(
 
 
 def has_checkpoints(run_uri: str) -> bool:
-    """Whether a folder has checkpoints, be they whole or not."""
+    """True if a folder has checkpoints, complete or not."""
     return bool(_names(run_uri))
 
 

@@ -1,7 +1,7 @@
-"""What rank 0 tells of its stream while it runs, and records in the folder of the run.
+"""Console lines and records of a stream, which rank 0 writes while it runs.
 
 a wait of the loop            a line after 10 s, 20 s, 40 s, …: for what, and for whom
-where the loop stands         status.json, every few seconds, for `raypipe status`
+the loop's place              status.json, every few seconds, for `raypipe status`
 faults, sizes of the pool     a line and a record each
 the training                  a record every ten seconds or so; a training loop's own have its loss as well
 the end of an epoch           a record of where the time went; of the last one also a line
@@ -41,9 +41,9 @@ _SHOWN = ("epoch", "images_per_s", "wait_fraction", "loss")  # there, of the las
 
 
 class _Wait(NamedTuple):
-    """A wait of the loop: for a thing, since a moment of time.time(), and what holds it up.
+    """Wait of the loop: for a thing, since a moment of time.time(), with its cause.
 
-    Between two waits that it tells of, the thing is empty: in a step it computes, or waits for other ranks.
+    The thing is empty between two waits: then the loop computes a step or waits for other ranks.
     """
 
     thing: str
@@ -57,15 +57,15 @@ class _Wait(NamedTuple):
 
 
 class Chronicle:
-    """Of one rank's loader; all but rank 0 are silent.
+    """Chronicle of one rank's loader; all ranks but 0 are silent.
 
     Args:
         world_size: W.
-        rank: of this process.
-        folder: of the run; None = nothing is recorded, and nothing but the waits is told.
+        rank: rank of this process.
+        folder: the run's folder; None = only waits are printed, and nothing is recorded.
 
     Attributes:
-        log: the record; None where there is none, or it has not begun.
+        log: the record; None = none, or not begun.
     """
 
     def __init__(self, world_size: int, rank: int, folder: Folder | None) -> None:
@@ -76,12 +76,12 @@ class Chronicle:
         self._wait: _Wait | None = None
         self._shown: dict[str, Any] = {}
         self._looks: tuple[threading.Thread, threading.Event] | None = None
-        self._told: _Wait | None = None  # of which lines were printed
+        self._told: _Wait | None = None  # these were printed
         self._due_s = self._status_at = 0.0
         self._stop_following: Callable[[], None] = lambda: None
 
     def begin(self, validates: bool, settings: Callable[[], dict[str, Any]], supervisor: Any) -> None:
-        """Start, or start anew, the record at `step`; events of the stream are recorded from its beginning.
+        """Start or restart the record at `step`; the stream's events are recorded from its beginning.
 
         Args:
             validates, settings: see `RunLog`.
@@ -115,7 +115,7 @@ class Chronicle:
 
     @contextlib.contextmanager
     def waiting(self, thing: str, whom: Callable[[], str]) -> Iterator[None]:
-        """Within, the loop waits for a thing. A line now and then says so, and for whom."""
+        """Context manager: the loop waits for a thing. A line now and then names it and the cause."""
         if self._is_first and self._looks is None:
             left = threading.Event()
             thread = threading.Thread(target=self._look_until, args=(left,), name="raypipe-waiting", daemon=True)
@@ -183,7 +183,7 @@ class Chronicle:
         """Name what holds up a batch, as the stream's Supervisor knows it, if there is one."""
         if supervisor is None:
             return "this process makes it"
-        if not ray.is_initialized():  # a call would start it anew
+        if not ray.is_initialized():  # a call would restart it
             return "Ray has been shut down"
         try:
             return ray.get(supervisor.awaited.remote(), timeout=_ANSWER_S)
@@ -200,7 +200,7 @@ class Chronicle:
         if self._looks:
             thread, left = self._looks
             left.set()
-            if thread is not threading.current_thread():  # which may have dropped the loader
+            if thread is not threading.current_thread():  # the loop may have dropped the loader
                 thread.join(_ANSWER_S)
             self._looks = None
         if self.log:

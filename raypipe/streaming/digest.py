@@ -112,23 +112,23 @@ def _consume(iterator: DataIterator) -> Iterator[list[MicroBatchDigest]]:
 
 
 def iterate_digests(plan: Plan, cursor: Cursor, iterators: Sequence[DataIterator]) -> Iterator[MicroBatchDigest]:
-    """Consume a stream with one process for each rank; yields digests in the order of the plan, as they come.
+    """Consume a stream with one process per rank; yield digests in the order of the plan.
 
     To end it at a step, end its plan there (`Plan.until`): all ranks, and the execution, then end together. It
     must be iterated to its end.
 
     Args:
-        plan: of the stream.
-        cursor: where it was started.
-        iterators: of all ranks, from `pipeline.splits`.
+        plan: the stream's plan.
+        cursor: the stream's start.
+        iterators: iterator of each rank, from `pipeline.splits`.
 
     Raises:
-        RaypipeError: a rank got micro-batches other than those of the plan.
+        RaypipeError: a rank got micro-batches that are not the plan's.
     """
     import ray
 
     consume: Any = ray.remote(num_cpus=0)(_consume).options(num_returns="streaming")
-    # All begin now: none goes alone.
+    # All ranks begin together.
     ranks = [chain.from_iterable(map(get, consume.remote(iterator))) for iterator in iterators]
     for at in plan.micro_batches(cursor):
         rank = at.micro % len(ranks)
@@ -152,7 +152,7 @@ class DigestFile:
 
     @staticmethod
     def read(address: str | Path) -> DigestFile:
-        """Raises ConfigError if there is no such file."""
+        """Read the digests of a file; raise ConfigError if it does not exist."""
         content = read_json(address)
         try:
             settings, micro_batches = dict(content["settings"]), dict(content["micro_batches"])
@@ -181,8 +181,8 @@ def compare(expected: DigestFile, found: DigestFile) -> dict[str, Any]:
     both = [name for name in found.micro_batches if name in expected.micro_batches]
     if not both:
         raise ConfigError(
-            f"{expected.address} has no micro-batch of this stream: their ranges lie apart (from_step, "
-            "to_step), and there is nothing to compare"
+            f"nothing to compare: {expected.address} and this stream cover different steps (see "
+            "--from-step, --to-step)"
         )
     different = [name for name in both if found.micro_batches[name] != expected.micro_batches[name]]
     names = dict.fromkeys([*expected.settings, *found.settings])

@@ -58,12 +58,12 @@ class Pass(Iterator[Batch]):
 
 @dataclass(frozen=True)
 class Epoch:
-    """One epoch, or the rest of it after a resume.
+    """Epoch of a loader, or the rest of it after a resume.
 
     Attributes:
         number: the epoch's number, from 0.
         train: its training batches.
-        val: the batches of the validation after it; empty if the plan has none.
+        val: validation batches after it; empty without validation.
     """
 
     number: int

@@ -57,33 +57,33 @@ def loader(
     run_dir: str = "",
     start_from: str = "",
 ) -> Loader:
-    """This rank's loader. Call it once, on every rank, at the beginning of the train function: the pool then
-    starts while the model is built.
+    """Return this rank's loader. Call it once per rank, first in the train function, so the pool starts while
+    you build the model.
 
-    Outside of Ray Train one process gets the whole stream. If torch.distributed has several processes, as with
-    torchrun, each gets its share, and needs pool.engine "inline" to make it.
+    Without Ray Train, one process gets the whole stream. Several processes of torch.distributed, as with
+    torchrun, each get a share, which needs pool.engine "inline".
 
     Args:
         spec: the stream.
         max_actors: transform actors that the pool may grow to; None = as many as the cluster has room for now.
         device: where batches go; None = the device that Ray Train gave this worker, or the CPU.
-        cursor: where to start; None = at the latest checkpoint's place, see `Loader.save`, or at the beginning. If
-            the checkpoint contains no place, the stream starts at `load_state_dict`.
-        augment: what to do with whole micro-batches on the device: training batches are augmented, mixed and
-            normalised, validation batches only normalised. None = batches stay uint8, or what arrays are of.
+        cursor: start of the stream; None = the latest checkpoint's place, see `Loader.save`, or the beginning.
+            If the checkpoint contains no place, the stream starts at `load_state_dict`.
+        augment: augmentation on the device: training batches are augmented, mixed and normalized, validation
+            batches only normalized. None = batches stay uint8, or keep the arrays' dtype.
         dtype: type of the images that `augment` makes.
         depth: transfers ahead of the consumer, on CUDA.
         keep: batches that stay valid besides the newest, for a loop that looks ahead. On CUDA each takes the
             memory of one more batch there, and as much pinned memory; on CPU a batch is valid as long as you
-            hold it.
-        run_dir: where rank 0 records the run, for `raypipe report`: a path or a URI; empty = in the folder of Ray
-            Train's run, or nowhere outside of Ray Train.
-        start_from: folder or URI of a run, of jobs/train.py or of an own loop, or of one of their checkpoints.
-            While Ray Train has no checkpoint, the stream continues from there, and `Loader.restore` loads it.
+            keep it.
+        run_dir: folder in which rank 0 records the run, for `raypipe report`: a path or a URI; empty = the
+            folder of Ray Train's run, or without Ray Train none.
+        start_from: folder or URI of a run or a checkpoint. While Ray Train has no checkpoint, the stream
+            continues from there, and `Loader.restore` loads it.
 
     Raises:
         CursorError: the checkpoint belongs to another plan.
-        ConfigError: W does not divide M, an argument is of the wrong type, or `start_from` has no checkpoint.
+        ConfigError: W does not divide M, an argument has the wrong type, or `start_from` has no checkpoint.
         ResourceError: there are no CPUs for the pool.
     """
     check("raypipe.loader: spec", spec, StreamSpec)
@@ -147,17 +147,18 @@ def _folder_of_train() -> Folder | None:
 
 
 def check_resources(spec: StreamSpec, scaling_config: ScalingConfig) -> None:
-    """Raise what a `TorchTrainer` of this stream would end with, in seconds; call it before `fit`.
+    """Raise within seconds the errors that would end a `TorchTrainer` of this stream; call it before `fit`.
 
     Starts or connects to Ray as `fit` does, unless this process is connected.
 
     Raises:
         ConfigError: the number of workers does not divide M.
-        ResourceError: the cluster has not, and cannot scale to, what the workers and the smallest pool need.
+        ResourceError: the cluster lacks resources for the workers and the smallest pool, and cannot scale to
+            them.
     """
     from raypipe.rayext.allocation import check_own, cluster_resources, worker_resources
 
-    config: Any = scaling_config  # of Ray Train's version 2, which its type does not say
+    config: Any = scaling_config  # an attribute of Ray Train's version 2 that its type lacks
     workers = config.num_workers
     if isinstance(workers, int):
         spec.plan.check_workers(workers or 1)  # 0 = the train function runs in this process
@@ -178,14 +179,14 @@ def _handed_round(
     in_train: bool,
     apart: bool,
 ) -> tuple[list[DataIterator], Any, int]:
-    """What rank 0 has built: the iterators of all ranks, the supervisor's handle, and the most actors."""
+    """Stream that rank 0 built: the iterators of all ranks, the supervisor's handle, and the most actors."""
     from raypipe.rayext.allocation import check_own, cluster_resources, preflight
     from raypipe.rayext.console import quiet_broadcasts
     from raypipe.streaming.pipeline import splits
 
     handed: tuple[list[DataIterator], Any, int] | None = None
     if rank == 0:
-        if in_train and max_actors is None and in_worker():  # and not a driver that calls its train function
+        if in_train and max_actors is None and in_worker():  # a driver may also call its train function
             own = ray.get_runtime_context().get_assigned_resources().get("CPU", 0.0)
             check_own(cluster_resources().cpus, world_size, own, spec.pool)
         if world_size == 1:

@@ -21,12 +21,13 @@ from raypipe.transform.fields import MicroBatch
 def inline_batches(
     spec: StreamSpec, cursor: Cursor, rank: int = 0, world_size: int = 1, maker: MicroBatchMaker | None = None
 ) -> Iterator[MicroBatch]:
-    """A rank's micro-batches from a cursor on, made by pool.threads threads.
+    """Yield a rank's micro-batches from a cursor on, made by pool.threads threads.
 
-    The thread that asks for them makes them if there are none, or a transform draws from the process's generators.
+    Without such threads, or if a transform draws from the process's generators, the consumer's thread makes
+    them.
 
     Args:
-        maker: of the stream; None = a new one.
+        maker: the stream's maker; None = a new one.
 
     Raises:
         ConfigError: several threads were asked for, and a transform draws from generators that they share.

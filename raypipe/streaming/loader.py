@@ -1,4 +1,4 @@
-"""One rank's loader: it takes the stream in the order of the plan, and knows where the run stands.
+"""Loader of one rank: takes the stream in the order of the plan, and tracks the run's place.
 
 If a micro-batch is not the one that the plan expects, the run ends.
 """
@@ -60,19 +60,19 @@ class Loader:
             for batch in epoch.val:
                 ...
 
-    `raypipe.loader` makes one. If a loop stops in the middle of an epoch's training or validation, the rest of it
-    is skipped when the loop goes on to the next. The stream ends, with all its processes and threads, when the
-    loop over the epochs is left in any way, when nothing holds the loader or its epochs, by `close`, and at exit.
+    `raypipe.loader` makes one. If a loop stops in the middle of an epoch's training or validation, the next one
+    skips the rest of it. The stream ends, with all its processes and threads, when the loop over the epochs
+    ends in any way, when the last reference to the loader and its epochs is gone, by `close`, and at exit.
 
     Attributes:
         plan: the run's plan.
         rank: this process's rank.
         world_size: W, the number of ranks.
         keep: batches that stay valid besides the newest.
-        cursor: the place after the last step of which all batches were handed out.
-        jpeg_decoder: the library that decodes on the device, with its version; empty where actors decode all.
-        account: what this rank measures, exports, tells and records; a training loop may add its loss.
-        notice: when nodes of the trainers are about to go.
+        cursor: place after the last fully delivered step.
+        jpeg_decoder: decoding library on the device, with its version; empty if actors decode all images.
+        account: measurements, metrics and records of this rank; a training loop may add its loss.
+        notice: notices that nodes of the trainers will go.
         interval_s: seconds between two records of the training; infinity = the loop makes them, by
             `Account.interval` and `Account.diagnose`.
     """
@@ -125,7 +125,7 @@ class Loader:
         if augment:  # its imports take a second, in which the pool starts
             try:
                 self.augment = DeviceAugment(augment, self.device, dtype, targets, views)
-            except BaseException:  # whose traceback holds the loader
+            except BaseException:  # its traceback refers to the loader
                 self.close()
                 raise
 
@@ -158,7 +158,7 @@ class Loader:
         )
 
     def epochs(self) -> Epochs:
-        """The remaining epochs, each once; of the first, the rest of it.
+        """Iterate once over the remaining epochs; the first may be the rest of one.
 
         A `for` loop over them ends the stream when it is left: at its end, by `break`, or by an exception.
         """
@@ -169,7 +169,7 @@ class Loader:
         self.account.chronicle.step = self.global_step
 
     def _each_epoch(self) -> Iterator[tuple[int, list[_Rest]]]:
-        """Number of each epoch, and what is left of its training and of its validation."""
+        """Yield each epoch's number, and the rest of its training and validation."""
         at, total = self.cursor, self.plan.config.epochs * self.plan.steps_per_epoch
         begins = {"workers": self.world_size, "actors": self.account.actors, "from_step": self.global_step}
         validates = at.step == self.plan.steps_per_epoch and self.plan.has_val(at.epoch)
@@ -198,7 +198,7 @@ class Loader:
         return asdict(self.cursor)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict`, made with any number of workers. All ranks call it, and iterate anew.
+        """Continue from a `state_dict`, made with any number of workers. All ranks call it, and iterate again.
 
         A loader in a train function continues from Ray Train's checkpoint by itself.
 
@@ -213,14 +213,15 @@ class Loader:
             self._open()
 
     def report(self, metrics: Mapping[str, Any], **parts: Stateful) -> None:
-        """Report metrics to Ray Train, with a checkpoint: the parts' states, and where the run stands.
+        """Report metrics to Ray Train, with a checkpoint: the parts' states, and the run's place.
 
         All ranks call it, in a train function, after a whole optimizer step or after a validation. It returns once
         Ray Train has noted the checkpoint, which takes up to 0.5 s (`RAY_TRAIN_HEALTH_CHECK_INTERVAL_S`).
 
         Args:
-            metrics: those that are numbers are recorded, and drawn by `raypipe report`.
-            parts: what has a `state_dict`, by names of your choice: the model, in DDP or not, the optimizer, …
+            metrics: numbers are recorded, and drawn by `raypipe report`.
+            parts: objects with a `state_dict`, by names that you choose: the model, in DDP or not, the
+                optimizer, …
 
         Raises:
             ConfigError: a part is sharded.
@@ -234,13 +235,13 @@ class Loader:
             chronicle.log.sync()
 
     def should_checkpoint(self) -> bool:
-        """Tell all ranks alike whether to make a checkpoint now, since a node of the trainers is about to go.
+        """Return, on all ranks alike, whether to make a checkpoint now, since a node of the trainers will go.
 
-        All ranks call it after each optimizer step, and after a validation. It is True within two seconds or so of
-        a notice, and again every 15 s or less. Once there is no time for a further step and its checkpoint, it is
-        True for the last time: the next batch ends the train function with an error that Ray Train counts as a
-        preemption, and the trainers are started again. Ray gives notices from version 2.60 on; before that, it is
-        False.
+        All ranks call it after each optimizer step, and after a validation. It is True within about two seconds
+        of a notice, and again at least every 15 s. Once the time is too short for another step and its
+        checkpoint, it is True for the last time: the next batch ends the train function with an error that Ray
+        Train counts as a preemption, and the trainers are started again. Ray gives notices from version 2.60
+        on; before that, it is False.
         """
         return self.notice.agreed(self.rank, at_end=self.cursor.step in (0, self.plan.steps_per_epoch))
 
@@ -256,7 +257,7 @@ class Loader:
             restore(parts, folder)
 
     def save(self, folder: str | Path) -> None:
-        """Write where the run stands into a checkpoint's folder, for checkpoints that `report` does not make.
+        """Write the run's place into a checkpoint's folder, for checkpoints that `report` does not make.
 
         A later `raypipe.loader` continues from there.
         """
@@ -270,7 +271,7 @@ class Loader:
 
     @property
     def columns(self) -> SampleColumns:
-        """What batches have beside images, and the target where that is no class."""
+        """Columns of batches besides images, and the target if it is not a class."""
         return self._spec.columns
 
     @property
@@ -295,12 +296,12 @@ class Loader:
     def _check_running(self) -> None:
         if why := self._running.why:
             raise RaypipeError(
-                f"the stream has ended, since {why}: loader.load_state_dict(loader.state_dict()) starts it anew "
-                "after the last whole step"
+                f"the stream has ended, since {why}: loader.load_state_dict(loader.state_dict()) restarts "
+                "it after the last whole step"
             )
 
     def times(self, split: Split = "train") -> StageTimes:
-        """What this rank has measured in one split, without the wait for the very first batch.
+        """Measurements of this rank in one split, without the wait for the very first batch.
 
         Transfers are counted with "train". On CUDA the newest micro-batches may be missing.
         """
@@ -334,9 +335,9 @@ class Loader:
     def _next(self, expected: MicroBatchId) -> Batch:
         if self._batches is None:
             raise CursorError(
-                "the latest checkpoint does not say where the stream stands: make checkpoints by loader.report or "
-                "loader.save(folder), or call loader.load_state_dict before the first batch; to begin anew all "
-                "the same, raypipe.loader(spec, cursor=spec.plan.start())"
+                "the latest checkpoint has no place of the stream: make checkpoints with loader.report or "
+                "loader.save(folder), or call loader.load_state_dict before the first batch; to start over "
+                "anyway, raypipe.loader(spec, cursor=spec.plan.start())"
             )
         account = self.account
         asked = account.asked()

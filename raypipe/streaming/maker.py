@@ -45,7 +45,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 NO_VIEWS = (
-    "makes views, and a run trains a classifier of one image: choose another transform, or write a loop of your "
+    "makes views, and a run trains a classifier of one image: choose another transform, or write a loop of "
+    "your "
     "own around raypipe.loader, as docs/views.md does"
 )
 
@@ -84,7 +85,7 @@ class MicroBatchMaker:
         return self._transform(at, self.plan.draw(at))
 
     def _transform(self, at: MicroBatchId, draws: Draws) -> MicroBatchTransform:
-        """Of a micro-batch, by the size of its images; made where it is the first of that size."""
+        """Return the transform for a micro-batch's image size; make it if that size is new."""
         split, buckets = at.split, self.plan.config.sides_in(at.split)
         bucket = buckets[draws.buckets[0]] if buckets else None
         size = size_in(self._spec.transform, split, at.epoch, bucket)
@@ -106,7 +107,7 @@ class MicroBatchMaker:
         return next(splits, None)
 
     def batch(self, at: MicroBatchId) -> MicroBatch:
-        """One micro-batch, made in a process that is also the user's; its bad samples are recorded."""
+        """Make one micro-batch in a process shared with the user, and record its bad samples."""
         with process_kept(self.draws_globally() is not None):  # the first compares with the validation
             outcome = self.make(at)
         self.settle(outcome)
@@ -122,8 +123,9 @@ class MicroBatchMaker:
         """Make the micro-batches of a block.
 
         Args:
-            reads, read_s: what a reader has read for each, and its seconds for all; None = the store is read here.
-            attempt: called before each one, for what is known of it.
+            reads, read_s: samples that a reader has read for each, and its seconds for all; None = read the
+                store here.
+            attempt: called before each one; returns knowledge from earlier attempts.
 
         Returns:
             The micro-batches, and the memory of them all; None = each has its own, since images differ in size.
@@ -151,9 +153,9 @@ class MicroBatchMaker:
 
         Args:
             read, read_s: its B samples, by a reader, and the seconds that it took.
-            attempt: what is known of it.
-            memory: where its arrays are put; None = they have memory of their own.
-            draws: of its samples, where the plan has been asked for them.
+            attempt: knowledge from earlier attempts.
+            memory: memory for its arrays; None = new memory.
+            draws: draws of its samples, if they are already computed.
         """
         started = time.perf_counter()
         self._log_place(at)
@@ -237,7 +239,7 @@ class MicroBatchMaker:
 
 
 def transform_of(spec: StreamSpec, split: Split, size: Size, **options: Any) -> MicroBatchTransform:
-    """What makes the micro-batches of a split whose images have one size; `options` see `MicroBatchTransform`."""
+    """Build the transform of a split whose images have one size; for `options` see `MicroBatchTransform`."""
     store, buckets = spec.stores[split], spec.plan.config.sides_in(split)
     sides = sides_of(size) if has_sizes(spec.transform, split, buckets) else None
     return MicroBatchTransform(
@@ -252,16 +254,16 @@ def transform_of(spec: StreamSpec, split: Split, size: Size, **options: Any) -> 
 def differing(
     config: TransformConfig, transforms: Mapping[Split, Any], sizes: Mapping[Split, tuple[int, ...]]
 ) -> str:
-    """How the sizes of the splits' images differ, in words; empty if they do not.
+    """Describe how the sizes of the splits' images differ; empty if they do not.
 
-    Models are trained at one size and validated at another on purpose (FixRes): where each is written down, by a
-    transform of the user's or by transform.size.
+    Models are trained at one size and validated at another on purpose (FixRes): that is accepted if each size
+    is set, by a user's transform or by transform.size.
 
     Args:
         sizes: height and width.
 
     Raises:
-        ConfigError: one of the sizes was written down nowhere: it is that of a preset, at the default size.
+        ConfigError: one of the sizes is not set: a preset has the default size.
     """
     if len(set(sizes.values())) < 2:
         return ""
@@ -272,9 +274,10 @@ def differing(
     for split, transform in transforms.items():
         if is_preset(transform) and config.size == TransformConfig.size:
             raise ConfigError(
-                f"{words}; {transform!r} makes images of transform.size, {config.size} by default: set that, or "
-                f"give {split}_transform (transform.{split}), None or 'none' for pixels as they are stored. If "
-                "sizes are to differ, write it as steps or as code of your own"
+                f"{words}; {transform!r} makes images of transform.size, {config.size} by default: set "
+                "that, or "
+                f"give {split}_transform (transform.{split}), None or 'none' for pixels as they are "
+                "stored. If sizes are to differ, write it as steps or as your own code"
             )
     return words
 
@@ -283,26 +286,26 @@ def check_labels(labels: np.ndarray, num_classes: int, title: Callable[[int], st
     """Raise ConfigError where one of int64 (B,) is outside [0, num_classes); `title` names the sample of a row."""
     for row in np.flatnonzero(((labels < 0) | (labels >= num_classes)) & (labels != NO_LABEL)).tolist():
         raise ConfigError(
-            f"{title(row)} has label {labels[row]}, outside [0, {num_classes}): set train.num_classes, or mend "
-            "the store"
+            f"{title(row)} has label {labels[row]}, outside [0, {num_classes}): set train.num_classes, or "
+            "fix the store"
         )
 
 
 @process_kept()
 def try_samples(spec: StreamSpec, num_classes: int, channels: int = 3) -> dict[Split, Sides]:
-    """Read, decode and transform the first few samples of each split: what is wrong with all is told at once.
+    """Read, decode and transform the first few samples of each split, to raise errors of all samples at once.
 
     Args:
         num_classes: labels are in [0, num_classes), where targets are classes.
-        channels: that images must have, as augment.mean has them.
+        channels: number of channels that images must have, as augment.mean.
 
     Returns:
-        Height and width of the images of each split, where there is one size; of those that a device decodes it is
-        not known yet.
+        Height and width of the images of each split with one size; unknown yet for images that a device
+        decodes.
 
     Raises:
-        StoreError, ConfigError: a column is missing; a label is out of range; the transform fails on each of them,
-            or makes what no micro-batch can hold.
+        StoreError, ConfigError: a column is missing; a label is out of range; the transform fails on each of
+            them, or returns values that no micro-batch can hold.
     """
     sizes: dict[Split, Sides] = {}
     for split, store in spec.stores.items():

@@ -178,7 +178,7 @@ def with_digits(run: RunConfig) -> RunConfig:
     """The run, on the digits that raypipe ships where it names no store; they are written on first use."""
     if run.store.train:
         return run
-    from raypipe.stores.destination import digits_stores  # which imports what writes
+    from raypipe.stores.destination import digits_stores  # this imports the writers
 
     train, val = digits_stores()
     return replace(run, store=replace(run.store, train=train, val=run.store.val or val))
@@ -213,7 +213,7 @@ def spec_of(run: RunConfig, run_uri: str = "") -> StreamSpec:
 
 
 def run_columns(run: RunConfig, store: Store) -> SampleColumns:
-    """The columns of a run, by its training store alone."""
+    """Return the columns of a run, using only its training store."""
     declared = column_options(renamed(run.store.columns, run.store.label_column))
     make, indices = run.transform.make_columns or None, np.arange(min(NUM_PROBED, len(store)))
     has_label = bool(run.store.label_column) and LABEL in store.columns  # any store may be looked at

@@ -90,7 +90,7 @@ def check_memory(spec: StreamSpec, max_actors: int, world_size: int) -> None:
 
 
 def _micro_batch_bytes(spec: StreamSpec) -> int:
-    """Of pixels and targets of their size, in the largest micro-batch of presets; 0 = a transform is none."""
+    """Bytes of pixels and targets of their size in presets' largest micro-batch; 0 = not all are presets."""
     largest = most_pixels(spec.transform, spec.plan.config.bucket_sides)
     pixels = [
         largest if is_preset(transform) else num_pixels(transform, spec.transform.final_size) or 0
@@ -102,7 +102,7 @@ def _micro_batch_bytes(spec: StreamSpec) -> int:
 
 
 def _bytes_of(spec: StreamSpec, pixels: int) -> int:
-    """Of a micro-batch of images, and targets of their size, of so many pixels; 0 = not known."""
+    """Bytes of a micro-batch of images and targets with this many pixels; 0 = unknown."""
     pixel_bytes = _pixel_bytes(spec)
     if pixel_bytes:
         fields = stream_fields(spec.transform)
@@ -112,7 +112,7 @@ def _bytes_of(spec: StreamSpec, pixels: int) -> int:
 
 
 def _pixel_bytes(spec: StreamSpec) -> float:
-    """Of all channels of a pixel, which no preset changes; 0 = none of a store's first arrays can be read."""
+    """Bytes of a pixel's channels, which presets keep; 0 = none of a store's first arrays can be read."""
     if spec.transform.decode_as == "rgb":
         return 1.5 if spec.transform.wire == "yuv420" else 3
     kept = spec.plan.kept["train"]

@@ -30,31 +30,33 @@ def counted_target(batch: Batch) -> torch.Tensor:
 
 
 def plain_loaders(loader: Loader, form: Form = "dict") -> tuple[PlainLoader, PlainLoader]:
-    """The loader's training and its validation, each as a loader that a loop iterates once for each epoch.
+    """Return the loader's training and validation, each as an iterable that a loop iterates once per epoch.
 
     Args:
         loader: this rank's loader.
-        form: what they yield: "dict" (image, target, weight, and columns), "tuple" (image, target), "batch", or a
-            function of the `Batch`. Tuples leave out the padding of a validation and samples that cannot be used,
-            so `len(target)` counts samples; a batch may then be smaller.
+        form: items to yield: "dict" (image, target, weight, and columns), "tuple" (image, target), "batch", or
+            a function of the `Batch`. Tuples omit a validation's padding and unusable samples, so `len(target)`
+            counts samples; a batch may then be smaller.
 
     Raises:
         ConfigError: MixUp or CutMix is on, and the form has no room for mixed targets; or it is "tuple", and ranks
             would have different numbers of validation batches; or "dict", and a column has the name of an entry.
             If the loop's order differs from the plan's, iterating raises it too, and names the setting to change.
-        SampleError: iterating, no sample of a micro-batch can be used, and "tuple" cannot say so.
+        SampleError: iterating "tuple", no sample of a micro-batch can be used.
     """
     config = loader.augment.config if loader.augment else None
     if config and (config.mixup_alpha or config.cutmix_alpha) and form in ("dict", "tuple"):
         raise ConfigError(
-            f"MixUp and CutMix make two targets of one, and {form!r} has room for one: give a function, such as "
+            f"MixUp and CutMix make two targets of one, and {form!r} has room for one: give a function, "
+            "such as "
             "lambda batch: (batch.image, soft_targets(batch.target, batch.mixed, num_classes))"
         )
     padding, world_size = _padding_alone(loader), loader.world_size
     if form == "tuple" and padding % world_size:
         raise ConfigError(
             f"the last {padding} micro-batches of a validation are padding, which 'tuple' leaves out, and then "
-            f"{world_size} workers have different numbers of batches: use form='dict', whose weight is 0 there, "
+            f"{world_size} workers have different numbers of batches: use form='dict', whose weight is 0 "
+            "there, "
             "or give a function"
         )
     if form == "dict" and (clash := {"image", "target", "weight", "views"} & loader.columns.types.keys()):
@@ -167,8 +169,8 @@ class PlainLoader:
                 yield image, target
             elif num and (self._split == "train" or self._loader.world_size > 1):
                 raise SampleError(
-                    f"no sample of micro-batch {batch.at} can be used, and 'tuple' cannot say so: mend the "
-                    "samples that the log names, or use form='dict', whose weight is 0 there"
+                    f"no sample of micro-batch {batch.at} can be used, and 'tuple' has no weights to show "
+                    "it: fix the samples that the log names, or use form='dict', whose weight is 0 there"
                 )
 
 

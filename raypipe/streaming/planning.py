@@ -36,9 +36,9 @@ def make_plan(
     """The plan of a run over a training store and, optionally, a validation store.
 
     Args:
-        train: of a mixture a `JoinedStore`.
+        train: the training store; a `JoinedStore` for a mixture.
         selections: the samples to draw from, of each part of the training store; None = all.
-        val_selection: likewise, of the validation store.
+        val_selection: samples to draw from, of the validation store.
 
     Raises:
         ConfigError: a setting does not go with a store, see `Plan.of`, or a column or file that it names is wrong.
@@ -87,17 +87,18 @@ def _read_source(store: Store, selection: Selection, buckets: Sequence[Sides], s
     unknown = np.flatnonzero(~((widths >= 1) & (heights >= 1)))  # also where it is NaN
     if unknown.size:
         raise ConfigError(
-            f"plan.buckets sorts images by their sizes, and {store.address} has none for {unknown.size} samples, "
+            f"plan.buckets sorts images by their sizes, and {store.address} has none for {unknown.size} "
+            "samples, "
             f"the first of them {selection.indices(unknown[:1])[0]}: leave such out by {setting}='width > 0'"
         )
     return replace(source, buckets=nearest(widths, heights, buckets))
 
 
 def nearest(widths: np.ndarray, heights: np.ndarray, buckets: Sequence[Sides]) -> np.ndarray:
-    """The bucket of each image, intp (n,), by its sides, positive (n,), which are whole numbers.
+    """Return each image's bucket, intp (n,), by its sides, positive integers (n,).
 
-    It is that of the nearest aspect ratio, by the ratio of the ratios; of several such that of the nearest area,
-    likewise; of several such the first.
+    It is the bucket with the nearest aspect ratio, by the ratio of the ratios; among several, the one with the
+    nearest area by their ratio; among those, the first.
     """
     widths, heights = widths.astype(np.float64), heights.astype(np.float64)
     bucket_of = np.zeros(len(widths), np.intp)
@@ -136,7 +137,7 @@ def _read_weights(source: str, store: Store) -> np.ndarray:
     content = read_whole(source)
     try:
         if content is None:
-            raise SampleError("there is no such file")
+            raise SampleError("the file does not exist")
         weights = read_npy(content)
     except SampleError as error:
         raise ConfigError(f"plan.weights: {source} cannot be read: {error}") from None
@@ -148,8 +149,8 @@ def check_weights(weights: np.ndarray, num_samples: int, setting: str) -> np.nda
     weights = np.asarray(weights)
     if weights.shape != (num_samples,) or weights.dtype.kind not in "iufb":
         raise ConfigError(
-            f"{setting} has {weights.dtype} of {weights.shape}: expected is one number for each of the store's "
-            f"{num_samples} samples"
+            f"{setting} has {weights.dtype} of {weights.shape}: it must have one number for each of the "
+            f"store's {num_samples} samples"
         )
     weights = weights.astype(np.float64)
     if not (np.isfinite(weights).all() and (weights >= 0).all()):
@@ -158,11 +159,11 @@ def check_weights(weights: np.ndarray, num_samples: int, setting: str) -> np.nda
 
 
 def select(store: Store | None, exclude: PerSource, filter: PerSource, prefix: str = "store.") -> list[Selection]:
-    """The samples of a store without those of a list, and those that a filter is not true for.
+    """Select the samples of a store, without those of a list and those for which a filter is false.
 
     Args:
         store: None = the run reads none.
-        prefix: of the settings' names, for errors.
+        prefix: prefix of the settings' names, for errors.
 
     Returns:
         A selection for each part of a joined store, or one.
@@ -191,12 +192,12 @@ def _selected(store: Store, exclude: str | Path, filter: str, prefix: str) -> Se
     left_out = read_bad_list(exclude, store, f"{prefix}exclude")
     if not filter:
         return Selection(left_out, len(store))
-    from raypipe.stores.filter import matching  # which imports pyarrow.compute
+    from raypipe.stores.filter import matching  # this imports pyarrow.compute
 
     keep = matching(store, filter, f"{prefix}filter")
     keep[left_out] = False
     if not keep.any():
-        raise ConfigError(f"{prefix}exclude and {prefix}filter leave out all of {store.address}: mend one of them")
+        raise ConfigError(f"{prefix}exclude and {prefix}filter exclude all of {store.address}: fix one of them")
     return Selection.where(keep)
 
 

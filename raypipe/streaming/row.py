@@ -1,7 +1,7 @@
 """The row of the stream, which is one block of k micro-batches, of one rank and one segment: its columns.
 
-from the source   split int8, epoch int64; step, micro int64, lists of k: their places, which is all that an actor
-                  needs that reads; and what a reader has read, null in a split left to the actors: image, label,
+from the source   split int8, epoch int64; step, micro int64, lists of k: their places, all that an actor needs
+                  if it reads; and a reader's data, null in a split that actors read: image, label,
                   lists of k·B; columns, of all samples, pickled, null if there are none; read_s float64, seconds
                   that the reader spent on the block
 from an actor     split, epoch (1,); step, micro (1, k); index int64 (1, k, B), weight float32 (1, k, B); num_bad
@@ -54,7 +54,7 @@ SOURCE_SCHEMA = pa.schema(
 
 
 class SourceRow(NamedTuple):
-    """A row of the source: a block, what a reader has read of each micro-batch, and its seconds for all of them.
+    """Row of the source: a block, a reader's samples of each micro-batch, and its seconds for all of them.
 
     Attributes:
         reads: None = the actor reads.
@@ -171,7 +171,7 @@ def _parts(name: str, form: Any, columns: Mapping[str, np.ndarray]) -> Sequence[
 
 
 def _cut(values: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
-    """The parts, views, of what lies end to end."""
+    """Return views of the parts of an array that holds them end to end."""
     return np.split(values, np.cumsum(lengths)[:-1])
 
 
@@ -187,7 +187,7 @@ def host_batches(iterator: DataIterator) -> Iterator[MicroBatch]:
 
 
 def host_blocks(iterator: DataIterator) -> Generator[Iterator[MicroBatch], None, None]:
-    """The same, block by block: take all of a block's micro-batches before the next block."""
+    """Like `rows`, block by block: take all of a block's micro-batches before the next block."""
     with closing(rows(iterator)) as found:
         for row in found:
             yield batches_of(row)

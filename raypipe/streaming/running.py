@@ -1,4 +1,4 @@
-"""What a running stream owns, and its end, which closing, dropping, leaving the loop, and the exit all come to."""
+"""Resources of a running stream, and its end by closing, dropping, leaving the loop, or exit."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ EXHAUSTED = ""
 
 
 class Running:
-    """All that one loader's stream holds: threads, an execution, actors, a record. It knows no loader, so that
-    dropping a loader ends it.
+    """Resources of one loader's stream: threads, an execution, actors, a record. It has no reference to the
+    loader, so dropping the loader ends it.
 
     Args:
-        close_record: called when nothing will be told of the stream any more.
+        close_record: called after the last report of the stream.
 
     Attributes:
-        why: why the stream has ended; EXHAUSTED = it came to its end; None = it has not ended.
+        why: reason of the stream's end; EXHAUSTED = it was read to its end; None = it has not ended.
     """
 
     def __init__(self, close_record: Callable[[], None]) -> None:
@@ -37,7 +37,7 @@ class Running:
         self.why = None
         for end in ends:
             self._ends.callback(end)
-        # Ray Data would start Ray anew, and wait for ever, to end an execution after Ray has gone at exit. Of
+        # Ray Data would start Ray again, and wait forever, to end an execution after Ray has gone at exit. Of
         # these hooks the last that was registered runs first, and Ray's was before.
         atexit.unregister(_close_all)
         atexit.register(_close_all)
@@ -45,7 +45,7 @@ class Running:
             _with_actors[self] = None
 
     def end(self, why: str) -> None:
-        """End the stream, if it has not ended; its record goes on."""
+        """End the stream, if it has not ended; its record continues."""
         with self._one_by_one:
             if self.why is None:
                 self.why = why

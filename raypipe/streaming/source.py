@@ -136,11 +136,12 @@ class MicroBatchSource(Datasource):
         return replace(samples, images=[image and bytes(image) for image in samples.images])
 
     def _announce(self, task: str, at: MicroBatchId, store: Store, indices: np.ndarray) -> None:
-        """Read what a micro-batch needs of a store in groups; the Supervisor hears of each before, should it kill.
+        """Read a micro-batch's samples from a store in groups; announce each to the Supervisor first, in case
+        it kills the process.
 
         Raises:
-            ResourceError: to read it has cost too many readers. Not at an earlier micro-batch: what was yielded
-                before is looked at no more, and Ray takes an error among it for the end.
+            ResourceError: reading it has cost too many readers. It is not raised at an earlier micro-batch:
+                those already yielded are skipped, and Ray takes an error among them for the end.
         """
         if store.groups is None:
             self._tell(task, f"{at} of {store.address}")

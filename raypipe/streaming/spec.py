@@ -1,4 +1,5 @@
-"""What a stream is, as a plain value that pickles: `opening` makes it on the driver, `pipeline` runs it."""
+"""Description of a stream, as a plain value that pickles: `opening` makes it on the driver, `pipeline` runs
+it."""
 
 from __future__ import annotations
 
@@ -32,8 +33,8 @@ class StreamSpec:
         pool: the actor pool.
         quarantine: URI of the folder that records bad samples; empty = log only.
         run: name of the run, for metrics and logs.
-        log: format of its log lines.
-        columns: what batches have beside images, and the target where that is no class.
+        log: format of the stream's log lines.
+        columns: columns of batches besides images, and the target if it is not a class.
     """
 
     plan: Plan
@@ -48,7 +49,7 @@ class StreamSpec:
 
     @property
     def wanted(self) -> Wanted:
-        """What is read of samples beside the image."""
+        """Columns to read besides the image."""
         columns = dict.fromkeys((*self.columns.stored, *self.transform.target_columns.values()))
         return Wanted(self.columns.reads_class, tuple(columns))
 

@@ -19,7 +19,7 @@ from raypipe.streaming.checkpoints import read_state, write_files
 
 
 class Stateful(Protocol):
-    """What a checkpoint can hold: a model, an optimizer, a schedule of learning rates, a scaler, …"""
+    """Object that a checkpoint can store: a model, an optimizer, a learning-rate schedule, a scaler, …"""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -101,7 +101,7 @@ def restore(parts: Mapping[str, Stateful], folder: Folder) -> None:
         try:
             _unwrapped(part).load_state_dict(state[name])
         except (KeyError, RuntimeError, ValueError) as error:
-            raise ConfigError(f"{name} in {path} is of another make: {error}") from error
+            raise ConfigError(f"{name} in {path} does not fit this one: {error}") from error
 
 
 def _unwrapped(part: Any) -> Any:

@@ -1,7 +1,7 @@
-"""The supervisor of transform actors: which actor works on what, which died, and which sample caused it.
+"""The supervisor of transform actors: each actor's work, its deaths, and the samples that caused them.
 
-A process that crashes or hangs on a sample would be restarted, and would crash again, forever. So the actors tell
-a supervisor what they begin, and ask it, once restarted, what is known about their block:
+A process that crashes or hangs on a sample would be restarted, and would crash again, forever. So actors
+announce their work to a supervisor, and a restarted one asks it for the history of its block:
 
     first death in a block             it is tried again, carefully: each sample is announced before it is touched
     second careful death at a sample   the sample is bad; the block is tried again without it
@@ -9,15 +9,15 @@ a supervisor what they begin, and ask it, once restarted, what is known about th
     or more bad samples than that in
     one of its micro-batches           the run ends with one error
 
-Deaths by other causes (a lost node, a kill) cost an attempt, and change nothing in the result.
+Deaths by other causes (a lost node, a kill) cost an attempt, and do not change the result.
 
-A restarted reader also announces what it is about to read. There is no substitute for a row group, so
+A restarted reader also announces each read. A row group cannot be substituted, so
 `max_attempts` deaths at one, for one micro-batch, end the run, with the file and the row group in the error.
 
-The supervisor also finds how large blocks should be, from what actors report about the first that they made. It
-tells each ReadTask at its start, and tells a restarted one the same again: its blocks must be the same as before.
+The supervisor also sets the size of blocks, from actors' reports about their first ones. Each ReadTask gets it
+at its start, and a restarted one gets the same size, since its blocks must not change.
 
-It knows the stream's processes, and so it also ends those that were stopped: see `watch`.
+It also ends processes of the stream that were stopped, see `watch`.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ _DEATHS_AT_A_SAMPLE = 2
 _MAX_EVENTS = 10_000
 _NUM_MEASURED = 32
 _PERIOD_S = 1.0
-_PATIENCE_S = 5.0  # for the last events, at a run's end
+_PATIENCE_S = 5.0  # wait for the last events, at a run's end
 _LOOK = "look for `out of memory` or a crash in the logs of Ray's workers (`ray logs`)"
 
 
 @dataclass(frozen=True)
 class Orders:
-    """How an actor is to go about a block."""
+    """Instructions for an actor's work on a block."""
 
     careful: bool = False  # announce each sample before it is touched
     bad: tuple[int, ...] = ()  # indices of samples of this split that have killed their process
@@ -68,13 +68,13 @@ class _History:
 
 
 class Supervisor:
-    """The ledger of one stream's faults. As an actor, see `start_supervisor`.
+    """Ledger of one stream's faults. `start_supervisor` starts it as an actor.
 
     Args:
-        max_attempts: deaths that one block may cost, see above.
+        max_attempts: most deaths at one block, see above.
         run: name of the run, for metrics and logs.
         log: format of its log lines; empty = as this process has it.
-        watches: whether it ends processes of the stream that are stopped while this stands still.
+        watches: whether it ends stopped processes of the stream while the stream makes no progress.
     """
 
     def __init__(
@@ -204,16 +204,16 @@ class Supervisor:
         return True
 
     def measured(self, split: str, seconds: float, num_bytes: int) -> None:
-        """An actor has made a block: what a micro-batch of it took, and its bytes."""
+        """Record that an actor has made a block: the seconds and bytes of a micro-batch."""
         self._seconds[split].append(seconds)
         self._num_bytes[split].append(num_bytes)
 
     def sizes(self, task: str, most: int, max_bytes: int) -> dict[Split, int]:
-        """The micro-batches in each block, by split, of a reader's task.
+        """Return the micro-batches per block of a reader's task, by split.
 
         Args:
-            most: that its share has room for.
-            max_bytes: of a block.
+            most: limit from its share.
+            max_bytes: most bytes of a block.
         """
         if task not in self._sizes:
             splits: tuple[Split, ...] = ("train", "val")
@@ -259,7 +259,7 @@ class Supervisor:
             self._events.append((kind, event))
 
     def awaited(self) -> str:
-        """What the stream is at, as its executions say, or, if it has brought nothing yet, as its processes do."""
+        """State of the stream, by its executions, or by its processes before the first batch."""
         if self._stands:
             return "; ".join(self._stands.values())
         started = f"{len(self._homes)} transform actor{'s have' if len(self._homes) > 1 else ' has'} started"
@@ -294,14 +294,14 @@ def start_supervisor(max_attempts: int, run: str = "", log: LogFormat = "text") 
 def end_actors(supervisor: Any, iterators: Sequence[Any], rank: int) -> None:
     """End the actors of a stream once all of its ranks have left it; each calls this when it does.
 
-    They are killed, since a handle that anything else holds, such as an object of Ray Data, would keep them.
+    They are killed, since any other handle, such as one in an object of Ray Data, would keep them alive.
 
     Args:
         supervisor: the handle of the stream's Supervisor.
-        iterators: of all ranks, see `pipeline.splits`.
-        rank: of this process.
+        iterators: iterator of each rank, see `pipeline.splits`.
+        rank: rank of this process.
     """
-    if not ray.is_initialized():  # a call would start it anew, and its actors have gone with it
+    if not ray.is_initialized():  # a call would restart it, and its actors are gone
         return
     with contextlib.suppress(ray.exceptions.RayError):
         if len(iterators) > 1 and ray.get(supervisor.leaves.remote(rank), timeout=_PATIENCE_S) < len(iterators):
@@ -315,7 +315,7 @@ def follow(supervisor: Any, tell: Callable[[str, str], None]) -> Callable[[], No
     """Report each event of a stream within a second or two, even while the stream waits.
 
     Args:
-        supervisor: the handle of the stream's Supervisor; None = there are no events.
+        supervisor: the handle of the stream's Supervisor; None = no events.
         tell: called with kind and text of each, see `Supervisor.events`, in a thread.
 
     Returns:
@@ -327,10 +327,10 @@ def follow(supervisor: Any, tell: Callable[[str, str], None]) -> Callable[[], No
         num_told, ends = 0, supervisor is None
         while not ends:
             ends = stopped.wait(_PERIOD_S)
-            if not ray.is_initialized():  # a call would start it anew
+            if not ray.is_initialized():  # a call would restart it
                 return
             new: list[tuple[str, str]] = []
-            with contextlib.suppress(ray.exceptions.RayError):  # the stream goes on without its chronicler
+            with contextlib.suppress(ray.exceptions.RayError):  # the stream does not depend on the event log
                 new = ray.get(supervisor.events.remote(num_told), timeout=_PATIENCE_S if ends else _PERIOD_S)
             num_told += len(new)
             for kind, text in new:

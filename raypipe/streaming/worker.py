@@ -1,7 +1,7 @@
-"""One transform actor: a row that names a block in, a row of its pixels out; see `raypipe.streaming.row`.
+"""Transform actor: maps a row that names a block to a row with its pixels; see `raypipe.streaming.row`.
 
 TransformWorker   the actor
-Guard             around each of its blocks: a time limit, and what its Supervisor knows
+Guard             around each of its blocks: a time limit, and its Supervisor's instructions
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class TransformWorker:
         with self._guard.block(places) as orders:
             attempt = functools.partial(self._guard.attempt, orders=orders)
             outcomes, memory = self._maker.block(places, reads, read_s, attempt)
-        # Unguarded: where records go may be slow, which is no fault of the samples.
+        # Unguarded: a slow destination of the records is not a fault of the samples.
         for outcome in outcomes:
             self._maker.settle(outcome)
         self._count(outcomes)
@@ -93,7 +93,7 @@ class TransformWorker:
 
 
 class Guard:
-    """Of one transform actor.
+    """Guard of one transform actor.
 
     Args:
         supervisor: handle of a Supervisor.
@@ -131,7 +131,7 @@ class Guard:
             ray.get(self._supervisor.ended.remote(self._actor))
 
     def attempt(self, at: MicroBatchId, orders: Orders | None) -> Attempt:
-        """What is known of a micro-batch, whose time begins."""
+        """Start a micro-batch's time limit, and return the knowledge about it."""
         self._watch()
         if orders is None or not (orders.careful or orders.bad):
             return FIRST_ATTEMPT

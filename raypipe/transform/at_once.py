@@ -1,11 +1,11 @@
-"""The images of a micro-batch, made by programs in one call, as far as that is possible.
+"""Images of a micro-batch, made by programs in one call where possible.
 
     JPEGs that the kernel takes        decoded and transformed by it
     other encoded images, and those    decoded here, some at a time, and transformed by it; or, where there is
     of a cache                         no kernel, by the reference
 
-A row for which neither will do (it is damaged, or too small for a crop) is left to the straight loop, which says
-why.
+A row that neither can make (damaged, or too small for a crop) is left to the loop over samples, which raises
+the reason.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ class Slots(NamedTuple):
 
 @dataclass(frozen=True)
 class Crop:
-    """An image that a program makes of each sample: the sample's only one, or one of a view.
+    """Image that a program makes of each sample: its only image, or one of a view.
 
     Attributes:
-        field: that it belongs to.
-        program: that makes it.
-        finish: what comes behind the program, of an image, its targets and the key; None: nothing does.
-        number: of several that the field has.
-        part: uint64 (2,), with which the keys of samples are mixed; None: they are used as they are.
+        field: the image's field.
+        program: program that makes it.
+        finish: step after the program, on an image, its targets and the key; None = no step.
+        number: its number among several of the field.
+        part: uint64 (2,), mixed with the samples' keys; None = the keys are used as they are.
     """
 
     field: str
@@ -66,7 +66,7 @@ class Crop:
     part: np.ndarray | None = None
 
     def keys(self, keys: np.ndarray) -> np.ndarray:
-        """Its keys, uint64 (B, 2), by those of the samples."""
+        """Derive its keys, uint64 (B, 2), from those of the samples."""
         return keys if self.part is None else mix64(self.part ^ keys)
 
     def slots(self, arrays: Mapping[str, np.ndarray]) -> Slots:
@@ -224,7 +224,7 @@ class ProgramsAtOnce:
         if cached is not None and (decoded := cached(row)):
             return decoded.pixels
         if not image or (self._target and image[:3] == b"\xff\xd8\xff"):
-            return None  # by a target, a crop's scale follows from the box: `one` decodes it
+            return None  # a target gives a crop's scale by its box: `one` decodes it
         try:
             return decode(image, min_side=self._config.decode_min_side, exif=self._config.apply_exif)
         except SampleError:

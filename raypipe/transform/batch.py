@@ -29,12 +29,12 @@ NUM_SUBSTITUTES = 8  # at the default budget of 1 % bad samples, 8 bad substitut
 
 
 class Content(Protocol):
-    """What samples become, see `raypipe.transform.contents`.
+    """Contents of samples, see `raypipe.transform.contents`.
 
     Attributes:
-        fields: of a sample, by name; shapes that are not known yet are those of the first.
-        draws_globally: it draws from generators that all threads share.
-        makes_images_alone: samples have no fields beside their images, label and columns.
+        fields: fields of a sample, by name; the first sample sets unknown shapes.
+        draws_globally: whether it draws from generators that all threads share.
+        makes_images_alone: whether samples have only images, label and columns.
     """
 
     fields: dict[str, Field]
@@ -53,16 +53,16 @@ class Content(Protocol):
         arrays: dict[str, np.ndarray],
         cached: Callable[[int], Decoded | None] | None,
     ) -> MadeAtOnce:
-        """Make the images of a micro-batch in the arrays of its fields, as far as one call can make them.
+        """Make the images of a micro-batch in the arrays of its fields, where one call can make them.
 
         Args:
-            wanted: bool (B,), the rows that are.
+            wanted: bool (B,), the rows to make.
             keys: uint64 (B, 2).
-            arrays: by field, (B, …).
-            cached: decodes the sample of a row, to keep it.
+            arrays: arrays by field, (B, …).
+            cached: decodes the sample of a row and caches it.
 
         Returns:
-            The rows that are made; of others `one` decides.
+            The rows that are made; `one` makes or rejects the others.
         """
         ...
 
@@ -73,10 +73,10 @@ class Content(Protocol):
 
 @dataclass(frozen=True)
 class Attempt:
-    """What earlier attempts at a micro-batch have taught.
+    """Knowledge from earlier attempts at a micro-batch.
 
     Attributes:
-        bad: index → reason, of samples that must not be touched.
+        bad: index → reason of samples that must not be touched.
         before_sample: called with the index of each sample before it is touched, which begins with reading it.
     """
 
@@ -91,14 +91,14 @@ class MicroBatchTransform:
     """Fills the rows of micro-batches of a split, and judges bad samples.
 
     Args:
-        content: what samples become.
+        content: contents of samples.
         on_bad_sample: "raise", or "substitute" another sample.
-        exact: for a validation: a bad sample is not substituted, its row has weight 0.
+        exact: for validation: a bad sample is not substituted, its row has weight 0.
         store_address: named in errors and records.
-        sample_name: what the store calls a sample, by its index, for errors and records.
-        decoded: of a cache of this store, and of the same settings of the decode, see `SampleCache.decoded`.
-        columns: makes those of each sample; None = there are none.
-        probe: samples to learn the size of images by, should a micro-batch of nothing but padding come first.
+        sample_name: returns the store's name of a sample by its index, for errors and records.
+        decoded: decoder with a cache, of the same store and settings, see `SampleCache.decoded`.
+        columns: makes the columns of each sample; None = no columns.
+        probe: samples that show the size of images if the first micro-batch is all padding.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class MicroBatchTransform:
 
     @property
     def draws_globally(self) -> bool:
-        """Whether it draws from generators that all threads share."""
+        """True if it draws from generators that all threads share."""
         return self.content.draws_globally or bool(self._columns and self._columns.draws_globally)
 
     def run(
@@ -134,21 +134,21 @@ class MicroBatchTransform:
         """Make one micro-batch.
 
         Args:
-            samples: B, read, or to be read when it is their turn; that of padding is not looked at.
+            samples: B samples, read already or when needed; those of padding are ignored.
             indices: int64 (B,), PADDING among them.
             keys: uint64 (B, 2), one key per sample.
-            substitutes: the stand-ins for a bad sample, the first good one of which is taken.
-            attempt: what is known of the micro-batch.
-            memory: where its arrays are put; None = they have memory of their own.
+            substitutes: replacements for a bad sample; the first good one is used.
+            attempt: knowledge from earlier attempts.
+            memory: memory for its arrays; None = new memory.
 
         Returns:
             The rows, and a record per bad sample: `store` (address), `index`, `name` (the store's own, "" where it
-            has none), `substitute` (index, or None in a validation), `error` (reason), `fault` ("store", or
+            has none), `substitute` (index, or None during validation), `error` (reason), `fault` ("store", or
             "transform").
 
         Raises:
             SampleError: a bad sample under "raise"; or one for which no good substitute was found.
-            ConfigError: a result is of another kind or size than it must be.
+            ConfigError: a result has a wrong kind or size.
         """
         rows, bad = Rows(memory or BlockMemory(self.content.fields), len(indices)), []
         made = self._at_once(rows, samples, indices, keys, attempt)
@@ -218,11 +218,11 @@ class MicroBatchTransform:
         out: np.ndarray | None = None,
         drawn: Drawn | None = None,
     ) -> dict[str, Any]:
-        """The fields of one sample; but not its images, if they are made: then it says what was drawn for them.
+        """Make the fields of one sample; for finished images, return only the draws.
 
         Raises:
             SampleError: it is bad.
-            ConfigError: what was made of it is of another kind or size than it must be.
+            ConfigError: the result has a wrong kind or size.
         """
         if attempt.before_sample:
             attempt.before_sample(index)

@@ -43,12 +43,13 @@ def check_transforms(
 
 
 def check_follows(transform: Any, config: TransformConfig) -> None:
-    """Raise ConfigError where a train_transform has a size of its own, and validations that of the defaults."""
+    """Raise ConfigError if a train_transform has its own size and validation the default size."""
     defaults = (config.val, config.size) == (TransformConfig.val, TransformConfig.size)
     if defaults and not takes_size(transform) and num_pixels(transform, config.final_size) is None:
         raise ConfigError(
-            f"train_transform is {_name_of(transform)}, and there is no val_transform: validations would have the "
-            f"default size, {config.final_size} px, whatever the training has. Write val_transform=PIPELINE, for "
+            f"train_transform is {_name_of(transform)}, and val_transform is not set: validation would have the "
+            f"default size, {config.final_size} px, regardless of the training's size. Write "
+            "val_transform=PIPELINE, for "
             "the same size and without random steps; or 'center', with transform=TransformConfig(size=…); or "
             "None: pixels as they are stored"
         )
@@ -85,7 +86,7 @@ def check_images(
     for split, store in stores.items():
         sides = plan.sides_in(split)
         _check_sizes(config, split, transforms[split], sides)
-        if not sides:  # which images belong to a bucket is not known here
+        if not sides:  # images are not assigned to buckets yet
             _check_crops(config, split, transforms[split], store, kept[split])
 
 

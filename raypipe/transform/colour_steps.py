@@ -160,7 +160,7 @@ class CoarseDropout(Filled):
 
     @property
     def num_uniforms(self) -> int:  # type: ignore[override]
-        """One for their number, four for each."""
+        """Count one for the number of boxes, and four for each."""
         return 1 + 4 * self.num_holes_range[1]
 
     def num_params(self, op: Op) -> int:

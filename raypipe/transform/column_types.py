@@ -1,4 +1,4 @@
-"""What the columns of a stream are, found on its driver by the first samples of its stores."""
+"""Types of a stream's columns, found on its driver from the first samples of its stores."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def find_columns(
             if kind != other_kind:
                 raise ConfigError(
                     f"column {name!r} is {kind} in {address}, and {other_kind} in {other}: a column has one type; "
-                    f"declare store.columns.{name}.dtype, or mend one of the stores"
+                    f"declare store.columns.{name}.dtype, or fix one of the stores"
                 )
     return columns
 
@@ -131,7 +131,7 @@ def _of_store(
                 "store.columns={label: {length: …}}, or name another store.label_column"
             )
         if name == LABEL and name not in options and not kind.shape and np.dtype(kind.dtype).kind in "iu":
-            kind = CLASS  # of any width
+            kind = CLASS  # any width
         types[name] = kind
         if kind.is_padded:
             types[length := length_name(name)] = CLASS
@@ -166,25 +166,25 @@ def _path_of(store: Store, name: str) -> tuple[str, ...] | None:
 def type_of(
     name: str, values: Sequence[Any], options: ColumnOptions | None, fixed: bool, where: str
 ) -> ColumnType:
-    """The type of a column by some of its values.
+    """Find the type of a column from some of its values.
 
     Args:
-        fixed: arrays among them have one shape, and are no lists of several lengths.
-        where: names the column, for errors.
+        fixed: arrays have one shape, and are not lists of different lengths.
+        where: name of the column, for errors.
 
     Raises:
-        ConfigError: none has a value, or they are of several kinds.
+        ConfigError: there are no values, or values of several kinds.
     """
     values, num = [value for value in values if value is not None], len(values)
     if not values:
-        raise ConfigError(f"{where} has no value in any of the first {num} samples: mend the store")
+        raise ConfigError(f"{where} has no value in any of the first {num} samples: fix the store")
     if options is None:
         for kind, python in (("text", str), ("bytes", bytes)):
             if all(isinstance(value, python) for value in values):
                 return ColumnType(kind)  # type: ignore[arg-type]
         if len({_family(value) for value in values}) > 1:
             names = ", ".join(sorted({type(value).__name__ for value in values}))
-            raise ConfigError(f"{where} has values of several types, {names}: mend the store")
+            raise ConfigError(f"{where} has values of several types, {names}: fix the store")
     arrays, problem = [], ""
     npy = any(map(is_npy, values))
     for value in values:
@@ -201,12 +201,12 @@ def type_of(
     dtype = np.dtype(options.dtype) if options and options.dtype else np.result_type(*filled)
     shapes = {array.shape for array in filled}
     if len({len(shape) for shape in shapes}) > 1:
-        raise ConfigError(f"{where} has numbers of several shapes, {sorted(shapes)}: mend the store")
+        raise ConfigError(f"{where} has numbers of several shapes, {sorted(shapes)}: fix the store")
     if options and options.length:
         inner = {shape[1:] for shape in shapes}
         if () in shapes or len(inner) > 1:
             raise ConfigError(
-                f"{where} is declared with a length, and its first samples are of shapes {sorted(shapes)}"
+                f"{where} is declared with a length, but its first samples have shapes {sorted(shapes)}"
             )
         if not _can_hold(dtype, options.fill or 0):
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""Columns of a sample beside its image, its mask and its boxes: from what stores hold to what batches have.
+"""Columns of a sample besides image, mask and boxes: from stored values to batches.
 
     a store's value                         declared               in a batch of B
     number                                                         (B,), of its dtype
@@ -10,8 +10,8 @@
     struct, list of texts, JSON                                    list of B, as JSON has them
     numbers as JSON, raw bytes or .npy      dtype, maybe length    as numbers are
 
-What a stream's columns are is found once, on its driver, by the first samples of its stores: see
-`raypipe.transform.column_types`. Who makes micro-batches only checks that samples are so: `ColumnMaker`.
+The driver finds the types of a stream's columns once, from the first samples of its stores: see
+`raypipe.transform.column_types`. `ColumnMaker` only checks that samples have these types.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ _NUMBERS = "biuf"  # numpy's kinds
 
 @dataclass(frozen=True)
 class ColumnType(Field):
-    """What a column holds: the field that it becomes, whose shape is known.
+    """Type of a column: its field, with a known shape.
 
     Attributes:
-        is_npy: the store has the numbers as .npy; bytes of any other form are damaged.
+        is_npy: the store has numbers as .npy; other bytes are damaged.
     """
 
     shape: tuple[int, ...] = ()
@@ -66,12 +66,12 @@ class SampleColumns:
     """The columns of a stream: a plain value that pickles.
 
     Attributes:
-        paths: of each column that is read, the store's column, and the fields within its values.
-        options: of those that were declared with options.
-        function: makes the batch's columns of those; None, or `module:function`.
-        types: of each of the batch's columns, by name; `label` is the target.
-        reads_class: the store's label is read beside them, a class; else the target is among them, or there is
-            none, and labels are 0.
+        paths: path of each column to read: the store's column, and fields within its values.
+        options: options of the columns declared with them.
+        function: `module:function` that makes the batch's columns from these; None = no function.
+        types: type of each of the batch's columns, by name; `label` is the target.
+        reads_class: whether the store's label, a class, is also read; else the target is one of the columns, or
+            there is none, and labels are 0.
     """
 
     paths: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -90,12 +90,12 @@ class SampleColumns:
 
     @property
     def has_target(self) -> bool:
-        """Whether batches have a target."""
+        """True if batches have a target."""
         return self.reads_class or LABEL in self.types
 
     @property
     def target(self) -> ColumnType | None:
-        """What the target is; None = classes, int64."""
+        """Type of the target; None = classes, int64."""
         target = self.types.get(LABEL)
         return None if target == CLASS else target
 
@@ -136,14 +136,14 @@ class ColumnMaker:
         self.draws_globally = function is not None and self._rng_name is None
 
     def one(self, values: Mapping[str, Any], key: Key) -> dict[str, Any]:
-        """The columns of one sample, by their fields: numpy arrays, of text and the like bytes.
+        """Make the columns of one sample, by field: numpy arrays, or bytes for text and JSON.
 
         Args:
-            values: of the store's columns, by name.
-            key: of the sample.
+            values: values of the store's columns, by name.
+            key: the sample's key.
 
         Raises:
-            SampleError: a value is missing, or is of another type or length than those of the first samples.
+            SampleError: a value is missing, or its type or length differs from the first samples'.
         """
         unchecked = self.unchecked(values, key)
         columns: dict[str, Any] = {}
@@ -152,7 +152,7 @@ class ColumnMaker:
         return {field_name(name): value for name, value in columns.items()}
 
     def unchecked(self, values: Mapping[str, Any], key: Key) -> dict[str, Any]:
-        """What the store, or the function, gives for each of the batch's columns, not checked yet."""
+        """Return the unchecked values of the batch's columns, from the store or the function."""
         stored = {name: _field(values, path) for name, path in self.columns.paths.items()}
         if self._function is None:
             return stored
@@ -187,7 +187,7 @@ class ColumnMaker:
                 raise SampleError(_varies(name, f"a {type(value).__name__}", column))
             return {name: value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value}
         if column.is_npy and isinstance(value, bytes) and not is_npy(value):
-            raise SampleError(f"column {name!r} does not begin as a .npy, as in the first samples: mend it")
+            raise SampleError(f"column {name!r} does not begin as a .npy, as in the first samples: fix it")
         array = numbers_of(name, value, self.columns.options.get(name))
         is_list = column.kind == "ragged" or column.is_padded
         of_element = column.shape[column.is_padded :]
@@ -210,12 +210,12 @@ class ColumnMaker:
 
 
 def length_name(name: str) -> str:
-    """The column that tells how long the lists of a padded one are."""
+    """Return the name of the column with the lengths of a padded one."""
     return f"{name}_length"
 
 
 def _field(values: Mapping[str, Any], path: tuple[str, ...]) -> Any:
-    """What is at a path: a column's value, or a field of the structs or the JSON that it is."""
+    """Return the value at a path: a column's, or a field of its structs or JSON."""
     value = values[path[0]]
     for name in path[1:]:
         if isinstance(value, str | bytes):
@@ -253,7 +253,7 @@ def numbers_of(name: str, value: Any, options: ColumnOptions | None = None) -> n
 
 
 def is_npy(value: Any) -> bool:
-    """Whether a value is the bytes of an array of numpy's, by its first ones."""
+    """True if a value begins like a .npy."""
     return isinstance(value, bytes) and value.startswith(NPY)
 
 
@@ -277,7 +277,7 @@ def _varies(name: str, kind: str, column: ColumnType) -> str:
 
 
 def _as_numpy(value: Any) -> Any:
-    """What a function made: tensors as arrays."""
+    """Return a function's results, with tensors as arrays."""
     return np.asarray(value) if hasattr(value, "__array__") and not isinstance(value, np.generic) else value
 
 

@@ -1,12 +1,12 @@
-"""What samples become for the model: pixels made here, or encoded bytes for `transform.decode="gpu"`.
+"""Contents of samples for the model: pixels, or encoded bytes for `transform.decode="gpu"`.
 
     Images             its image and targets, or its views
-    EncodedTransform   its bytes, and what is to be cut from them, see `raypipe.transform.encoded`
+    EncodedTransform   its bytes, and the box to cut, see `raypipe.transform.encoded`
 
 With `transform.decode_as: array`, images and views have the dtype and the channels C that the transform gives
 them, all alike: (B, H, W, C). With `transform.wire: yuv420` the images that are made become planes.
 
-Rows that are left out are black, without a class (IGNORE), and without boxes and keypoints (label NO_BOX).
+Excluded rows are black, without a class (IGNORE), and without boxes and keypoints (label NO_BOX).
 """
 
 from __future__ import annotations
@@ -55,15 +55,15 @@ def build_content(
     sides: Sides | None = None,
     threads: int = 1,
 ) -> Content:
-    """What a transform makes of samples.
+    """Build the contents that a transform makes.
 
     Args:
-        transform: as `transform.train` names it, or a callable.
-        size: of the images; None = the config's last.
+        transform: a value of `transform.train`, or a callable.
+        size: size of the images; None = the config's last.
         sides, threads: see `Images`.
 
     Raises:
-        ConfigError: a setting is wrong, or the transform is of a kind that they do not go with.
+        ConfigError: a setting is wrong, or does not fit the kind of transform.
     """
     fields = stream_fields(config, columns)
     if config.decode == "gpu":
@@ -77,10 +77,10 @@ class Images:
 
     Args:
         transform: from `build_transform`; with targets, for `target_pipeline`.
-        config: how they are decoded, and which targets there are.
-        fields: of the stream; None = by the config.
-        sides: (height, width) that results must have; None = those of the first.
-        threads: that make the images of a micro-batch, where programs make them.
+        config: settings of the decode and the targets.
+        fields: the stream's fields; None = by the config.
+        sides: (height, width) required of results; None = those of the first.
+        threads: number of threads that make the images of a micro-batch by programs.
     """
 
     def __init__(
@@ -119,8 +119,7 @@ class Images:
         Raises:
             SampleError: any part of it cannot be decoded or does not fit its image.
             TransformError: the transform failed on it.
-            ConfigError: what the transform made is of another kind or size than it must be, or more boxes than
-                there is room for.
+            ConfigError: the transform's result has a wrong kind or size, or too many boxes.
         """
         image = self._opened(sample)
         targets: dict[str, np.ndarray] = {}
@@ -159,7 +158,7 @@ class Images:
         return self._at_once.make(samples, wanted, keys, arrays, cached)
 
     def following(self, sample: EncodedSample | Decoded, drawn: Drawn) -> dict[str, Any]:
-        """What goes with an image that `at_once` has made."""
+        """Return the other fields of an image that `at_once` has made."""
         if not self._targets:
             return {}
         assert isinstance(sample, EncodedSample) and isinstance(self._transform, SampleTransform)
@@ -225,7 +224,7 @@ class Images:
     def _opened(self, sample: EncodedSample | Decoded) -> np.ndarray | Undecoded:
         """An image: decoded, or not yet where the transform begins with a random resized crop."""
         if isinstance(sample, Decoded):
-            pixels = sample.pixels  # which may be read-only
+            pixels = sample.pixels  # it may be read-only
             if self._crop_target:
                 return pixels.shape[:2], lambda box: cut(pixels, box).copy()
             return pixels if pixels.flags.writeable else pixels.copy()
@@ -272,5 +271,5 @@ def _sizes(shapes: dict[str, tuple[int, ...]]) -> str:
 
 
 def _arrays_of(shapes: dict[str, tuple[int, ...]], dtypes: dict[str, np.dtype[Any]]) -> str:
-    """The same with channels and dtypes."""
+    """Return the fields with channels and dtypes."""
     return ", ".join(f"{name} {dtypes[name]} {shape}" for name, shape in shapes.items())

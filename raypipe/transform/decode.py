@@ -1,21 +1,21 @@
 """Encoded image bytes → pixels: uint8 RGB, height × width × 3.
 
     starts with            decoder                                         equal to Pillow's `convert("RGB")`
-    JPEG                   libjpeg-turbo, by our extension or simplejpeg   within rounding, CMYK and grey included
+    JPEG                   libjpeg-turbo, by csrc/ or simplejpeg           within rounding, CMYK and gray included
     PNG, plain 8-bit       cv2, after its checksums held                   exactly
     WebP, plain lossy      cv2                                             exactly
     other PNG and WebP,
-    BMP, GIF, TIFF, AVIF   Pillow                                          exactly, but for 16-bit greyscale
+    BMP, GIF, TIFF, AVIF   Pillow                                          exactly, but for 16-bit grayscale
     HEIC                   pillow-heif (the extra `heic`)                  exactly
 
-Alpha is dropped, not composited, as `convert("RGB")` does: the colour under a transparent pixel is what
-the file holds there. 16-bit channels keep their high byte. An animation gives its first frame. Pixels come
-as stored, without the EXIF orientation, as torchvision and everybody's ImageNet numbers have them;
-`exif=True` turns them upright. (TIFF comes upright in any case, and HEIC as its container turns it: on loading.)
-`raypipe.transform.decode_array` keeps 16 bits, floats and other channels.
+Alpha is dropped, not composited, as `convert("RGB")` does: a transparent pixel keeps its stored color. 16-bit
+channels keep their high byte. An animation gives its first frame. Pixels come as stored, without the EXIF
+orientation, as torchvision and published ImageNet results have them; `exif=True` turns them upright. (TIFF
+comes upright in any case, and HEIC as its container turns it: on loading.) `raypipe.transform.decode_array`
+keeps 16 bits, floats and other channels.
 
-Nothing here runs code that is in the bytes. What is above a limit of `limits` is refused by its
-header, before anything of its size is allocated.
+No decoder runs code from the bytes. An image above a limit of `limits` is rejected by its header, before memory
+of its size is allocated.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from raypipe.transform.jpeg import decode_jpeg, jpeg_orientation, upright
 from raypipe.transform.seekable import check_checksum
 
 _CV2_FLAGS = cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION
-_BAND_PIXELS = 1 << 20  # that are converted at a time
+_BAND_PIXELS = 1 << 20  # pixels converted at a time
 
 
 def decode(
@@ -53,9 +53,9 @@ def decode(
         uint8 RGB of shape (H, W, 3), C-contiguous, writable, owned by the caller.
 
     Raises:
-        SampleError: whatever the bytes are, this and no other; the message says what is wrong with them.
-            A JPEG is refused for anything that libjpeg warns of, since what follows the damage is garbage.
-        ConfigError: it is AVIF or HEIC, and what decodes that is not installed here.
+        SampleError: the bytes cannot be decoded; no other error is raised for them. Any warning of libjpeg
+            rejects a JPEG, since pixels after the damage are garbage.
+        ConfigError: it is AVIF or HEIC, and its decoder is not installed.
     """
     encoded, kind = _known(data)
     if kind == "JPEG":
@@ -73,10 +73,10 @@ def decode(
 
 
 def image_size(data: bytes | bytearray | memoryview | None, *, exif: bool = False) -> tuple[int, int]:
-    """(height, width) that `decode` would give, from the header.
+    """Return the (height, width) of `decode`'s result, from the header.
 
-    The few JPEGs that do not end with their end marker are decoded once, since that alone tells those cut short,
-    for which a substitute can be read at this place only, from those with something behind the end. Raises
+    The few JPEGs that do not end with their end marker are decoded once, since only that distinguishes a
+    truncated one, for which only this place can read a substitute, from one with data after its end. Raises
     SampleError for what has no readable header, or is over a limit; damage further in is not looked for.
     """
     encoded, kind = _known(data)
@@ -85,7 +85,7 @@ def image_size(data: bytes | bytearray | memoryview | None, *, exif: bool = Fals
         if size is not None:
             on_its_side = exif and b"Exif\0\0" in encoded and jpeg_orientation(encoded) >= 5
             return (size[1], size[0]) if on_its_side else size
-    elif not (exif and kind in ("PNG", "WebP", "AVIF")):  # whose orientation may stand behind the pixels
+    elif not (exif and kind in ("PNG", "WebP", "AVIF")):  # its orientation may follow the pixels
         size = plain_size(encoded, kind)
         if size is not None:
             return size
@@ -97,7 +97,7 @@ def image_size(data: bytes | bytearray | memoryview | None, *, exif: bool = Fals
 
 
 def stored_bytes(data: bytes | bytearray | memoryview | None) -> bytes:
-    """What is stored of a sample; raises SampleError where there is nothing."""
+    """Return a sample's stored bytes; raise SampleError if there are none."""
     if data is None:
         raise SampleError("no value")
     if not isinstance(data, bytes | bytearray | memoryview):
@@ -134,7 +134,7 @@ def encode_jpeg(image: np.ndarray, quality: int = 95) -> bytes:
 
 
 def resize_short_side(image: np.ndarray, side: int) -> np.ndarray:
-    """Shrink an image, uint8 (H, W, 3), to a short side of `side` ≥ 1 pixels; what is no larger stays as it is."""
+    """Shrink an image, uint8 (H, W, 3), to a short side of at most `side` ≥ 1 pixels."""
     height, width = image.shape[:2]
     short = min(height, width)
     if short <= side:
@@ -145,7 +145,7 @@ def resize_short_side(image: np.ndarray, side: int) -> np.ndarray:
 
 
 def _decode_pillow(data: bytes, kind: str, exif: bool) -> np.ndarray:
-    from PIL import ImageOps  # 0.1 s, and most stores are JPEG alone
+    from PIL import ImageOps  # 0.1 s, and most stores have only JPEGs
 
     with damage_in(kind, data):
         image = open_pillow(data, kind)

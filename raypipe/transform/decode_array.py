@@ -42,7 +42,7 @@ def decode_array(data: bytes | bytearray | memoryview | None) -> np.ndarray:
         (H, W, C), C-contiguous, writable, owned by the caller, in native byte order.
 
     Raises:
-        SampleError: whatever the bytes are, this and no other.
+        SampleError: the bytes cannot be decoded; no other error is raised for them.
         ConfigError: as `decode` does; or it is a TIFF, and tifffile or imagecodecs is not installed here.
     """
     encoded = stored_bytes(data)
@@ -99,7 +99,7 @@ def _image_header(data: bytes) -> NpyHeader:
     if header.dtype.kind == "b":
         raise SampleError("a .npy of bool: store integers or floats of 8 to 64 bits")
     if len(header.shape) not in (2, 3) or not all(header.shape):
-        raise SampleError(f"a .npy of shape {header.shape}: expected is (H, W) or (H, W, C)")
+        raise SampleError(f"a .npy of shape {header.shape}: it must have (H, W) or (H, W, C)")
     height, width, *_ = header.shape
     check_size(width, height, math.prod(header.shape) * header.dtype.itemsize)
     return header
@@ -128,7 +128,7 @@ def _png(data: bytes) -> np.ndarray:
 
 
 def _is_rgb(tiff: TiffHeader) -> bool:
-    """Whether values are no channels of their own, and become uint8 RGB by `decode`."""
+    """True if values are not channels themselves, such as a palette's, and become uint8 RGB by `decode`."""
     is_jpeg = tiff.compression == JPEG and tiff.channels in (1, 3)
     return is_jpeg or tiff.bits < 8 or tiff.photometric in (_PALETTE, _YCBCR)
 
@@ -151,7 +151,7 @@ def _tiff_dtype(tiff: TiffHeader) -> np.dtype[Any]:
         )
     dtype = np.dtype(f"{kind}{bits // 8}")
     pixel_bytes = tiff.channels * dtype.itemsize
-    # Two copies of the image, and of a strip or tile what is unpacked and what is put in order.
+    # Two copies of the image; a strip or tile unpacked and in order.
     num_pixels = 2 * tiff.width * tiff.height + 2 * tiff.block_pixels
     check_size(tiff.width, tiff.height, num_pixels * pixel_bytes)
     return dtype
@@ -169,7 +169,7 @@ def _tiff(data: bytes) -> np.ndarray:
         message = f"TIFFs as arrays need tifffile and imagecodecs ({error}): {to_install('arrays')}, on every node"
         raise ConfigError(message) from error
     page = tifffile.TiffFile(io.BytesIO(tiff.file)).pages.first
-    parts = page.asarray(squeeze=False, maxworkers=1)  # of separate channels, (C, 1, H, W, 1)
+    parts = page.asarray(squeeze=False, maxworkers=1)  # separate channels are (C, 1, H, W, 1)
     image = np.moveaxis(parts[:, 0], 0, 2).reshape(tiff.height, tiff.width, tiff.channels)
     if image.dtype != dtype:
         raise SampleError(f"a TIFF of {dtype}, which tifffile reads as {image.dtype}")

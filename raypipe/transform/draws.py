@@ -47,7 +47,7 @@ def integers(u: np.ndarray, low: np.ndarray | int, high: np.ndarray | int) -> np
 
 
 class KeyedGenerator:
-    """One numpy generator that is put where a fresh `Generator(Philox(key=key))` would stand.
+    """Generator of numpy, set to the state of a fresh `Generator(Philox(key=key))`.
 
     That costs a few microseconds a sample; making a new one costs tens.
 
@@ -57,7 +57,7 @@ class KeyedGenerator:
 
     def __init__(self, domain: int = 0) -> None:
         self._philox = np.random.Philox(0)
-        self._state: Any = self._philox.state  # of a fresh generator: counter 0, buffer used up
+        self._state: Any = self._philox.state  # a fresh generator: counter 0, empty buffer
         self._state["state"]["counter"][3] = domain
         self.generator = np.random.Generator(self._philox)
 

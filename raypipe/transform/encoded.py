@@ -1,17 +1,17 @@
-"""Encoded images for the training device to decode, and what it is to cut from them: `transform.decode="gpu"`.
+"""Encoded images for the training device to decode, and the boxes to cut: `transform.decode="gpu"`.
 
-Of an image for the device only the header is read, so that nearly all of its cost is left to the GPU. A sample is
+For the device, only the header of an image is read, so the GPU has nearly all of the work. A sample is
 bad when its header cannot be read, a JPEG is cut short, or the checksum of a seekable one is wrong; other damage
 shows on the device. The boxes:
 
     preset    box                                                        flip
     light     RandomResizedCrop: area 8 to 100 %, sides 3:4 to 4:3       half of them
-    center    what the CPU preset's resize and centre crop would show    never
+    center    the view of the CPU preset's resize and center crop        never
     resize    the whole image                                            never
 
 Boxes are whole pixels, so "center" shows the CPU preset's view to half a pixel of the source at each edge.
-"light" draws by the same rule as the CPU preset but from another generator (this one's stream is numpy's and does
-not hang on the order in which Albumentations draws): the same key gives another crop there.
+"light" draws by the same rule as the CPU preset but from another generator (numpy's stream, independent of the
+order of Albumentations' draws): the same key gives a different crop there.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ ENCODED_FIELDS = {
 """The encoded image; the box (top, left, height, width) that is cut from it, pixels; whether it is mirrored."""
 
 PRESETS = ("light", "center", "resize")
-_SCALE = (0.08, 1.0)  # of the image's area; Szegedy et al. 2014, as torchvision and Albumentations have it
-_RATIO = (3 / 4, 4 / 3)  # width to height, likewise
+_SCALE = (0.08, 1.0)  # share of the image's area; Szegedy et al. 2014, as in torchvision and Albumentations
+_RATIO = (3 / 4, 4 / 3)  # width to height, as above
 _LOG_RATIO = (math.log(_RATIO[0]), math.log(_RATIO[1]))
-_NUM_DRAWS = 10  # likewise
+_NUM_DRAWS = 10  # as above
 
 
 class EncodedTransform:
-    """What a preset cuts from encoded images: a pure function of the bytes and the key.
+    """Cuts of a preset from encoded images: a pure function of the bytes and the key.
 
     An object serves one thread at a time.
 
     Args:
         transform: one of PRESETS.
-        config: with `exif` boxes are of the image turned upright, as the decoder must be told too.
-        size: of the images that the decoder makes, whose proportions the presets need; None = the config's.
-        fields: of the stream; None = these alone.
+        config: with `exif`, boxes refer to the upright image; set it in the decoder too.
+        size: size of the decoder's images, whose proportions the presets need; None = the config's.
+        fields: the stream's fields; None = only these.
 
     Raises:
         ConfigError: it cannot be done on the device.
@@ -68,7 +68,9 @@ class EncodedTransform:
         fields: dict[str, Field] | None = None,
     ) -> None:
         if config.decode_min_side:
-            raise ConfigError("transform.decode_min_side is of the CPU's decoder: leave it out with decode='gpu'")
+            raise ConfigError(
+                "transform.decode_min_side belongs to the CPU's decoder: leave it out with decode='gpu'"
+            )
         if not isinstance(transform, str) or transform not in PRESETS:
             what = f"preset {transform!r}" if isinstance(transform, str) else "pipeline of steps, or callable,"
             raise ConfigError(
@@ -85,7 +87,7 @@ class EncodedTransform:
         return MadeAtOnce.nothing(len(samples))
 
     def following(self, *_: Any) -> dict[str, Any]:
-        """Nothing: there are no images that it could follow."""
+        """Return no targets: there are no images yet that they could follow."""
         return {}
 
     def one(self, sample: EncodedSample | Decoded, key: Key, out: np.ndarray | None = None) -> dict[str, Any]:
@@ -136,5 +138,5 @@ def _center_span(side: int, resized: int, size: int) -> tuple[int, int]:
     """(start, length) in `side` source pixels of the centred `size` of `resized` pixels."""
     start = (resized - size) // 2  # CenterCrop's rounding
     first, end = round(start * side / resized), round((start + size) * side / resized)
-    first = min(first, side - 1)  # of an image of few pixels the rounded box may be empty
+    first = min(first, side - 1)  # the rounded box of a tiny image may be empty
     return first, max(1, end - first)

@@ -1,7 +1,7 @@
 """Elementary functions whose last bit is the same on every machine.
 
 The C library's exp, sin and cos differ in their last bit between machines, and a last bit can decide a pixel.
-These use IEEE float64 addition, multiplication and rounding to an integer alone, one NumPy call each, so that no
+These use only IEEE float64 addition, multiplication and rounding to an integer, one NumPy call each, so no
 compiler can fuse two of them.
 """
 

@@ -1,4 +1,4 @@
-"""Fields: what a sample of a stream has, by name; a micro-batch of them; and the memory that it is filled in.
+"""Fields: the named parts of a sample; micro-batches of them; and their memory.
 
     field                one sample                           a micro-batch of B
     image                uint8 (H, W, 3), or as the           (B, H, W, 3)
@@ -14,8 +14,8 @@
     encoded.data         bytes, for the device to decode      `Ragged`
     encoded.crop, .flip  int32 (4,), bool: what to cut        (B, 4), (B,)
 
-`stream_fields` in `raypipe.transform.contents` lists those of a stream. Arrays go to the training device, but for
-those of the group `encoded`, which its decoder takes from the host.
+`stream_fields` in `raypipe.transform.contents` lists those of a stream. Arrays go to the training device,
+except the group `encoded`, which its decoder takes from the host.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ _NO_COLOUR = 128
 
 
 def is_image(name: str) -> bool:
-    """Whether a field of this name is an image: the sample's, or a view of it."""
+    """True if a field of this name is an image: the sample's, or a view of it."""
     return name == IMAGE or name.startswith(f"{VIEW}.")
 
 
 def is_chroma(name: str) -> bool:
-    """Whether a field of this name is the chroma of an image."""
+    """True if a field of this name is the chroma of an image."""
     return name.startswith(f"{CHROMA}.")
 
 
@@ -57,14 +57,13 @@ def chroma_of(name: str) -> str:
 
 @dataclass(frozen=True)
 class Field:
-    """A field of the samples of a stream.
+    """Field of a stream's samples.
 
     Attributes:
         kind: "array" (numbers of one shape), "ragged" (numbers of any length), "text", "bytes", or "json".
-        dtype: of numbers, numpy's name; empty = as the first sample has it.
-        shape: of a sample's array; of a ragged one, that of its elements; None = as the first sample has it.
-        fill: rows that do not count hold it, and rows that are padded: a number, or one for each entry of the last
-            axis.
+        dtype: numpy's name of the numbers' type; empty = the first sample's.
+        shape: shape of a sample's array, or of a ragged one's elements; None = the first sample's.
+        fill: value of padding and of rows that do not count: a number, or one for each entry of the last axis.
         is_padded: a sample may have fewer entries along the first axis than the shape.
     """
 
@@ -79,8 +78,8 @@ class Ragged(NamedTuple):
     """The values of B samples of any length, end to end.
 
     Attributes:
-        kind: of the field, but "array".
-        values: of "ragged" (n, …); else their bytes, uint8 (n,).
+        kind: the field's kind, not "array".
+        values: numbers (n, …) for "ragged", else bytes, uint8 (n,).
         offsets: int64 (B + 1,); sample b is values[offsets[b] : offsets[b + 1]].
     """
 
@@ -90,7 +89,7 @@ class Ragged(NamedTuple):
 
     @staticmethod
     def of(kind: Kind, samples: Sequence[Any], like: Field) -> Ragged:
-        """Of samples: arrays, or bytes; None = nothing."""
+        """Join values of samples: arrays or bytes; None = empty."""
         if kind == "ragged":
             nothing = np.empty((0, *(like.shape or ())), like.dtype)
             parts: Sequence[Any] = [nothing if sample is None else sample for sample in samples]
@@ -102,7 +101,7 @@ class Ragged(NamedTuple):
         return Ragged(kind, values, np.cumsum([0, *map(len, parts)], dtype=np.int64))
 
     def copied(self) -> Ragged:
-        """The same in memory of its own."""
+        """Return a copy in new memory."""
         return Ragged(self.kind, self.values.copy(), self.offsets.copy())
 
     def unpacked(self) -> list[Any]:
@@ -150,7 +149,7 @@ class MicroBatch:
         return {name: values for name, values in fields.items() if isinstance(values, np.ndarray)}
 
     def in_rgb(self) -> MicroBatch:
-        """The same with its images as RGB, however they have traveled."""
+        """Return the micro-batch with its images as RGB, whichever form they travel in."""
         arrays = self.arrays()
         images = {name: rgb(arrays[name], chroma) for name, chroma in self.arrays(CHROMA).items()}
         others = {name: values for name, values in self.fields.items() if not is_chroma(name)}
@@ -165,7 +164,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class MadeAtOnce:
-    """The images of a micro-batch that are made, and what was drawn for the first one of each sample.
+    """Finished images of a micro-batch, and the draws for the first one of each sample.
 
     Attributes:
         rows: bool (B,), which have their images.
@@ -183,7 +182,7 @@ class MadeAtOnce:
         return MadeAtOnce(np.zeros(num, bool), np.zeros((num, 0), np.int64), np.zeros((num, 2), np.int32))
 
     def drawn(self, row: int) -> Drawn | None:
-        """What was drawn for a row; None: it is not made."""
+        """Return the draws for a row; None = its image is not made."""
         if not self.rows[row]:
             return None
         height, width = self.sizes[row].tolist()
@@ -191,7 +190,7 @@ class MadeAtOnce:
 
 
 class Drawn(NamedTuple):
-    """What a program has drawn for an image that it made, int64 (P,), and the image's (height, width) before."""
+    """Draws of a program for an image, int64 (P,), and the image's (height, width) before."""
 
     params: np.ndarray
     size: Sides
@@ -201,10 +200,10 @@ class BlockMemory:
     """The memory of `count` micro-batches of one block, which is shipped as one piece.
 
     Args:
-        fields: of the stream. What the first sample shows of them is noted here.
+        fields: the stream's fields; the first sample completes them.
 
     Attributes:
-        arrays: by name, each (count, B, …); none before the first sample has come.
+        arrays: arrays by name, each (count, B, …); none before the first sample.
     """
 
     def __init__(self, fields: dict[str, Field], count: int = 1) -> None:
@@ -282,7 +281,7 @@ class Rows:
 
     @property
     def arrays(self) -> dict[str, np.ndarray]:
-        """Of the fields, (B, …), once their shapes are known."""
+        """Return arrays of the fields, (B, …), once their shapes are known."""
         assert self._arrays is not None
         return self._arrays
 
@@ -293,7 +292,7 @@ class Rows:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the shapes of all fields are known."""
+        """True if the shapes of all fields are known."""
         return self._arrays is not None
 
     def begin(self, sample: Mapping[str, Any]) -> None:

@@ -14,18 +14,18 @@ _REFLECT_101 = 4  # OpenCV's number of the border that its filters use unless to
 
 
 def gaussian_coefficients(sigma: np.ndarray, side: np.ndarray) -> np.ndarray:
-    """Parameters of a blur, int64 (B, 2 + MAX_RADIUS + 1), see `Op.BLUR`.
+    """Return parameters of a blur, int64 (B, 2 + MAX_RADIUS + 1), see `Op.BLUR`.
 
     Args:
         sigma: standard deviations, pixels, float64 (B,).
-        side: of the kernels, int64 (B,); 0 = 3.5 standard deviations to each side, as Pillow has it.
+        side: side of the kernels, int64 (B,); 0 = 3.5 standard deviations to each side, as Pillow has it.
     """
     radius = np.where(side == 0, np.floor(sigma * 3.5).astype(np.int64), side // 2)
     distance = np.arange(MAX_RADIUS + 1)
     weights = exp(-0.5 * (distance / sigma[:, None]) ** 2) * (distance <= radius[:, None])
     total = weights[:, :1] + 2 * weights[:, 1:].sum(axis=1, keepdims=True)
     coefficients = np.rint(weights / total * _ONE).astype(np.int64)
-    coefficients[:, 0] = _ONE - 2 * coefficients[:, 1:].sum(axis=1)  # they add up to 1, whatever was rounded
+    coefficients[:, 0] = _ONE - 2 * coefficients[:, 1:].sum(axis=1)  # make them add up to 1 after rounding
     return np.column_stack([radius, np.full_like(radius, _REFLECT_101), coefficients])
 
 
@@ -33,10 +33,10 @@ def motion_kernels(side: np.ndarray, angle: np.ndarray, direction: np.ndarray, s
     """Parameters of a filter that blurs along a line, int64 (B, 2 + MAX_FILTER²), see `Op.FILTER`.
 
     Args:
-        side: of the kernels, odd, int64 (B,).
-        angle: of the line, degrees, float64 (B,).
-        direction: from -1, backwards alone, to 1, forwards alone.
-        shift: of the line, as a share of a quarter of the side, float64 (B, 2), (x, y).
+        side: side of the kernels, odd, int64 (B,).
+        angle: angle of the line, degrees, float64 (B,).
+        direction: from -1, only backwards, to 1, only forwards.
+        shift: shift of the line, as a share of a quarter of the side, float64 (B, 2), (x, y).
     """
     half = side // 2
     sin, cos = sin_cos(angle * (math.pi / 180))

@@ -103,7 +103,7 @@ def _visible(boxes: np.ndarray, holes: np.ndarray, size: Sides) -> np.ndarray:
         rows, columns = np.nonzero(~is_hidden[y0:y1, x0:x1])
         if len(rows):
             around = [x0 + columns.min(), y0 + rows.min(), x0 + columns.max() + 1, y0 + rows.max() + 1]
-            # What is whole keeps its fractions of pixels.
+            # A whole box keeps its fractions of pixels.
             is_whole = around == [x0, y0, x1, y1]
             left_over.append(box if is_whole else np.array([*around, *box[4:]]))
     return np.array(left_over).reshape(-1, boxes.shape[1])

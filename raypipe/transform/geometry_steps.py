@@ -62,7 +62,7 @@ class RandomResizedCrop(_Resizing):
         return [starts, boxes, *self.size, self.interpolation]
 
     def _boxes(self, area: np.ndarray, ratio: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(height, width) of boxes, int64 (…, 2), and whether they fit into images; of uniforms (…)."""
+        """Return (height, width) of boxes from uniforms (…), int64 (…, 2), and whether they fit into images."""
         pixels = (sizes[..., 0] * sizes[..., 1]).astype(np.float64)
         areas = pixels * between(area, self.scale)
         ratios = exp(between(ratio, (_log(self.ratio[0]), _log(self.ratio[1]))))
@@ -185,10 +185,10 @@ class Pad(_Bordered):
 
 @dataclass(frozen=True, kw_only=True)
 class Turn(Step):
-    """One of several turns and reflections, each as likely as the others.
+    """Turns and reflections, one of several with equal chances.
 
     Attributes:
-        codes: of each the sum of 4 (transpose), then 2 (upside down), then 1 (left to right).
+        codes: a code for each, the sum of 4 (transpose), then 2 (upside down), then 1 (left to right).
     """
 
     codes: tuple[int, ...]
@@ -206,9 +206,9 @@ class Turn(Step):
 
 @dataclass(frozen=True, kw_only=True)
 class Affine(_Bordered):
-    """Scale, turn, shear and shift about the centre, in this order; the size stays.
+    """Scale, turn, shear and shift about the center, in this order; the size stays.
 
-    Limits are of both axes, or a mapping of those of x and y.
+    Limits apply to both axes, or are a mapping with those of x and y.
     """
 
     scale: Any = (1.0, 1.0)

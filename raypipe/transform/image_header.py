@@ -1,10 +1,10 @@
-"""What encoded images declare, held against the limits before a decoder allocates or works for it.
+"""Checks of the sizes that encoded images declare, before a decoder allocates memory or works.
 
     jpeg_size      JPEG, of which libjpeg-turbo reads the header     scans, and coefficients that are kept for them
     plain_size     PNG and WebP without extras, which cv2 decodes
     open_pillow    whatever Pillow and its plugins are to decode     canvases, strips and tiles, copies
 
-All that decodes, or asks for a size, comes by one of the three. None of them allocates pixels.
+All decoding and all queries of sizes use one of the three. None of them allocates pixels.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _MARKER = re.compile(rb"\xff[\x01-\xcf\xd8-\xfe]")
 _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 _PROGRESSIVE = {0xC2, 0xC6, 0xCA, 0xCE}
 _TEM, _EOI, _SOS = 0x01, 0xD9, 0xDA
-_SCAN_BYTES = 10  # of the shortest scan: its header
+_SCAN_BYTES = 10  # the header of the shortest scan
 # Bytes per pixel, measured as the peak of a decode: with two canvases and two copies of the one frame; and the
 # most that a JPEG takes, CMYK in several scans.
 _WEBP_BYTES, _MOST_JPEG_BYTES = 19, 15
@@ -49,8 +49,8 @@ _TIFF_YCBCR = 6
 # Of an ISO file: brands of AVIF; and of HEIC, some of which AVIF has as well.
 _AVIF_BRANDS = {b"avif", b"avis"}
 _HEIC_BRANDS = {b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1"}
-# Bytes per pixel: 8 bits and 4:2:0 took 9 and 7 at the peak of a decode. Of AVIF the container is asked: libavif
-# decodes a frame that is larger than it says, up to a limit of its own, 2^28 pixels.
+# Bytes per pixel: 8 bits and 4:2:0 took 9 and 7 at the peak of a decode. AVIF's container is read: libavif
+# decodes a frame that is larger than declared, up to its own limit, 2^28 pixels.
 _HEIF_BYTES = 20
 
 
@@ -177,7 +177,7 @@ def _webp_size(data: bytes) -> tuple[int, int] | None:
     Raises:
         SampleError: it, or any other, is over a limit: Pillow allocates the canvas before it tells its size.
     """
-    width = height = 0  # of a chunk that no WebP starts with
+    width = height = 0  # no WebP starts with such a chunk
     is_plain = False
     if data[12:16] == b"VP8X":  # alpha, animation or metadata
         width, height = (int.from_bytes(data[at : at + 3], "little") + 1 for at in (24, 27))

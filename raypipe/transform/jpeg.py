@@ -1,15 +1,15 @@
-"""JPEGs → pixels: whole, or no more of them than what a random resized crop shows.
+"""JPEGs → pixels: whole, or only the part that a random resized crop shows.
 
     mode      decodes                                                   pixels
     off       the whole image                                           the reference
-    exact     the crop, where the extension is there; else the whole    to the bit those of "off"
+    exact     the crop, where the extension is there; else the whole    equal to those of "off"
     scaled    the same, at 1/2, 1/4 or 1/8 where the crop stays at      others: less aliased; the same with and
-              least as large as what it is resized to                   without the extension, to the bit
+              least as large as what it is resized to                   without the extension
 
-The optional extension (csrc/kernel.c) gives simplejpeg's pixels, to the bit, in less time: of any box, at
-any scale. It is used only after it has agreed with simplejpeg on a few images in the same process, and refuses
-what is unusual or damaged; simplejpeg then has the last word. So a mode fixes the pixels, and which samples are
-bad, and nodes with and without the extension can make one run together.
+The optional extension (csrc/kernel.c) gives exactly simplejpeg's pixels of any box at any scale, in less time.
+It is used only after it has agreed with simplejpeg on a few images in the same process. It rejects unusual or
+damaged images, which simplejpeg then decodes or rejects. So a mode fixes the pixels, and which samples are bad,
+and nodes with and without the extension can make one run together.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ from raypipe.transform.kernel import EXTRA_COLUMNS, SCALES, WHOLE, decode_crop, 
 from raypipe.transform.seekable import check_checksum
 from raypipe.transform.sizes import Box, Undecoded, cut
 
-_MIN_SCALED_SIDE = 16  # pixels: below, two scales can give the same size, by which simplejpeg is told the scale
-_ORIENTATION_TAG = 0x0112  # of EXIF
+_MIN_SCALED_SIDE = (
+    16  # pixels: below, two scales can give the same size, and simplejpeg finds the scale by the size
+)
+_ORIENTATION_TAG = 0x0112  # EXIF
 
 
 def decode_jpeg(data: bytes, size: tuple[int, int], min_side: int | None = None) -> np.ndarray:
@@ -107,11 +109,11 @@ def scaled_boxes(boxes: np.ndarray, sizes: np.ndarray, target: Sides) -> tuple[n
 
 
 def decode_box(data: bytes, box: Box, eighths: int = WHOLE) -> np.ndarray:
-    """Decode a box of a JPEG whose header can be read: the same with and without the extension.
+    """Decode a box of a JPEG with a readable header; the result is the same with and without the extension.
 
     Args:
-        box: of the image at its scale, inside it.
-        eighths: the scale, in the DCT: 8, or, of an image of at least 16 x 16 pixels, 1, 2 or 4.
+        box: box inside the scaled image.
+        eighths: the scale, in the DCT: 8, or for images of at least 16 x 16 pixels 1, 2 or 4.
 
     Returns:
         uint8 RGB of shape (h, w, 3), writable; a view.
@@ -136,10 +138,10 @@ def _by_extension(
     eighths: int = WHOLE,
     extra_columns: int = EXTRA_COLUMNS,
 ) -> np.ndarray | None:
-    """A box, maybe as a view; None: there is no extension, or it refuses the bytes.
+    """Decode a box, maybe as a view; return None without the extension or if it rejects the bytes.
 
     Args:
-        extra_columns: room for what it decodes beside the box; for a whole image 0: C-contiguous.
+        extra_columns: room for columns decoded next to the box; 0 for a whole image: C-contiguous.
     """
     if why_no_kernel():
         return None
@@ -154,7 +156,7 @@ def _by_extension(
 
 
 def missing_extension() -> str:
-    """What to tell a user who has no compiled decoder, with the packages to install; empty = it is used."""
+    """Message for a user without the compiled decoder, with the packages to install; empty = it is used."""
     why = why_no_kernel()
     if not why:
         return ""

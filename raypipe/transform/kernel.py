@@ -1,12 +1,12 @@
-"""The compiled kernel: the images of a micro-batch in one call, by as many threads as wanted (csrc/kernel.c).
+"""Compiled kernel: makes the images of a micro-batch in one call, with several threads (csrc/kernel.c).
 
-    sizes    heights and widths by the headers, of what it takes
+    sizes    heights and widths by the headers, of its kinds of images
     run      encoded images, or pixels → uint8 (B, H, W, 3), or their planes, by programs of integer operations
-    planes   pixels → the planes that travel in their place, see `raypipe.transform.wire`
+    planes   pixels → the planes that travel instead, see `raypipe.transform.wire`
 
-It is used only after it has agreed with simplejpeg and with OpenCV in this process. What it refuses, image by
-image, is left to the caller: `decode.decode` and `reference` have the same pixels, and the last word on bad
-samples. Without the extension it refuses everything.
+It is used only after it has agreed with simplejpeg and with OpenCV in this process. Images that it rejects are
+left to the caller: `decode.decode` and `reference` make the same pixels, and decide on bad samples. Without the
+extension it rejects all images.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ Image = bytes | bytearray | memoryview | np.ndarray | None
 
 
 class Job(NamedTuple):
-    """One image of each image.
+    """Job: one resulting image per input image.
 
     Attributes:
         ops: int32 (n, 2), C-contiguous: codes, and where in a row of params the `apply` of each is.
         params: int64 (B, P), C-contiguous.
         out: uint8 (B, H, W, 3), writable, C-contiguous but for its first axis.
-        chroma: likewise (B, H/2, W/2, 2), rounded up, where `out` is luma, (B, H, W, 1); None: it is RGB.
+        chroma: uint8 (B, H/2, W/2, 2), rounded up, if `out` is luma, (B, H, W, 1); None = RGB.
     """
 
     ops: np.ndarray
@@ -67,7 +67,7 @@ def run(images: Sequence[Image], jobs: Sequence[Job], threads: int = 1, to_end: 
     Args:
         images: B. With one job, a crop that comes first is all that is decoded of a JPEG.
         jobs: several of them make several views of each image.
-        threads: among them the caller's, which goes on when all are done.
+        threads: number of threads, the caller's included; it returns when all are done.
         to_end: read JPEGs to their end, so that damage behind a crop is found.
 
     Returns:
@@ -101,13 +101,13 @@ def planes(images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def available() -> bool:
-    """Whether the kernel is used here; see `why_no_kernel`."""
+    """True if the kernel is used here; see `why_no_kernel`."""
     return not why_no_kernel()
 
 
 @functools.cache
 def why_no_kernel() -> str:
-    """Why the kernel is not used; empty = it is."""
+    """Return why the kernel is not used; empty = it is."""
     if reason := native.why_missing():
         return reason
     if not all(map(_decodes_alike, ("444", "422", "420", "Gray"))):
@@ -116,10 +116,10 @@ def why_no_kernel() -> str:
 
 
 def to_seekable(data: bytes) -> bytes:
-    """A JPEG as a seekable one, with the same pixels (csrc/jpeg_transcode.h). There is a kernel.
+    """Convert a JPEG to a seekable one with the same pixels (csrc/jpeg_transcode.h). Needs the kernel.
 
     Raises:
-        ValueError: it is of an unusual kind, or damaged.
+        ValueError: it is unusual or damaged.
     """
     return _extension().to_seekable(data)
 
@@ -136,7 +136,8 @@ def _extension() -> ModuleType:
 
 
 def _decodes_alike(sampling: str) -> bool:
-    """Whether it gives simplejpeg's pixels, at all scales, on noise, which uses all coefficients; seekable too."""
+    """True if it gives simplejpeg's pixels, at all scales, on noise, which uses all coefficients; seekable
+    too."""
     noise = np.random.default_rng(0).integers(0, 256, (69, 85, 3), np.uint8)
     data = simplejpeg.encode_jpeg(noise, 95, "RGB", sampling)
     try:
@@ -162,7 +163,7 @@ def _decodes_alike(sampling: str) -> bool:
 
 
 def _resizes_alike() -> bool:
-    """Whether it resizes as cv2 does here, which has code of its own for each processor."""
+    """True if it resizes as cv2 does here, which has separate code for each processor."""
     noise = np.random.default_rng(0).integers(0, 256, (37, 53, 3), np.uint8)
     for height, width in ((20, 21), (64, 90), (111, 30)):
         out = np.zeros((1, height, width, 3), np.uint8)

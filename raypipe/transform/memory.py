@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-# Bytes. Below, malloc has memory at hand.
+# Bytes. Below, malloc reuses memory.
 _LEAST_REUSED = 1 << 20
 _ALIGNED = 8  # the widest numbers
 # One that is being filled, and one that is being shipped.
@@ -31,7 +31,7 @@ def reused_memory(num_bytes: int) -> np.ndarray:
         memory = _spare.pop()
     if memory is None or len(memory) != num_bytes:
         memory = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # Views hold on to the array whose memory it is: to this one, since that of a mapping is no array's.
+    # Views refer to the array that owns the memory: this one, since a mapping is not an array.
     array = np.frombuffer(memory, np.uint8)
     weakref.finalize(array, _spare.append, memory).atexit = False
     return array

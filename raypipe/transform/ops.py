@@ -52,11 +52,11 @@ NUM_PARAMS = {
 
 
 def sizes_behind(op: int, params: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """(height, width) of images behind an operation that applies to them, int64 (…, 2).
+    """Return (height, width) of images after an operation that applies to them, int64 (…, 2).
 
     Args:
-        params: of the operation, beside `apply`, (…, n).
-        sizes: of the images before it, (…, 2).
+        params: the operation's parameters after `apply`, (…, n).
+        sizes: sizes of the images before it, (…, 2).
     """
     if op == Op.CROP:
         return params[..., 2:4]

@@ -1,4 +1,4 @@
-"""CPU transforms by name; docs/transforms.md says what each is for.
+"""CPU transforms by name; see docs/transforms.md.
 
     none            nothing: images as they are stored
     light … small   programs of steps, see _STEPS; with targets, and of arrays, the same steps by Albumentations
@@ -6,10 +6,10 @@
                     _TORCHVISION; they import torch and torchvision into each process
     steps           a list of Albumentations transforms, or a file of one
     module:name     a function of the size that makes a transform, or a transform
-    simclr, dino    several views of an image, see `raypipe.transform.views`; so is a mapping of their names
+    simclr, dino    several views of an image, as is a mapping of names, see `raypipe.transform.views`
 
-The named ones end at size × size, except "none"; where a size is (height, width), random crops have ratios about
-that of the size, as they are about 1 for squares.
+Named transforms end at size × size, except "none"; for a size of (height, width), random crops have ratios
+about that of the size, as about 1 for squares.
 """
 
 from __future__ import annotations
@@ -37,24 +37,23 @@ def build_transform(transform: Any, size: Size, by_library: bool = False) -> Any
 
     Args:
         transform: see the module's table; for steps, and files of them, see `raypipe.transform.transform_steps`.
-            What is none of these is returned as it is.
-        size: side of the images that come out of what has a name, pixels; or (height, width).
-        by_library: named steps are made by Albumentations, which takes targets and arrays along.
+            Other values are returned as they are.
+        size: side of the images of named transforms, pixels; or (height, width).
+        by_library: Albumentations makes named steps, with targets and arrays.
 
     Returns:
         A callable on a uint8 RGB image (H, W, 3), or a `Program`; None for "none"; of views, `View` by name, with
         these.
 
     Raises:
-        ConfigError: no such preset, file, module or name; steps that are wrong; or what was found there makes no
-            transform.
+        ConfigError: no such preset, file, module or name; steps that are wrong; or the name is not a transform.
     """
     if min(sides_of(size)) < 1:
         raise ConfigError(f"transform.size is {size}; it is at least 1 pixel")
     found = without_files(transform)
     if makes_views(found):
         if not isinstance(size, int):
-            raise ConfigError("views have sizes of their own, and none by buckets: use one image, or no buckets")
+            raise ConfigError("views have their own sizes, which buckets cannot set: use one image, or no buckets")
         return {name: _with_built(name, view, by_library) for name, view in find_views(found, size).items()}
     if isinstance(found, list):
         return build_steps(found)
@@ -72,7 +71,7 @@ def build_transform(transform: Any, size: Size, by_library: bool = False) -> Any
 
 
 def _with_built(name: str, view: View, by_library: bool) -> View:
-    """The same with callables for its transforms."""
+    """Return the view with callables for its transforms."""
     with _of_view(name):
         return replace(view, transforms=tuple(_of_crop(each, view.size, by_library) for each in view.transforms))
 
@@ -100,7 +99,7 @@ def check_transform(transform: object, size: Size, arrays: bool = False) -> None
     if arrays and isinstance(transform, str) and transform in needs_rgb:
         raise ConfigError(
             f"the preset {transform!r} needs uint8 RGB, and transform.decode_as is 'array': use one of "
-            f"{', '.join(('none', *_OF_ARRAYS))}, steps or code of your own, or decode_as='rgb'"
+            f"{', '.join(('none', *_OF_ARRAYS))}, steps or your own code, or decode_as='rgb'"
         )
     if makes_views(transform) and isinstance(size, int):
         for name, view in find_views(transform, size).items():
@@ -114,15 +113,13 @@ def check_transform(transform: object, size: Size, arrays: bool = False) -> None
 
 
 def _check_name(name: str) -> None:
-    if name.lstrip().startswith(("[", "{", "-")):  # what is no list of dicts is a word to the parser of settings
-        raise ConfigError(
-            f"transform {name!r} is no list of steps: expected is [{{NAME: {{argument: value}}}}, …]"
-        )
+    if name.lstrip().startswith(("[", "{", "-")):  # the settings' parser left this text unparsed
+        raise ConfigError(f"transform {name!r} is not a list of steps: write [{{NAME: {{argument: value}}}}, …]")
     known = ["none", *PRESETS, *VIEW_PRESETS]
     if name in known or ":" in name:
         return
     raise ConfigError(
-        f"there is no transform preset {name!r}{choices(name, known)}; module:name, a list of steps, and a file of"
+        f"no transform preset {name!r}{choices(name, known)}; module:name, a list of steps, and a file of"
         " them (*.yaml, *.json) will do as well"
     )
 
@@ -139,12 +136,12 @@ def num_pixels(transform: object, size: int) -> int | None:
 
 
 def is_preset(transform: object) -> bool:
-    """Whether a transform is named here and ends at size × size."""
+    """True if a transform is named here and ends at size × size."""
     return isinstance(transform, str) and transform in PRESETS
 
 
 def takes_size(transform: object) -> bool:
-    """Whether a transform may be made for several sizes; of "module:name" only its making tells."""
+    """True if a transform may be built for several sizes; for "module:name" only building it shows."""
     return is_preset(transform) or (isinstance(transform, str) and ":" in transform and not is_file(transform))
 
 
@@ -184,7 +181,7 @@ _STEPS: dict[str, Callable[[Size], Steps]] = {
         _box("RandomCrop", size),
         {"HorizontalFlip": {"p": 0.5}},
     ],
-    # A tenth of the side and ten degrees: what a digit bears and stays itself.
+    # A tenth of the side and ten degrees: a digit stays readable.
     "small": lambda size: [
         _box("Resize", size),
         {
@@ -200,7 +197,7 @@ _STEPS: dict[str, Callable[[Size], Steps]] = {
 }
 # Those that only move pixels, of whatever they consist.
 _OF_ARRAYS = ("light", "center", "resize", "flip-crop", "small")
-# What comes after a random resized crop and a flip: a transform of the library, and its arguments.
+# Step after a random resized crop and a flip: a transform of the library, and its arguments.
 _TORCHVISION: dict[str, tuple[str, dict[str, int]]] = {
     "tv-light": ("", {}),
     "autoaugment": ("AutoAugment", {}),
@@ -215,13 +212,13 @@ def _by_torchvision(preset: str, size: Size) -> Transform:
     v2: Any = importlib.import_module("torchvision.transforms.v2")
     steps = [v2.RandomResizedCrop(size, **_crop_ratio(size)), v2.RandomHorizontalFlip()]
     name, arguments = _TORCHVISION[preset]
-    if name:  # of which the library's own default is the nearest pixel
+    if name:  # the library's default is the nearest pixel
         steps.append(getattr(v2, name)(**arguments, interpolation=v2.InterpolationMode.BILINEAR))
     return v2.Compose(steps)
 
 
 def _imported(address: str, size: Size) -> Transform:
-    """What `module:name` names: a transform as it stands, or what a function makes of the size."""
+    """Return the transform of `module:name`: the object itself, or a function's result for the size."""
     found = import_name(address, "transform")
     # A class or function is called with the size; an object (a Compose, a module) is the transform itself.
     transform: Any = found
@@ -238,7 +235,7 @@ def _imported(address: str, size: Size) -> Transform:
     if not callable(transform):
         what = type(transform).__name__
         raise ConfigError(
-            f"transform {address!r} gives a {what}: expected is a function of the size that"
-            " returns a callable, or a callable object"
+            f"transform {address!r} gives a {what}: it must be a callable object, or a function of the "
+            "size that returns one"
         )
     return transform

@@ -1,6 +1,6 @@
 """State that the threads of a process share: random generators, and the number of OpenCV's threads.
 
-seed_process   before user code that draws from the generators: what it draws depends on the key alone
+seed_process   before user code that draws from the generators: its draws depend only on the key
 process_kept   around work in a process that is also the user's: the state is put back
 """
 
@@ -38,7 +38,7 @@ def seed_process(k0: int, k1: int) -> None:
 def process_kept(generators: bool = True) -> Iterator[None]:
     """Run OpenCV in one thread, as an actor does; then put back its threads, and the generators' states.
 
-    OpenCV does not tell the state of its generator, which each thread has: it is left at a seed drawn from itself.
+    OpenCV does not expose the state of its generator, one per thread: it is left at a seed drawn from itself.
 
     Args:
         generators: the work draws from those of Python, NumPy and torch. Putting them back takes 0.1 ms.

@@ -1,10 +1,10 @@
 """Programs: pipelines of known steps, drawn and carried out for a whole micro-batch at once.
 
-    Program          steps, and what they draw for B samples under their keys
+    Program          steps, and their draws for B samples under their keys
     find_program     the program at the beginning of an Albumentations Compose, and the steps that are left to it
 
-What a program makes of an image depends on its pixels, the key and the steps alone: the numbers that are drawn are
-raypipe's own (`raypipe.transform.draws`), and operations are integer arithmetic (`raypipe.transform.ops`).
+A program's result depends only on the pixels, the key and the steps: raypipe draws the numbers itself
+(`raypipe.transform.draws`), and operations are integer arithmetic (`raypipe.transform.ops`).
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _KINDS = {kind.__name__: kind for kind in (*GEOMETRY_STEPS, *COLOUR_STEPS)}
 
 
 class Program:
-    """Steps that are known here, in order.
+    """Known steps, in order.
 
     Attributes:
-        steps: of the pipeline.
+        steps: the pipeline's steps.
         ops: int32 (n, 2): the code of each operation, and where its parameters begin.
         num_params: P, see `draw`.
-        size: (height, width) of what it makes of any image; None: it depends on the image.
-        is_random: a draw decides something.
-        takes_points: boxes and keypoints can follow, see `raypipe.transform.follow`.
+        size: (height, width) of its results; None = it depends on the image.
+        is_random: whether any draw has an effect.
+        takes_points: whether boxes and keypoints can follow, see `raypipe.transform.follow`.
         crop_target: (height, width) to which the first step resizes the crop that it begins with; None: it begins
             with another.
     """
@@ -100,7 +100,7 @@ class Program:
                 column = end
 
     def no_room(self, size: Sides) -> str:
-        """Why an image of this size is too small for a crop; empty = it is not."""
+        """Return why an image of this size is too small for a crop; empty = it is not."""
         behind, (params, _) = np.array(size), self.draw(np.zeros((1, 2), np.uint64), np.array([size]))
         for _, op, numbers in self.applied(params[0]):
             if op == Op.CROP and (behind < numbers[2:4]).any():
@@ -108,18 +108,18 @@ class Program:
                     "Crop size (height, width) exceeds image dimensions (height, width): "
                     f"{tuple(numbers[2:4])} vs {tuple(behind.tolist())}"
                 )
-            if op != Op.TURN:  # by which no image loses room surely
+            if op != Op.TURN:  # none of these can make an image too small
                 behind = sizes_behind(op, np.array(numbers), behind)
         return ""
 
     @property
     def crops_first(self) -> bool:
-        """Whether the first step that makes a size of its own is a crop, for which an image may be too small."""
+        """True if the first step that sets a size is a crop, for which an image may be too small."""
         sizing = (step for step in self.steps if {Op.CROP, Op.RESIZE} & {*step.ops})
         return isinstance(next(sizing, None), FixedCrop)
 
     def _find_size(self) -> Sides | None:
-        """The size of all results: the same for images of two sizes, whatever is drawn."""
+        """Return the size of all results: equal for images of two sizes, for all draws."""
         keys = np.array([(k, 1) for k in range(16)], np.uint64)
         sizes = np.concatenate(
             [self.draw(keys, np.array([size] * 16))[1] for size in ((1009, 2003), (2003, 1009))]
@@ -129,10 +129,10 @@ class Program:
 
 
 def native_step(name: str, arguments: Mapping[str, Any]) -> Step | None:
-    """The step of a name; None: the name, or the value of an argument, is not known here.
+    """Return the step of a name; None = the name or an argument's value is unknown here.
 
     Args:
-        arguments: as a transform of the library keeps them; those that are of no use for an image are ignored.
+        arguments: as a transform of the library keeps them; those with no effect on an image are ignored.
     """
     if name in TURNS:
         codes, p = TURNS[name]

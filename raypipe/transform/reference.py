@@ -1,4 +1,4 @@
-"""Geometry of the kernel by NumPy and OpenCV: the pixels of csrc/geometry.h and csrc/resize.h, to the bit.
+"""Geometry of the kernel by NumPy and OpenCV: exactly the pixels of csrc/geometry.h and csrc/resize.h.
 
 Each function takes an image, uint8 (H, W, 3), which it does not write to, and the params behind `apply`. It raises
 ValueError where the kernel has the status BAD_PARAMS. A node without the extension runs them; tests hold the two

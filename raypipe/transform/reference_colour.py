@@ -1,4 +1,4 @@
-"""Colours, blurs and filters of the kernel by NumPy: the pixels of csrc/colour.h and csrc/filter.h, to the bit.
+"""Colors, blurs and filters of the kernel by NumPy: exactly the pixels of csrc/colour.h and csrc/filter.h.
 
 Each function takes an image, uint8 (H, W, 3), which it does not write to, and the params behind `apply`. It raises
 ValueError where the kernel has the status BAD_PARAMS.

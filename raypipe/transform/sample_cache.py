@@ -1,8 +1,8 @@
 """Decoded samples of a store that a node keeps across epochs, on its disk; see docs/performance.md.
 
     ROOT/KEY     one file per store (its fingerprint), settings and versions of the decode, limit, and start of the
-                 machine; what is in it is a pure function of these and of a sample's index
-        header   uint64 (3,): the limit, bytes; the store's samples, N; whether somebody has told that it is full
+                 machine; its content is a pure function of these and a sample's index
+        header   uint64 (3,): the limit, bytes; the store's samples, N; whether a full cache was logged
         words    uint64 (N,): where each sample's record begins; 0 = it is not here
         records  index, label, height and width, then the pixels; all processes append them
                  a shared lock on it: a process has it open; exclusive: it is being removed
@@ -10,12 +10,12 @@
 
 ROOT is RAYPIPE_CACHE/samples. A sample's word is set last and in one store of 8 bytes. So a process that dies
 while it writes leaves a record that nothing points to, and two that write the same sample leave two equal
-records, of which the later word shows one. After a start of the machine everything is new: what was written
-before a failure of its power may be there in part.
+records, of which the later word shows one. A reboot starts new files, since a power failure may leave records
+in part.
 
-Why a file that all actors map, and no objects in Ray's store: to get one takes 0.2 ms in a request for many,
-and up to 1.5 ms alone, where a small image is decoded in 0.1 ms; it is lost with the actor that made it;
-somebody must know the ids of all; and what is in flight could no longer count on the store's room.
+All actors map one file instead of using objects in Ray's store: to get an object takes 0.2 ms in a request for
+many, and up to 1.5 ms by itself, but decoding a small image takes 0.1 ms; an object is lost with the actor that
+made it; a process must keep all ids; and blocks in flight would compete for the store's room.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ logger = logging.getLogger(__name__)
 _FORMAT = 3
 _DECODERS = ("simplejpeg", "opencv-python-headless", "opencv-python", "pillow")
 _KEY = re.compile(r"[0-9a-f]{32}(\.new)?")
-_DEFAULT_SHARE, _MOST = 0.25, 0.9  # of what is free: there are shards as well
-_HEADER = struct.Struct("<QQQ")  # of the file
+_DEFAULT_SHARE, _MOST = 0.25, 0.9  # share of the free space: shards need room too
+_HEADER = struct.Struct("<QQQ")  # share of the file
 _RECORD = struct.Struct("<qqII")  # index, label, height, width
 
 
@@ -167,16 +167,16 @@ def check_cache(pool: PoolConfig, transform: TransformConfig) -> None:
 def open_caches(
     pool: PoolConfig, stores: Mapping[Split, Store], transform: TransformConfig, reads_class: bool = True
 ) -> dict[Split, SampleCache]:
-    """Open the caches of a stream's stores, make those that are not there, and remove those that nobody uses.
+    """Open the caches of a stream's stores, create missing ones, and remove unused ones.
 
     Args:
         pool: `cache`, and `cache_bytes`, which the stores share in proportion to their samples.
         stores: by split; the same store twice has one cache.
         transform: how samples are decoded; `check_cache` has passed.
-        reads_class: labels are kept too, and a stream without them, where they are 0, has caches of its own.
+        reads_class: keep labels too; a stream without labels, where they are 0, has separate caches.
 
     Raises:
-        ConfigError: there is no such place, or no room in it.
+        ConfigError: the folder does not exist, or is full.
     """
     if pool.cache != "disk":
         return {}
@@ -204,7 +204,7 @@ def open_caches(
 
 
 def _key(store: Store, shared: tuple[object, ...]) -> str:
-    # A fingerprint need not see contents (a folder's is of names and sizes), so the time of a change counts too.
+    # A fingerprint may ignore contents (a folder's has names and sizes), so the time of a change counts too.
     try:
         changed_ns = Path(store.address).stat().st_mtime_ns
     except OSError:

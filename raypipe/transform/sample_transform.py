@@ -1,7 +1,7 @@
-"""One image, decoded or but for its crop, and its key → one image; history never shows.
+"""Transform of one image, decoded or still to crop, by its key, without memory of earlier images.
 
-Kinds of transform are told apart by the names of their classes, so that neither torch nor
-Albumentations is imported for a user who has none of it:
+Kinds of transform are distinguished by the names of their classes, so torch and Albumentations are imported
+only for users of them:
 
     kind             is given                                its randomness, set from the key
     program          uint8 HWC                               drawn here, see `raypipe.transform.program`
@@ -11,10 +11,10 @@ Albumentations is imported for a user who has none of it:
     plain, rng=      uint8 HWC and rng=numpy Generator       the one that it is handed
     plain            uint8 HWC                               random's, numpy's and torch's global ones
 
-Of `transform.decode_as: array` all are given, and may return, images of any dtype and number of channels.
+With `transform.decode_as: array`, all of them get and may return images of any dtype and number of channels.
 
-A plain one may return several images by name, see `raypipe.transform.views`. One that keeps a generator of its own
-escapes this: let it take `rng`.
+A plain one may return several images by name, see `raypipe.transform.views`. One with its own generator is not
+reproducible: let it take `rng`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Kind = Literal["none", "program", "albumentations", "torchvision", "plain"]
 
 
 class SampleTransform:
-    """A transform of one image whose result depends on the pixels, the transform and the key alone.
+    """Transform of one image whose result depends only on the pixels, the transform and the key.
 
     It holds one set of random generators and rewinds them for every sample, so an object serves one thread at a
     time. It pickles as its transform.
@@ -52,12 +52,12 @@ class SampleTransform:
     Args:
         transform: see the module's table; None leaves the image as it is. An Albumentations
             transform is copied, since the generators are put into it.
-        arrays: images are of any dtype and number of channels, here as in what is said below of uint8 RGB.
-        targets: names of those that go with the image.
+        arrays: images have any dtype and number of channels, also where the text below says uint8 RGB.
+        targets: names of the image's targets.
 
     Attributes:
-        program: its first steps, as far as they are known; None: there are none.
-        has_rest: there is more than the program.
+        program: its first steps, as far as they are known; None = none.
+        has_rest: whether steps follow the program.
         crop_target: (height, width) to which a random resized crop at the very beginning resizes; None: there is
             none.
         draws_globally: it may draw from the generators of the process.
@@ -73,7 +73,7 @@ class SampleTransform:
         self.transform = transform
         if rest:
             self.transform = sys.modules["albumentations"].Compose(rest)
-        # Programs are of uint8 RGB: arrays of other kinds are the library's, all of the way.
+        # Programs take only uint8 RGB: the library transforms other arrays in all steps.
         self.has_rest = bool(rest) or self.program is None or arrays
         self.kind = _kind_of(self.transform)
         if targets and self.has_rest:
@@ -96,27 +96,28 @@ class SampleTransform:
         return SampleTransform, self._given
 
     def __call__(self, image: np.ndarray | Undecoded, key: Key) -> np.ndarray:
-        """`with_targets` of an image alone."""
+        """Transform an image without targets, see `with_targets`."""
         return self.with_targets(image, {}, key)["image"]
 
     def with_targets(
         self, image: np.ndarray | Undecoded, targets: dict[str, Any], key: Key, out: np.ndarray | None = None
     ) -> dict[str, np.ndarray]:
-        """Transform one image, and what goes with it.
+        """Transform one image and its targets.
 
         Args:
             image: uint8 RGB of shape (H, W, 3), writable; the transform may write into it. Or one that is not
                 decoded, where there is a `crop_target`: the result is the same.
             targets: `mask`, `bboxes` and `keypoints`, as Albumentations takes them.
-            key: decides everything random.
+            key: determines all random draws.
             out: uint8 (h, w, 3), where the image may be put.
 
         Returns:
-            `image`, uint8 of shape (h, w, 3), the same as without targets: maybe `out`, a view, or what was given.
-            And the targets. Or, where a function made views, these: uint8 (h, w, 3) or (n, h, w, 3).
+            `image`, uint8 of shape (h, w, 3), the same as without targets: maybe `out`, a view, or the
+            argument. And the targets. Or, where a function made views, these: uint8 (h, w, 3) or (n, h, w, 3).
 
         Raises:
-            ConfigError: the transform returns anything else; or what it, or the decoding of the crop, raises.
+            ConfigError: the transform returns anything else. Errors of it and of the decoding are raised as
+                they are.
         """
         if self.program is not None and (not self._arrays or _is_rgb(image, 2)):
             size = image.shape[:2] if isinstance(image, np.ndarray) else image[0]
@@ -135,7 +136,7 @@ class SampleTransform:
         return {"image": _checked(self._crop_first(*image), self.kind)}
 
     def _by_program(self, image: np.ndarray | Undecoded, params: np.ndarray, out: np.ndarray | None) -> np.ndarray:
-        """What the program makes of one image; raises ValueError where it is too small for a crop."""
+        """Run the program on one image; raise ValueError if it is too small for a crop."""
         program = self.program
         assert program is not None and program.size is not None, "where sizes differ, the library does it"
         if not isinstance(image, np.ndarray):
@@ -150,7 +151,7 @@ class SampleTransform:
         return out
 
     def finish(self, image: np.ndarray, targets: dict[str, Any], key: Key) -> dict[str, np.ndarray]:
-        """What comes behind the program, if there is one: `with_targets` by the user's code, or a library."""
+        """Run the steps after the program: `with_targets` by the user's code, or a library."""
         self._seed(key)
         if self.kind == "albumentations":
             made = self.transform(image=image, **targets)
@@ -161,7 +162,7 @@ class SampleTransform:
             made = self.transform(tv_tensors.Image(torch.from_numpy(image).permute(2, 0, 1)))
         else:
             made = self.transform(image, **self._rng)
-        # Of `image` alone it is one who takes Albumentations' result for the image.
+        # A function that returns only `image` has mistaken Albumentations' result for the image.
         if self.kind == "plain" and isinstance(made, Mapping) and [*made] != ["image"]:
             return _checked_views(made, self._arrays)
         if self.kind != "albumentations":
@@ -198,7 +199,7 @@ def _kind_of(transform: Any) -> Kind:
 
 
 def _checked(result: Any, kind: Kind, arrays: bool = False) -> np.ndarray:
-    """What a transform of an image returned, as uint8 (h, w, 3), or as one of `arrays`."""
+    """Check a transform's result and return it as uint8 (h, w, 3), or as one of `arrays`."""
     array, layout, channels = result, "HWC", 2
     if kind == "torchvision":
         is_tensor = isinstance(result, sys.modules["torch"].Tensor)
@@ -212,11 +213,11 @@ def _checked(result: Any, kind: Kind, arrays: bool = False) -> np.ndarray:
         came = f"{array.dtype} of shape {array.shape}"
     if arrays:
         raise ConfigError(
-            f"the transform returned {came}; expected are integers or floats of up to 64 bits, {layout}"
+            f"the transform returned {came}; it must return integers or floats of up to 64 bits, {layout}"
         )
     raise ConfigError(
-        f"the transform returned {came}; expected is uint8 {layout} with 3 channels (normalisation and the"
-        " conversion to floating point happen on the GPU: leave them out of the CPU transform)"
+        f"the transform returned {came}; it must return uint8 {layout} with 3 channels (normalization and "
+        "the conversion to floating point happen on the GPU: leave them out of the CPU transform)"
     )
 
 
@@ -230,7 +231,7 @@ def _is_array(array: np.ndarray) -> bool:
 
 
 def _checked_views(made: Mapping[Any, Any], arrays: bool = False) -> dict[str, np.ndarray]:
-    """What a function returned, by VIEW and their names: each uint8 (h, w, 3) or (n, h, w, 3), or `arrays`."""
+    """Check a function's views and return them by field: each uint8 (h, w, 3) or (n, h, w, 3), or `arrays`."""
     views = {}
     for name, value in made.items():
         shapes = {getattr(crop, "shape", None) for crop in value} if isinstance(value, list | tuple) else set()
@@ -241,8 +242,8 @@ def _checked_views(made: Mapping[Any, Any], arrays: bool = False) -> dict[str, n
             came = f"{array.dtype} of shape {array.shape}" if is_array else f"a {type(array).__name__}"
             expected = "(H, W, C), (n, H, W, C)" if arrays else "uint8 (H, W, 3), (n, H, W, 3)"
             raise ConfigError(
-                f"the transform returned {came} for view {name!r}: expected is {expected}, or"
-                " a list of n of one size, by a name"
+                f"the transform returned {came} for view {name!r}: it must be {expected}, or a list of n "
+                "of one size, by a name"
             )
         views[f"{VIEW}.{name}"] = array
     if not views:
@@ -261,7 +262,7 @@ class _TorchvisionCropFirst:
         self.crop_target: Sides = tuple(self._first.size) * (2 // len(self._first.size))
 
     def __call__(self, size: tuple[int, int], decode_box: Callable[[Box], np.ndarray]) -> Any:
-        """What the pipeline makes of an image of this (height, width)."""
+        """Run the pipeline on an image of this (height, width)."""
         import torch
         from torchvision import tv_tensors
 
@@ -277,11 +278,11 @@ class _TorchvisionCropFirst:
 
 
 def _find_crop_first(pipeline: Any) -> _TorchvisionCropFirst | None:
-    """A pipeline by which a crop is drawn before the image is decoded; None = it does not surely begin with one.
+    """Build a pipeline that draws a crop before the image is decoded; None = it may not begin with a crop.
 
-    The library draws the crop itself, by its own code, from an image that has the size alone; the crop is then
-    decoded, and the library resizes it and goes on. `v2.Compose([RandomResizedCrop(…), …])` without hooks is
-    recognised, and nothing that only looks like it (a subclass may do as it likes with the pixels outside).
+    The library's own code draws the crop from an image that has only the size; the crop is then decoded, and
+    the library resizes it and continues. `v2.Compose([RandomResizedCrop(…), …])` without hooks is recognized,
+    and no look-alike (a subclass may do as it likes with the pixels outside).
     """
     steps = getattr(pipeline, "transforms", None)
     v2 = sys.modules.get("torchvision.transforms.v2")

@@ -24,9 +24,9 @@ _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class EncodedSample(NamedTuple):
-    """What a store holds of one sample; `columns` has what is read beside image and label, by its names there.
+    """Stored sample; `columns` has the values besides image and label, by the store's names.
 
-    An image may be a view of memory that the store keeps for it: samples are not held beyond their micro-batch.
+    An image may be a view of the store's memory: do not keep samples beyond their micro-batch.
     """
 
     image: bytes | memoryview | None
@@ -43,12 +43,12 @@ class Decoded(NamedTuple):
 
 @dataclass(frozen=True)
 class Samples:
-    """The samples of a micro-batch, by column; a row becomes a sample of its own where it is asked for.
+    """Samples of a micro-batch, by column; a row becomes a separate sample when it is requested.
 
     Attributes:
-        images: B, each encoded, or the pixels that a cache has, uint8 (H, W, 3); None where there is none.
+        images: B, each encoded, or the pixels that a cache has, uint8 (H, W, 3); None = no image.
         labels: int64 (B,), NO_LABEL among them.
-        columns: what is read beside these, by its names in the store, B values of each.
+        columns: other values, by the store's names, B of each.
     """
 
     images: list[bytes | memoryview | np.ndarray | None]
@@ -68,7 +68,7 @@ class Samples:
         return map(self.__getitem__, range(len(self)))
 
     def replaced(self, rows: Mapping[int, Decoded]) -> Samples:
-        """The same with other samples in some rows."""
+        """Return the samples with replacements in some rows."""
         images, labels = self.images.copy(), self.labels.copy()
         for row, (pixels, label) in rows.items():
             images[row], labels[row] = pixels, label
@@ -76,7 +76,7 @@ class Samples:
 
     @staticmethod
     def of(samples: Sequence[EncodedSample | Decoded]) -> Samples:
-        """Of samples; where one lacks a column of others, it has None."""
+        """Join samples; a column that a sample lacks is None."""
         images = [sample.pixels if isinstance(sample, Decoded) else sample.image for sample in samples]
         columns = [sample.columns if isinstance(sample, EncodedSample) else _NOTHING for sample in samples]
         names = dict.fromkeys(itertools.chain.from_iterable(columns))
@@ -109,11 +109,11 @@ class Samples:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is read of samples beside the image.
+    """Columns of samples to read besides the image.
 
     Attributes:
-        label: the label, a class; else labels are 0.
-        columns: the store's names of all else.
+        label: whether to read the label, a class; else labels are 0.
+        columns: the store's names of other columns.
     """
 
     label: bool = True
@@ -121,10 +121,10 @@ class Wanted:
 
 
 def read_samples(store: Store, indices: np.ndarray, wanted: Wanted = Wanted()) -> Samples:
-    """Samples of int64 indices (n,); those of padding have no image, and label 0.
+    """Read the samples of int64 indices (n,); padding has no image, and label 0.
 
     Raises:
-        ConfigError: labels are no classes.
+        ConfigError: labels are not classes.
         StoreError: as `Store.read`.
     """
     is_real = indices != PADDING
@@ -151,7 +151,7 @@ def _classes(store: Store, labels: Any) -> np.ndarray:
     """Labels as classes, int64 (n,); NO_LABEL where one is none."""
     if isinstance(labels, np.ndarray) and (labels.ndim != 1 or labels.dtype.kind == "f"):
         raise ConfigError(
-            f"{store.address} has labels of {labels.dtype} {labels.shape[1:]}, which are no classes: name label "
+            f"{store.address} has labels of {labels.dtype} {labels.shape[1:]}, which are not classes: name label "
             "in store.columns, or set label_is_class = False in the store's class"
         )
     labels = labels_of(labels)

@@ -1,6 +1,6 @@
 """Seekable JPEGs: baseline files that the kernel enters at any row of MCUs, with a checksum of the whole file.
 
-    check_checksum    finds damage anywhere in a seekable JPEG, also where there is no kernel
+    check_checksum    finds damage anywhere in a seekable JPEG, also without the kernel
     is_seekable       whether a file is one
 
 csrc/jpeg_seek.h has the layout, and `raypipe.commands.convert` makes them. To all other programs such a file is a
@@ -30,7 +30,7 @@ def check_checksum(data: bytes | memoryview) -> None:
 
 
 def is_seekable(data: bytes) -> bool:
-    """Whether this is a seekable JPEG, damaged or not."""
+    """True if this is a seekable JPEG, damaged or not."""
     return _find_checksum(data) is not None
 
 

@@ -54,7 +54,7 @@ def size_in(config: TransformConfig, split: Split, epoch: int, bucket: Sides | N
 
 
 def has_sizes(config: TransformConfig, split: Split, buckets: Sequence[Sides] = ()) -> bool:
-    """Whether a split's images have sizes, mostly several, that its transform must make."""
+    """True if a split's images have given sizes, mostly several, that its transform must make."""
     return bool(buckets) or (split == "train" and len(config.size_by_epoch) > 1)
 
 
@@ -66,6 +66,6 @@ def sizes_of(config: TransformConfig, split: Split, buckets: Sequence[Sides] = (
 
 
 def most_pixels(config: TransformConfig, buckets: Sequence[Sides] = ()) -> int:
-    """Pixels of the largest image, of the training, which has these buckets, and of validations."""
+    """Return the pixels of the largest image, in training (with these buckets) and validation."""
     found = [*sizes_of(config, "train", buckets), *sizes_of(config, "val")]
     return max(math.prod(sides_of(size)) for size in found)

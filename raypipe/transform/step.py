@@ -1,4 +1,4 @@
-"""What a step of a program is: a transform of Albumentations' whose parameters are drawn here.
+"""Steps of programs: transforms of Albumentations whose parameters are drawn here.
 
 It draws them for all samples of a micro-batch at once, as integers (`raypipe.transform.ops`), from the library's
 distributions. Its fields are the library's arguments, as a transform keeps them: limits are pairs. `raypipe.
@@ -26,9 +26,9 @@ class Step:
     """A step of a program.
 
     Attributes:
-        p: the chance that it applies to a sample.
+        p: probability that it applies to a sample.
         ops: its operations.
-        num_uniforms: that it draws for a sample, beside one for its chance.
+        num_uniforms: number of draws for a sample, besides one for its probability.
     """
 
     p: float = 1.0
@@ -38,26 +38,26 @@ class Step:
 
     @property
     def is_known(self) -> bool:
-        """Whether its arguments have values that are known here."""
+        """True if the values of its arguments are supported."""
         return True
 
     @property
     def is_random(self) -> bool:
-        """Whether a draw decides anything."""
+        """True if any draw has an effect."""
         return 0 < self.p < 1 or (self.p > 0 and self.num_uniforms > 0)
 
     def num_params(self, op: Op) -> int:
-        """Of an operation of its own, beside `apply`."""
+        """Number of the parameters of its operation, without `apply`."""
         return NUM_PARAMS[op]
 
     @property
     def mask_fill(self) -> int | None:
-        """What it puts into a mask where it has no pixel for it; None: nothing."""
+        """Value for a mask's pixels outside the image; None = none."""
         return None
 
     @property
     def takes_points(self) -> bool:
-        """Whether boxes and keypoints can follow: a border that repeats pixels would repeat them, too."""
+        """True if boxes and keypoints can follow: a border that repeats pixels would repeat them, too."""
         return True
 
     def draw(self, u: np.ndarray, sizes: np.ndarray) -> Numbers:
@@ -83,7 +83,7 @@ class Filled(Step):
 
     @property
     def colour(self) -> tuple[int, int, int]:
-        """Of these pixels, RGB."""
+        """Return the step for RGB pixels."""
         colour = _rgb(self.fill)
         assert colour is not None, "is_known looks at it"
         return colour

@@ -1,13 +1,13 @@
-"""Masks, boxes, keypoints: what stores hold of them, and how they go with the image: one pipeline, one key.
+"""Masks, boxes, keypoints: their stored forms, and their transform with the image: one pipeline, one key.
 
     column   holds                                                             one sample
     mask     one PNG of one channel, a class index per pixel                   uint8 (H, W)
     boxes    K boxes [x0, y0, x1, y1, label], pixels of the image, as 5·K      float32 (K, 5)
              little-endian float32 bytes, as JSON, or as numbers, flat or
              five to a box
-    keypoints  K keypoints [x, y, label], likewise, three to a keypoint            float32 (K, 3)
+    keypoints  K keypoints [x, y, label], as boxes, three to a keypoint            float32 (K, 3)
 
-x1 and y1 lie behind the last pixel, so that x1 - x0 is a width. What is malformed makes a bad sample.
+x1 and y1 are one past the last pixel, so x1 - x0 is a width. A malformed target makes a bad sample.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def check_columns(store: Store, targets: Mapping[str, str], setting: str = "tran
 
 
 def decode_mask(data: Any, size: tuple[int, int]) -> np.ndarray:
-    """Decode a mask: a PNG of 8-bit greyscale, or a palette's indices, or one bit, as 0 and 1.
+    """Decode a mask: a PNG of 8-bit grayscale, or a palette's indices, or one bit, as 0 and 1.
 
     Args:
         size: (height, width) of the image, pixels.
@@ -61,7 +61,7 @@ def decode_mask(data: Any, size: tuple[int, int]) -> np.ndarray:
         uint8 (H, W), writable.
 
     Raises:
-        SampleError: whatever the bytes are, this and no other.
+        SampleError: the bytes cannot be decoded; no other error is raised for them.
     """
     if not data:
         raise SampleError("the mask has no value")
@@ -81,8 +81,8 @@ def decode_mask(data: Any, size: tuple[int, int]) -> np.ndarray:
         bits = data[24]
         if image.mode not in ("L", "P", "1") or (image.mode == "L" and bits != 8):
             raise SampleError(
-                f"the mask is a PNG of mode {image.mode!r} with {bits} bits: expected is one channel of 8 bits, or"
-                " a palette"
+                f"the mask is a PNG of mode {image.mode!r} with {bits} bits: it must have one channel of 8 "
+                "bits, or a palette"
             )
         return np.array(image, dtype=np.uint8)
 
@@ -91,14 +91,14 @@ def decode_boxes(value: Any, size: tuple[int, int]) -> np.ndarray:
     """Decode the boxes of a sample, cut at the image's edges.
 
     Args:
-        value: see the module's table; nothing but None is no value, and all that is empty is no boxes.
+        value: see the module's table; only None is a missing value; any empty value means no boxes.
         size: (height, width) of the image, pixels.
 
     Returns:
         float32 (K, 5): x0 < x1 and y0 < y1 inside of the image, and a label.
 
     Raises:
-        SampleError: they are malformed, or a box reaches out of the image by more than a pixel, or lies outside.
+        SampleError: they are malformed, or a box is outside, or extends more than a pixel beyond the image.
     """
     boxes = _numbers(value, "boxes", "x0, y0, x1, y1, label")
     corners, labels = boxes[:, :4], boxes[:, 4]
@@ -118,7 +118,7 @@ def decode_boxes(value: Any, size: tuple[int, int]) -> np.ndarray:
 
 
 def decode_keypoints(value: Any, size: tuple[int, int]) -> np.ndarray:
-    """Decode the keypoints of a sample, in their order; they may lie outside of the image.
+    """Decode the keypoints of a sample, in their order; they may be outside the image.
 
     Args:
         value: see the module's table.
@@ -138,7 +138,8 @@ def decode_keypoints(value: Any, size: tuple[int, int]) -> np.ndarray:
 
 
 def _wrong(numbers: np.ndarray, labels: np.ndarray) -> dict[str, np.ndarray]:
-    """Why float32 does not hold numbers, float64 (K, n), and labels, (K,), as they are; and which, bool (K,)."""
+    """Return why float32 cannot hold numbers, float64 (K, n), or labels, (K,), exactly; and which, bool
+    (K,)."""
     with np.errstate(over="ignore"):
         finite = np.isfinite(numbers.astype(np.float32)).all(1)
     whole = (labels >= 0) & (labels <= _MAX_LABEL) & (labels == np.floor(labels))
@@ -161,14 +162,14 @@ def marked(keypoints: Any, shape: tuple[int, ...]) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Target:
-    """What goes with the image through one pipeline.
+    """Target that follows the image through the pipeline.
 
     Attributes:
         keyword: Albumentations' name for it.
-        decode: (what a store holds, (height, width) of the image) → what the pipeline is given.
-        field: of a micro-batch.
-        finish: (what the pipeline made, what was decoded, shape of the image that it made, the field) → what the
-            field holds of the sample.
+        decode: (stored value, (height, width) of the image) → the pipeline's input.
+        field: field of a micro-batch.
+        finish: (the pipeline's result, decoded value, shape of the resulting image, the field) → the sample's
+            value of the field.
     """
 
     keyword: str
@@ -181,7 +182,7 @@ def _finish_mask(transformed: Any, decoded: np.ndarray, image: tuple[int, ...], 
     if transformed.dtype != np.uint8 or transformed.shape != image[:2]:
         raise ConfigError(
             f"the transform made a mask of {transformed.dtype} {transformed.shape} for an image of "
-            f"{(*image[:2], 3)}: expected is uint8 of the image's height and width"
+            f"{(*image[:2], 3)}: it must be uint8 of the image's height and width"
         )
     return transformed
 
@@ -228,7 +229,7 @@ def decode_targets(
     """Decode a sample's targets.
 
     Args:
-        columns: of the sample, by the store's names.
+        columns: the sample's columns, by the store's names.
         targets: see `TransformConfig.target_columns`.
         size: (height, width) of the image.
     """
@@ -257,24 +258,23 @@ def _numbers(value: Any, what: str, fields: str) -> np.ndarray:
     wrong = numbers.ndim == 2 and numbers.shape[1] != width
     if wrong or numbers.ndim not in (1, 2) or numbers.size % width:
         expected = {5: "five to a box", 3: "three to a keypoint"}[width]
-        raise SampleError(f"the {what} are numbers of shape {numbers.shape}: expected are {expected}, [{fields}]")
+        raise SampleError(f"the {what} are numbers of shape {numbers.shape}: they must be {expected}, [{fields}]")
     return numbers.reshape(-1, width)
 
 
-_KEYWORDS = ("mask", "bboxes", "keypoints")  # that Albumentations knows; others go the way of masks
+_KEYWORDS = ("mask", "bboxes", "keypoints")  # Albumentations knows these; others are treated like masks
 
 
 def target_pipeline(transform: Any, targets: Collection[str]) -> Any:
-    """A copy of an Albumentations Compose that takes targets along, and draws the same for the image.
+    """Copy an Albumentations Compose so that it transforms targets too, with the same draws for the image.
 
     Args:
         transform: from `build_transform`; None, which changes nothing, stays None.
-        targets: names of those that there are. Of parameters for boxes that the pipeline has, its limits are kept;
-            where it has none, boxes of which less than a pixel of width or height is left are dropped. Keypoints
-            are all kept.
+        targets: names of the targets. The pipeline's own limits for boxes are kept; without them, boxes
+            narrower or lower than a pixel are dropped. All keypoints are kept.
 
     Raises:
-        ConfigError: it is nothing of the kind.
+        ConfigError: it is not a Compose.
     """
     if transform is None:
         return None
@@ -298,9 +298,9 @@ def target_pipeline(transform: Any, targets: Collection[str]) -> Any:
             )
         params.label_fields = None  # the label goes along as the fifth number
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of colour alone, no operation has a use for boxes, and it would say so
+        warnings.simplefilter("ignore")  # a Compose of only color operations would warn that boxes have no use
         return library.Compose(
-            copy.deepcopy(transform.transforms),  # what is made of them is put into them
+            copy.deepcopy(transform.transforms),  # the results are stored in these
             bbox_params=params,
             keypoint_params=library.KeypointParams("xy", remove_invisible=False)
             if "keypoints" in targets

@@ -34,20 +34,20 @@ _TAGS = sorted(
 )
 _TYPES = {1: "u1", 3: "u2", 4: "u4", 16: "u8"}  # whole numbers without a sign
 _MAX_BLOCKS = 1 << 18  # strips or tiles, for which tifffile takes 1.1 s
-_MAX_VALUES = 1 << 16  # of another tag: one for each channel
+_MAX_VALUES = 1 << 16  # not its own tag: one for each channel
 _MOST = {_COLORS: 3 << 16} | dict.fromkeys((_OFFSETS, _COUNTS, _TILE_OFFSETS, _TILE_COUNTS), _MAX_BLOCKS)
 
 
 @dataclass(frozen=True)
 class TiffHeader:
-    """What the first directory of a TIFF says.
+    """First directory of a TIFF.
 
     Attributes:
         file: the TIFF, whose directory has no other tags than those of pixels.
-        height, width, channels: of the image as it is stored.
-        bits, format: of a channel; TIFF's number.
+        height, width, channels: shape of the stored image.
+        bits, format: bits and TIFF's sample format of a channel.
         compression, predictor, photometric, orientation: TIFF's numbers.
-        block_pixels: of a strip or tile, which may be larger than the image.
+        block_pixels: pixels of a strip or tile, which may be larger than the image.
     """
 
     file: bytes
@@ -81,7 +81,7 @@ def tiff_header(data: bytes) -> TiffHeader:
     entries = np.frombuffer(data, entry, num, first)
     places = np.flatnonzero(np.isin(entries["tag"], _TAGS))
     if len(np.unique(entries["tag"][places])) < len(places):
-        raise ValueError("a tag stands there twice")  # of two sizes libraries read one or the other
+        raise ValueError("a tag occurs twice")  # libraries differ in which of two sizes they read
     tags: dict[int, np.ndarray] = {}
     for place in places.tolist():
         tag, kind, count, value = entries[place].tolist()

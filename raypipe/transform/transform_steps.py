@@ -4,8 +4,8 @@
     - HorizontalFlip: {p: 0.5}
     - OneOf: {transforms: [{Blur: {p: 1}}, {MotionBlur: {p: 1}}], p: 0.3}
 
-Steps come from a run's YAML, from the command line, or from a file of their own. They are built of public
-transforms of Albumentations and nothing else: no name in them is imported, and none of a function is called.
+Steps come from a run's YAML, from the command line, or from a file. They are built only from public transforms
+of Albumentations: they cannot import modules or call functions by name.
 """
 
 from __future__ import annotations
@@ -45,22 +45,21 @@ _NEED = {
 
 
 def is_file(transform: object) -> bool:
-    """Whether a transform is the address of a file of steps."""
+    """True if a transform is the address of a file of steps."""
     return isinstance(transform, str) and transform.lower().endswith((".yaml", ".yml", ".json"))
 
 
 def without_files(transform: Any) -> Any:
-    """A transform, or views of several, with the steps in place of the address of a file that holds them; see
-    `read_steps`."""
+    """Replace a file's address in a transform or in views with the file's steps; see `read_steps`."""
     if isinstance(transform, Mapping):
         return {name: without_files(part) for name, part in transform.items()}
-    if isinstance(transform, list | tuple) and any(map(is_file, transform)):  # of a view
+    if isinstance(transform, list | tuple) and any(map(is_file, transform)):  # a view's transforms
         return type(transform)(map(without_files, transform))
     return read_steps(transform) if is_file(transform) else transform
 
 
 def config_without_files(config: TransformConfig) -> TransformConfig:
-    """The same with the steps in place of the files that hold them, so that nobody need read these again."""
+    """Return the settings with steps instead of files, so no process reads the files again."""
     return replace(config, train=without_files(config.train), val=without_files(config.val))
 
 
@@ -79,7 +78,7 @@ def read_steps(address: str) -> Steps:
     """
     text = read_text(address, _MAX_BYTES)
     try:
-        content = json.loads(text)  # not as YAML, for which 1e-05 is a word; the file's name is no proof of either
+        content = json.loads(text)  # not as YAML, for which 1e-05 is a word; the file's name proves neither
     except (ValueError, RecursionError):
         try:
             content = yaml.safe_load(text)
@@ -111,7 +110,7 @@ def build_steps(steps: Steps) -> Any:
     """Build the pipeline that steps describe: a Compose of them, or a single Compose as it is.
 
     Raises:
-        ConfigError: a name, an argument or a value is wrong; the message names the step and what is known.
+        ConfigError: a name, an argument or a value is wrong; the message names the step and the known choices.
     """
     _check_plain(steps, "transform")
     if not steps:
@@ -124,18 +123,18 @@ def build_steps(steps: Steps) -> Any:
 
 def _built(steps: Any, where: str) -> list[Any]:
     if not isinstance(steps, list):
-        raise ConfigError(f"{where}: expected is a list of steps, got {_cut(steps)}")
+        raise ConfigError(f"{where}: must be a list of steps, got {_cut(steps)}")
     return [_step(step, f"{where} step {number}") for number, step in enumerate(steps, 1)]
 
 
 def _step(step: Any, where: str) -> Any:
-    """The transform of an image alone that a step names."""
+    """Return the image-only transform that a step names."""
     if not isinstance(step, dict) or len(step) != 1:
-        raise ConfigError(f"{where}: expected is one NAME: {{argument: value, …}}, got {_cut(step)}")
+        raise ConfigError(f"{where}: must be one NAME: {{argument: value, …}}, got {_cut(step)}")
     ((name, arguments),) = step.items()
     arguments = {} if arguments is None else arguments
     if not isinstance(arguments, dict):
-        raise ConfigError(f"{where}: expected is {name}: {{argument: value, …}}, got {_cut(arguments)}")
+        raise ConfigError(f"{where}: must be {name}: {{argument: value, …}}, got {_cut(arguments)}")
     kind = _class_of(name, where)
     where = f"{where}, {name}"
     is_composition = issubclass(kind, albumentations().BaseCompose)
@@ -144,9 +143,9 @@ def _step(step: Any, where: str) -> Any:
     ]
     for argument in arguments:
         if argument not in known:
-            raise ConfigError(f"{where}: there is no argument {argument!r}{choices(argument, known)}")
+            raise ConfigError(f"{where}: unknown argument {argument!r}{choices(argument, known)}")
     given = dict(arguments)
-    if is_composition:  # what it is given it hardly checks
+    if is_composition:  # it hardly checks its arguments
         p, n = arguments.get("p", 1), arguments.get("n", 1)
         if not (isinstance(p, int | float) and 0 <= p <= 1 and isinstance(n, int) and n >= 1):
             expected = "p must be in [0, 1], and n a whole number of at least 1"
@@ -164,7 +163,7 @@ def _step(step: Any, where: str) -> Any:
         needed = {"volume"}
     if needed:
         what = ", ".join(sorted(needed))
-        raise ConfigError(f"{where}: it needs {what}, and a step must do with the image alone: leave it out")
+        raise ConfigError(f"{where}: it needs {what}, but a step gets only the image: leave it out")
     return made
 
 
@@ -190,7 +189,7 @@ def _class_of(name: str, where: str) -> Any:
 
 
 def _check_plain(content: Any, where: str) -> None:
-    """Raise ConfigError unless something is of dicts, lists, text and numbers, not too many, not too deep."""
+    """Raise ConfigError unless a value has only dicts, lists, text and numbers, not too many, not too deep."""
     todo, num_values, num_characters = [(content, 0)], 0, 0
     while todo:
         value, depth = todo.pop()
@@ -201,16 +200,16 @@ def _check_plain(content: Any, where: str) -> None:
             raise ConfigError(f"{where}: more than {limits}, or nested more than {_MAX_DEPTH} deep")
         inner = [*value, *value.values()] if isinstance(value, dict) else value
         if isinstance(value, dict) and not all(isinstance(key, str) for key in value):
-            raise ConfigError(f"{where}: expected are names, got {_cut([*value])}")
+            raise ConfigError(f"{where}: must be names, got {_cut([*value])}")
         if isinstance(inner, list | tuple):
             todo += [(each, depth + 1) for each in inner]
         elif not isinstance(value, str | int | float | None):
-            raise ConfigError(f"{where}: {_cut(value)} is a {type(value).__name__}, which is no argument")
+            raise ConfigError(f"{where}: {_cut(value)} is a {type(value).__name__}, which is not a valid argument")
 
 
 def _reason(error: Exception, arguments: dict[str, Any]) -> str:
-    """What was wrong with arguments, on one line."""
-    errors = getattr(error.__cause__, "errors", None)  # of Pydantic, by which Albumentations checks values
+    """Describe an error in arguments, on one line."""
+    errors = getattr(error.__cause__, "errors", None)  # Pydantic's, with which Albumentations checks values
     if errors is None:
         return f"{type(error).__name__}: {' '.join(str(error).split())}"
     found = ((str(each["loc"][0]) if each["loc"] else "", each["msg"]) for each in errors())

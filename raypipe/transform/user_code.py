@@ -19,7 +19,7 @@ NOT_OF_A_SAMPLE = (SampleError, ConfigError, MemoryError, bdb.BdbQuit)
 _OURS = str(Path(raypipe.__file__).parent) + os.sep
 _STANDARD = sysconfig.get_path("stdlib") + os.sep
 _INSTALLED = ("site-packages", "dist-packages")
-# What transforms are made of: an error in one of these is told by who has called it.
+# Libraries of transforms: an error in one of these is reported at its caller.
 _LIBRARIES = {"albumentations", "albucore", "torch", "torchvision", "numpy", "cv2", "PIL", "scipy", "skimage"}
 
 

@@ -1,4 +1,4 @@
-"""Several views of one image, for contrastive training and the like: what their settings say.
+"""Several views of one image, for contrastive training and the like: their settings.
 
     {global: {transform: light, count: 2, size: 224}, local: {transform: light, count: 8, size: 96}}
 
@@ -6,9 +6,9 @@
     1       uint8 (H, W, 3)        hash of the sample's key, the view's name, 0
     n       uint8 (n, H, W, 3)     hash of the sample's key, the view's name, i
 
-The image is decoded once. In Python a view may also be `(transform, count)`, or a transform alone. A view whose
-crops differ has `transforms`, one for each. And a function of an image may return `{name: array}` by itself; it
-has the sample's key, and draws all of its views from one generator.
+The image is decoded once. In Python a view may also be `(transform, count)`, or only a transform. A view whose
+crops differ has `transforms`, one for each. A function of an image may also return `{name: array}`; it gets the
+sample's key, and draws all of its views from one generator.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _KNOWN = ("transform", "transforms", "count", "size")
 
 @dataclass(frozen=True)
 class View:
-    """One view.
+    """Settings of a view.
 
     Attributes:
         transforms: one for all crops, or one for each.
-        count: crops.
+        count: number of crops.
         size: side of the crops that presets make, pixels.
     """
 
@@ -45,7 +45,7 @@ class View:
 
 
 class PresetSteps(list[dict[str, Any]]):
-    """Steps of a preset of ours, whose values need no check."""
+    """Steps of a raypipe preset, whose values need no check."""
 
 
 def _crop(size: int, scale: list[float]) -> dict[str, Any]:
@@ -77,7 +77,7 @@ def _simclr(size: int) -> dict[str, Any]:
 
 
 def _dino(size: int) -> dict[str, Any]:
-    """Caron et al. 2021, arXiv:2104.14294, with the numbers of its code: 8 local crops of 96 beside 2 of 224."""
+    """Caron et al. 2021, arXiv:2104.14294, with the numbers of its code: 8 local crops of 96 and 2 of 224."""
     small, colours = max(1, round(size * 96 / 224)), _colours(0.4, 0.4, 0.2, 0.1)
     first = PresetSteps([_crop(size, [0.4, 1.0]), *colours, _blur(1.0)])
     second = PresetSteps([_crop(size, [0.4, 1.0]), *colours, _blur(0.1), {"Solarize": {"p": 0.2}}])
@@ -92,28 +92,28 @@ VIEW_PRESETS: dict[str, Callable[[int], dict[str, Any]]] = {"simclr": _simclr, "
 
 
 def makes_views(transform: object) -> bool:
-    """Whether a transform is a mapping or a preset of views; of a function, it only shows in what it returns."""
+    """True if a transform is a mapping or a preset of views; a function shows it only by its result."""
     return isinstance(transform, Mapping) or (isinstance(transform, str) and transform in VIEW_PRESETS)
 
 
 def find_views(transform: Any, size: int) -> dict[str, View]:
-    """The views that `transform.train` or `transform.val` describes, by name; see `makes_views`.
+    """Return the views of `transform.train` or `transform.val`, by name; see `makes_views`.
 
     Args:
-        size: of views that have none of their own.
+        size: default size of views.
 
     Raises:
         ConfigError: a name, a count or a key is wrong.
     """
     given = VIEW_PRESETS[transform](size) if isinstance(transform, str) else transform
     if not given:
-        raise ConfigError("transform is a mapping without views: expected is {NAME: {transform: …, count: …}, …}")
+        raise ConfigError("transform is a mapping without views: write {NAME: {transform: …, count: …}, …}")
     return {name: _view(name, entry, size) for name, entry in given.items()}
 
 
 def _view(name: object, entry: Any, size: int) -> View:
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise ConfigError(f"transform: {name!r} is no name of a view: use letters, digits, _ and -")
+        raise ConfigError(f"transform: {name!r} is not a valid name of a view: use letters, digits, _ and -")
     where = f"transform, view {name!r}"
     if isinstance(entry, tuple) and len(entry) == 2:
         entry = {"transform": entry[0], "count": entry[1]}

@@ -1,4 +1,4 @@
-"""What makes several views of one image, see `raypipe.transform.views`."""
+"""Transform that makes several views of one image, see `raypipe.transform.views`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class ViewsTransform:
     def with_targets(
         self, image: np.ndarray | Undecoded, targets: Mapping[str, Any], key: Key, out: np.ndarray | None = None
     ) -> dict[str, np.ndarray]:
-        """All views of an image uint8 (H, W, 3), by their fields.
+        """Make all views of an image uint8 (H, W, 3), by field.
 
         Raises:
             ConfigError: a transform returns anything but an image, or crops of one view differ in size.

@@ -186,9 +186,9 @@ def test_an_operation_that_makes_the_size_is_always_applied() -> None:
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        ({"op": "RandomHorizontalFlop"}, "'RandomHorizontalFlop' is no 2D operation of kornia"),
+        ({"op": "RandomHorizontalFlop"}, "'RandomHorizontalFlop' is not a 2D operation of kornia"),
         ({"op": "RandomMixUpV2"}, "augment.mixup_alpha"),
-        ({"op": "RandomMotionBlur3D"}, "no 2D operation"),
+        ({"op": "RandomMotionBlur3D"}, "is not a 2D operation"),
         ({"op": "RandomErasing", "probability": 1}, "'RandomErasing', 'probability': 1}: TypeError"),
         ({"op": "RandAugment", "n": 2, "m": 99}, "ValueError: Expect `m`"),
         ({"op": "RandomCrop"}, "'RandomCrop'}: TypeError"),

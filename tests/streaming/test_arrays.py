@@ -242,7 +242,7 @@ def test_colour_presets_of_16_bit_rgb_do_what_they_do_to_8_bits() -> None:
     [
         (
             {"preset": "standard"},
-            "augment.preset='standard' changes red, green and blue, and augment.mean is of 4",
+            "augment.preset='standard' changes red, green and blue, and augment.mean has 4",
         ),
         (
             {"ops": [{"op": "ColorJitter", "saturation": 0.2, "p": 0.001}]},

@@ -180,7 +180,7 @@ def test_a_new_run_starts_from_another_run_or_its_checkpoint(
     for path in list(run.iterdir()):  # as Ray Train names them, one after the other
         path.rename(run / f"checkpoint_2026-11-25_04-29-30.00000{9 - int(path.name.split('_')[2])}")
     assert find_start(str(run), check).cursor.step == 3 and not has_checkpoints(run.as_uri())
-    with pytest.raises(ConfigError, match=r"start_from: there is no checkpoint of raypipe's at .*/none"):
+    with pytest.raises(ConfigError, match=r"start_from: no raypipe checkpoint at .*/none"):
         find_newest(f"{own}s", check, start_from=str(tmp_path_factory.mktemp("none")))
 
 

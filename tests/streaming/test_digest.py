@@ -115,7 +115,9 @@ def test_only_what_both_have_is_compared() -> None:
     tail = DigestFile("tail.json", SETTINGS, {name: STREAM[name] for name in names[1:]})
     assert compare(head, tail)["compared"] == compare(tail, head)["compared"] == 1
     nothing = DigestFile("x.json", SETTINGS, {"train-e0009-s000000-m000": "aa"})
-    with pytest.raises(ConfigError, match=r"one\.json has no micro-batch of this stream: .*from_step"):
+    with pytest.raises(
+        ConfigError, match=r"nothing to compare: .*one\.json and this stream cover different steps .*from-step"
+    ):
         compare(ONE, nothing)
 
 

@@ -265,7 +265,7 @@ def test_a_bad_sample_that_only_the_device_finds_can_end_the_run(encoded_spec: S
     [
         ({"train": "heavy"}, "needs pixels"),
         ({"train": f"{__name__}:CLASSES"}, "needs pixels"),
-        ({"decode_min_side": 32}, "decode_min_side is of the CPU's decoder"),
+        ({"decode_min_side": 32}, "decode_min_side belongs to the CPU's decoder"),
     ],
 )
 def test_what_the_device_cannot_do_is_told_before_the_run(settings: dict[str, Any], message: str) -> None:
@@ -355,7 +355,7 @@ def test_a_loader_does_not_begin_anew_in_silence(
     inline: StreamSpec,
 ) -> None:
     one = ranked(inline, 0, 1)
-    with pytest.raises(CursorError, match=r"by loader\.report or loader\.save"):
+    with pytest.raises(CursorError, match=r"with loader\.report or loader\.save"):
         next(every_batch(one))
 
 

@@ -51,7 +51,7 @@ def spec(val: Any = STORE, **options: Any) -> StreamSpec:
     ],
 )
 def test_a_train_transform_with_a_size_of_its_own_needs_a_val_transform(transform: Any, name: str) -> None:
-    with pytest.raises(ConfigError, match=rf"is {name}, and there is no val_transform: .* 224 px"):
+    with pytest.raises(ConfigError, match=rf"is {name}, and val_transform is not set: .* 224 px"):
         spec(train_transform=transform)
     for options in ({"val_transform": None}, {"transform": TransformConfig(size=8)}, {"val": None}):
         assert spec(train_transform=transform, **options).plan.num_train == 8

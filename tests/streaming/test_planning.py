@@ -83,7 +83,7 @@ def test_balanced_classes_have_equal_shares_by_the_exponent() -> None:
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
-        (np.ones(3), r"plan\.weights has float64 of \(3,\): expected is one number for each of the store's 4"),
+        (np.ones(3), r"plan\.weights has float64 of \(3,\): it must have one number for each of the store's 4"),
         (np.array(["a"] * 4), r"plan\.weights has <U1 of \(4,\)"),
         (np.array([1, 1, 1, -1]), "negative or no finite number"),
         (np.array([1, 1, 1, np.nan]), "negative or no finite number"),

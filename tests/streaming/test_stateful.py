@@ -147,7 +147,7 @@ def test_a_checkpoint_without_a_part_or_of_another_make_is_named(stream: Loader,
     with pytest.raises(ConfigError, match="checkpoint has model, optimizer, and no schedule"):
         stream.restore(**parts(), schedule=parts()["optimizer"])
     other: Any = torch.nn.Linear(4, 2)
-    with pytest.raises(ConfigError, match=r"(?s)model in .* is of another make: .*size mismatch"):
+    with pytest.raises(ConfigError, match=r"(?s)model in .* does not fit this one: .*size mismatch"):
         stream.restore(model=other)
     state = reports.folder / "state.pt"
     state.write_bytes(state.read_bytes()[:-1] + b"x")

@@ -334,7 +334,7 @@ def test_an_augmentation_that_cannot_be_is_told_before_ray_starts(stores: dict[s
         store=StoreConfig(str(stores["train"])),
         augment=AugmentConfig(ops=[{"op": "RandomErasinggg"}]),
     )
-    with pytest.raises(ConfigError, match="'RandomErasinggg' is no 2D operation"):
+    with pytest.raises(ConfigError, match="'RandomErasinggg' is not a 2D operation"):
         train(run)
     assert list(tmp_path.iterdir()) == []
 
@@ -408,7 +408,7 @@ def test_a_new_run_says_its_starting_checkpoint_or_why_there_is_none(
     (tmp_path / "old").mkdir()
     run = small_run(tmp_path, stores["train"], stores["val"], 1, 4, start_from=str(tmp_path / "old"))
     run = dataclasses.replace(run, name="new")
-    with pytest.raises(ConfigError, match="start_from: there is no checkpoint"):
+    with pytest.raises(ConfigError, match="start_from: no raypipe checkpoint"):
         train(run)
     spec, old = spec_of(run, (tmp_path / "new").as_uri()), (tmp_path / "old").as_uri()
     name = write_checkpoint(old, spec.plan.cursor_at(4), b"x", {})  # its last

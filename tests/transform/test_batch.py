@@ -163,15 +163,15 @@ def test_no_transform_returns_the_image_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("transform", "message"),
     [
-        (lambda image: image / 255, r"float64 of shape \(48, 48, 3\); expected is uint8 HWC .* on the GPU"),
-        (lambda image: image[:, :, 0], r"uint8 of shape \(48, 48\); expected is uint8 HWC"),
+        (lambda image: image / 255, r"float64 of shape \(48, 48, 3\); it must return uint8 HWC .* on the GPU"),
+        (lambda image: image[:, :, 0], r"uint8 of shape \(48, 48\); it must return uint8 HWC"),
         (lambda image: image[:, :, :1], r"uint8 of shape \(48, 48, 1\)"),
         (lambda image: image.transpose(2, 0, 1), r"uint8 of shape \(3, 48, 48\)"),
         (lambda image: image[:0], r"uint8 of shape \(0, 48, 3\)"),
-        (lambda image: {"image": image}, "a dict; expected is uint8 HWC"),
+        (lambda image: {"image": image}, "a dict; it must return uint8 HWC"),
         (A.Compose([A.Normalize()]), r"float32 of shape \(48, 48, 3\)"),
-        (v2.ToDtype(torch.float32, scale=True), r"float32 of shape \(3, 48, 48\); expected is uint8 CHW"),
-        (v2.ToPILImage(), "a Image; expected is uint8 CHW"),
+        (v2.ToDtype(torch.float32, scale=True), r"float32 of shape \(3, 48, 48\); it must return uint8 CHW"),
+        (v2.ToPILImage(), "a Image; it must return uint8 CHW"),
         (v2.Grayscale(1), r"uint8 of shape \(1, 48, 48\)"),
     ],
 )

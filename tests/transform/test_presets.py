@@ -86,7 +86,7 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
 
 @pytest.mark.parametrize("text", ["[light]", "[{Blur: {p: 1}]", "{Blur: {p: 1}}", "- Blur"])
 def test_what_was_meant_as_steps_and_is_text_is_told_so(text: str) -> None:
-    with pytest.raises(ConfigError, match="is no list of steps: expected is"):
+    with pytest.raises(ConfigError, match="is not a list of steps: write"):
         check_transform(text, 8)
 
 

@@ -60,7 +60,7 @@ def test_a_label_that_no_class_can_be_is_marked() -> None:
 @pytest.mark.parametrize("labels", [np.array([0.5, 1]), np.zeros((2, 3), np.int64)])
 def test_labels_that_are_no_classes_end_the_run_with_their_type(labels: np.ndarray) -> None:
     store = MemoryStore([b"a", b"b"], labels)
-    with pytest.raises(ConfigError, match=rf"labels of {labels.dtype} \(.*\), which are no classes: name"):
+    with pytest.raises(ConfigError, match=rf"labels of {labels.dtype} \(.*\), which are not classes: name"):
         read_samples(store, np.arange(2))
 
 

@@ -96,7 +96,7 @@ def grey_of_bits(bits: int) -> bytes:
         (png(CLASSES[:, :29]), r"the mask has 29x20 pixels \(width x height\), the image 30x20"),
         (png(np.dstack([CLASSES] * 3)), "PNG of mode 'RGB' with 8 bits"),
         (png(CLASSES, "LA"), "PNG of mode 'LA' with 8 bits"),
-        (png(CLASSES.astype(np.uint16)), "with 16 bits: expected is one channel of 8"),
+        (png(CLASSES.astype(np.uint16)), "with 16 bits: it must have one channel of 8"),
     ],
 )
 def test_a_mask_that_is_none_is_a_bad_sample_with_the_reason(data: Any, message: str) -> None:
@@ -180,7 +180,7 @@ def box(*corners: float, label: float = 1) -> list[list[float]]:
         (box(0, 0, 5, 5, label=-1), "a label that is not a whole number from 0 to 16777216"),
         (box(0, 0, 5, 5, label=0.5), "a label that is not a whole number from 0 to 16777216"),
         (box(0, 0, 5, 5, label=2**24 + 1), "a label that is not a whole number from 0 to 16777216"),
-        ([[0, 0, 5, 5]], r"numbers of shape \(1, 4\): expected are five to a box"),
+        ([[0, 0, 5, 5]], r"numbers of shape \(1, 4\): they must be five to a box"),
         ([[0, 0, 5, 5]] * 5, r"numbers of shape \(5, 4\)"),
         ([0, 0, 5, 5, 1, 2], r"numbers of shape \(6,\)"),
         ([[[0, 0, 5, 5, 1]]], r"numbers of shape \(1, 1, 5\)"),
@@ -274,7 +274,7 @@ def test_keypoints_have_the_forms_of_boxes_and_may_lie_outside(value: Any) -> No
     ("value", "message"),
     [
         (None, "the keypoints have no value"),
-        ([1, 2, 3, 4], r"numbers of shape \(4,\): expected are three to a keypoint, \[x, y, label\]"),
+        ([1, 2, 3, 4], r"numbers of shape \(4,\): they must be three to a keypoint, \[x, y, label\]"),
         ([[1, 2, 0, 0]] * 3, "three to a keypoint"),
         ([1, float("nan"), 0], "keypoint 0 of 1, .*, is not finite"),
         ([0, 0, 0, 1, 1, -1], "keypoint 1 of 2, .*, has a label that is not a whole number from 0 to 16777216"),

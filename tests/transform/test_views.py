@@ -144,7 +144,7 @@ def test_files_of_steps_are_read_in_views_too(tmp_path: Any) -> None:
     ("transform", "message"),
     [
         ({}, "a mapping without views"),
-        ({"a b": "light"}, "'a b' is no name of a view"),
+        ({"a b": "light"}, "'a b' is not a valid name of a view"),
         (
             {"HorizontalFlip": {"p": 0.5}},
             "view 'HorizontalFlip': there is no 'p'; known are transform.*are a list",
@@ -155,7 +155,7 @@ def test_files_of_steps_are_read_in_views_too(tmp_path: Any) -> None:
         ({"a": ("light", 0)}, "view 'a': count must be a whole number of at least 1, got 0"),
         ({"a": {"transform": "light", "size": 1.5}}, "view 'a': size must be"),
         ({"a": ("dino", 2)}, "view 'a': its transform makes views itself"),
-        ({"a": "hevy"}, "view 'a': there is no transform preset 'hevy'; did you mean heavy"),
+        ({"a": "hevy"}, "view 'a': no transform preset 'hevy'; did you mean heavy"),
         ({"a": [{"Blurr": {}}]}, "view 'a': transform step 1: Albumentations has no transform 'Blurr'"),
     ],
 )
@@ -183,10 +183,10 @@ def test_a_function_may_return_its_views_by_name() -> None:
     ("made", "message"),
     [
         ({}, "a mapping without views"),
-        ({"image": IMAGE}, "returned a dict; expected is uint8 HWC"),
+        ({"image": IMAGE}, "returned a dict; it must return uint8 HWC"),
         ({"a": IMAGE / 255}, "returned float64 of shape .* for view 'a'"),
         ({"a": [IMAGE[:8], IMAGE[:9]]}, "returned a list for view 'a'"),
-        ({1: IMAGE}, "for view 1: expected is"),
+        ({1: IMAGE}, "for view 1: it must be"),
     ],
 )
 def test_a_function_that_returns_anything_else_is_refused(made: Any, message: str) -> None:

@@ -1,4 +1,4 @@
-"""Decode and transform on one core, in each mode of crop-aware decode: docs/decode.md has a run.
+"""Decode and transform on one core, in each mode of crop-aware decode: docs/transforms.md has a run.
 
     python benchmarks/crop_decode.py STORE [--transform light] [--samples 500] [--repeats 3]
 

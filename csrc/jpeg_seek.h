@@ -1,5 +1,5 @@
 /* A seekable JPEG: baseline, in one scan, with a restart marker at each row of MCUs, and a segment at its front that
- * says where those rows begin, with a checksum of the file. All else reads it as any JPEG; see docs/decode.md.
+ * says where those rows begin, with a checksum of the file. All else reads it as any JPEG; see docs/transforms.md.
  *
  *     FF D8                    start of the image
  *     FF E0 00 10 ...          JFIF's segment of 18 bytes, where the file has one: it wants to be the first

@@ -4,7 +4,7 @@
 #     csrc/sanitize.sh [FIRST [COUNT]]            addresses and undefined behavior
 #     SANITIZER=thread csrc/sanitize.sh …         races between the threads of a call
 #
-# Needs what a usual build needs (docs/decode.md), by GCC, and an environment with raypipe's own dependencies.
+# Needs what a usual build needs (docs/transforms.md), by GCC, and an environment with raypipe's own dependencies.
 # PYTHON names its interpreter. Exit code 0: neither the sanitizers nor the fuzzer have found anything.
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)

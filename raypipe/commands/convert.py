@@ -86,7 +86,7 @@ def convert(
             Columns of these names that the source has are kept as they are, unless `short_side` makes new images.
         exif: measure images after `transform.apply_exif` has turned them upright.
         seekable: store JPEGs so that a crop is decoded without what is above and below it, with the same pixels,
-            EXIF and ICC profile; see docs/decode.md. Other images stay as they are.
+            EXIF and ICC profile; see docs/transforms.md. Other images stay as they are.
         overwrite: replace a store at `dst`.
         progress: show a progress bar on standard error.
 

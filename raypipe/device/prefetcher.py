@@ -105,7 +105,7 @@ class Batch:
         """The columns that store.columns names, by name.
 
         Numbers are tensors (B, …) of their dtype; all else is lists of B on the host: tensors of any length, text,
-        bytes, or what JSON holds (docs/columns.md).
+        bytes, or what JSON holds (docs/targets.md).
         """
         return in_group(self.fields, COLUMN)
 

@@ -5,8 +5,8 @@
     Recorder         each transform actor: its work; the supervisor: faults
 
 Ray collects them from every process and serves them on every node, under these names with `ray_` before them; see
-docs/reference.md. A recording takes about 10 µs, so it is made once for a micro-batch in an actor, and once a second
-elsewhere. Ray drops a gauge that was not set for two of its export intervals, of 10 s: a value set once a
+docs/reference.md. A recording takes about 10 µs, so it is made once for a micro-batch in an actor, and once a
+second elsewhere. Ray drops a gauge that was not set for two of its export intervals, of 10 s: a value set once a
 second lasts while its process lives, so a dead run shows no loss. A thread sets a trainer's gauges, since the
 trainer itself may wait for long.
 """

@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 NO_VIEWS = (
     "makes views, and a run trains a classifier of one image: choose another transform, or write a loop of "
     "your "
-    "own around raypipe.loader, as docs/views.md does"
+    "own around raypipe.loader, as docs/transforms.md does"
 )
 
 _FIRST = MicroBatchId("train", 0, 0, 0)

@@ -68,7 +68,7 @@ def open_stream(
         columns: names of columns that batches get, or their options by name, see `StoreConfig`. `label`, or
             the column's own name, stands for the target.
         make_columns: makes the batch's columns of those, sample by sample, `module:function` or a callable;
-            None = as `transform` says, see docs/columns.md.
+            None = as `transform` says, see docs/targets.md.
 
     Raises:
         StoreError, ConfigError: a store or a setting is wrong.

@@ -166,7 +166,7 @@ def num_classes_of(run: RunConfig, spec: StreamSpec) -> int:
     if not spec.columns.has_target:
         raise ConfigError(
             "a run trains on targets, and store.label_column is '': name a column, or write a loop of your own "
-            "around raypipe.loader, as docs/views.md does"
+            "around raypipe.loader, as docs/transforms.md does"
         )
     if target := spec.columns.target:
         return _num_outputs(run, target)

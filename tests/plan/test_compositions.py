@@ -1,4 +1,4 @@
-"""Random plans of everything that an epoch may draw by, all at once, against what docs/plans.md declares."""
+"""Random plans of everything that an epoch may draw by, all at once, against what docs/sampling.md declares."""
 
 from __future__ import annotations
 

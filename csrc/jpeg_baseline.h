@@ -96,8 +96,8 @@ static int read_components(const uint8_t *body, size_t size, Frame *frame, uint8
     if (num == 3 && (ids[0] == ids[1] || ids[1] == ids[2] || ids[0] == ids[2]))
         return 0;
     /* Of rows of fewer than three samples libjpeg does not interpolate. */
-    return num == 1 ? frame->h == 1 && frame->v == 1
-                    : (frame->h == 1 && frame->v == 1) || (frame->h == 2 && frame->v <= 2 && frame->width > 4);
+    const int is_full = frame->h == 1 && frame->v == 1, is_half = frame->h == 2 && (frame->v == 1 || frame->v == 2);
+    return is_full || (num == 3 && is_half && frame->width > 4);
 }
 
 static int read_scan(const uint8_t *body, size_t size, Frame *frame, const uint8_t ids[3])

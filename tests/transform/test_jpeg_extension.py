@@ -9,6 +9,7 @@ What needs it is skipped where it is not built, and says so.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import itertools
 import os
@@ -115,6 +116,19 @@ def test_another_revision_of_jfif_is_refused_as_by_simplejpeg(simd: None) -> Non
             else:
                 with pytest.raises(ValueError, match="unknown JFIF revision"):
                     decoded()
+
+
+@needs_extension
+@pytest.mark.parametrize("subsampling", SUBSAMPLINGS)
+def test_no_sampling_factors_in_a_header_end_the_process(subsampling: str, simd: None) -> None:
+    from _raypipe_kernel import decode_crop
+
+    image, out = encode(noise(40, 52), subsampling=subsampling), np.zeros((40, 52 + 39, 3), np.uint8)
+    factors = image.index(b"\xff\xc0") + 11
+    for value in range(256):
+        data = image[:factors] + bytes([value]) + image[factors + 1 :]
+        with contextlib.suppress(ValueError):
+            decode_crop(data, 0, 0, 52, 40, 8, True, out, 52 + 39)
 
 
 @pytest.mark.soak

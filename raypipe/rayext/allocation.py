@@ -1,6 +1,6 @@
-"""Who gets what of a cluster, trainers and transform actors; and, if it has too little, what would mend it.
+"""Shares out a cluster between trainers and transform actors, or names the setting that would make room.
 
-A run that cannot start says so at once, with the setting that mends it. Ray alone would wait for ever.
+A run that cannot start fails at once and names the setting to change. Ray itself would wait forever.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def allocate(offer: Resources, pool: PoolConfig, train: TrainConfig | None, per_
         per_step: M, which W must divide.
 
     Raises:
-        ResourceError: something is missing; the message names what, and which setting mends it.
+        ResourceError: something is missing; the message names it and the setting to change.
         ConfigError: W does not divide M, or the fewest workers are more than
             the most.
     """
@@ -196,7 +196,7 @@ def _needs(workers: int, per_worker: float, pool: PoolConfig) -> str:
 
 
 def _too_few_cpus(cpus: float, workers: int, per_worker: float, pool: PoolConfig, settings: str) -> ResourceError:
-    """The error, with what would mend it; `settings` are those of the trainers, where there are any."""
+    """The error, with the settings to change; `settings` are the trainers', if there are any."""
     names = [settings] if settings else []
     names += ["pool.min_actors", "pool.cpus_per_actor"] if pool.least_actors else []
     inline = "set pool.engine=inline, " if settings and pool.least_actors else ""

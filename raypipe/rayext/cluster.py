@@ -90,7 +90,7 @@ def connect(
             raise ResourceError(f"cannot connect to the Ray cluster at {address}: {error}") from error
         return
     if "RAY_ENABLE_UV_RUN_RUNTIME_ENV" not in os.environ:
-        # Under `uv run`, Ray would build the project's environment anew for its workers, which share this one.
+        # Under `uv run`, Ray would build the project's environment again for its workers, which share this one.
         ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV = False
     # That a cluster of one user's own on one machine asks for a token is nothing to be told of.
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)

@@ -99,9 +99,9 @@ def context_of(settings: Settings, actors: int) -> DataContext:
 
 @contextlib.contextmanager
 def datasets_with(settings: Settings, actors: int) -> Iterator[None]:
-    """Executions of datasets that are made in here are of these settings; see `context_of`."""
+    """Give these settings to the executions of datasets that are made in here; see `context_of`."""
     before = DataContext.get_current()
-    DataContext._set_current(context_of(settings, actors))  # DataContext.current() is of Ray 2.55
+    DataContext._set_current(context_of(settings, actors))  # DataContext.current() came with Ray 2.55
     try:
         yield
     finally:
@@ -203,7 +203,7 @@ class StreamAutoscaler:
         configure_logs(settings.log, run=settings.run)
         self._flow, self._shown_at = _Flow(topology), 0.0
         # The reader runs on this process's node: for a task on a node that has fallen silent, which is no actor's,
-        # Ray waits for ever, though it calls the node dead. Once the node is about to go, Ray starts no task on
+        # Ray waits forever, though it calls the node dead. Once the node is about to go, Ray starts no task on
         # it: one that must be there would fail, and Ray does not try it again.
         node = ray.get_runtime_context().get_node_id()
         self._flow.reader._ray_remote_args["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node, soft=True)
@@ -247,7 +247,7 @@ class StreamAutoscaler:
     def on_executor_shutdown(self) -> None:
         """At the end."""
         self._metrics.show(self._flow.finished)
-        if ray.is_initialized():  # or the call would start it anew
+        if ray.is_initialized():  # or the call would start it again
             self._supervisor.left.remote(self._name)
 
     def get_total_resources(self) -> ExecutionResources:

@@ -1,4 +1,4 @@
-"""What ended a task or a run, beneath the wrappers of Ray; and whether to try again could mend it.
+"""Finds the error beneath Ray's wrappers that ended a task or a run, and whether another attempt could help.
 
 An error that would come again is final: what raypipe raises on purpose, a full disk, a mistake in the user's code.
 What died is tried again: a process, a node, an actor or an object that was lost with them, a connection, a device,
@@ -44,7 +44,7 @@ def _beneath(error: BaseException) -> Iterator[BaseException]:
 def cause_of(error: BaseException) -> BaseException:
     """raypipe's own error beneath whatever Ray has wrapped around it and added to it, or the error as it is."""
     for failure in _beneath(error):
-        # A task's error is of Ray's class and of its cause's at once.
+        # A task's error has Ray's class and its cause's class at once.
         if isinstance(failure, RaypipeError) and not _wrapped(failure):
             failure.args = tuple(_ADDED.sub("", arg) if isinstance(arg, str) else arg for arg in failure.args)
             return failure

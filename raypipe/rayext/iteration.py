@@ -1,6 +1,6 @@
 """An execution as one rank has it: it begins early, and the end of an iteration leaves nothing of it behind.
 
-Ray Data, left in the middle, keeps a thread that waits for ever, and a ring of references that keeps actors alive.
+Ray Data, left in the middle, keeps a thread that waits forever, and a ring of references that keeps actors alive.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def rows(iterator: DataIterator) -> Generator[Row, None, None]:
         vars(iterator).pop(_MAKES_BATCHES, None)
         del iterator
         for batch_iterator in batch_iterators:
-            # Ray Data stops its prefetcher's thread at the end alone: left before, the thread waits for ever.
+            # Ray Data stops its prefetcher's thread only at the end: left before, the thread waits forever.
             getattr(getattr(batch_iterator, "_prefetcher", None), "stop", lambda: None)()
         batch_iterators.clear()
         # An execution is a ring of references. As long as it is not collected, actors that it has let go of may

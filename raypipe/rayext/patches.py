@@ -41,7 +41,7 @@ _installed = False
 
 
 def nothing(*_: Any, **__: Any) -> None:
-    """Do nothing, in place of what an execution of ours has no use for."""
+    """Do nothing, instead of work that our executions do not need."""
 
 
 # In place of Ray Data's autoscaler of a pool, which `execution.StreamAutoscaler` sizes, and of its actor that is

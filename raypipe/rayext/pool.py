@@ -66,7 +66,7 @@ class PoolSizer:
 
         Args:
             waiting: share of the ranks for which no finished micro-batch is there, in [0, 1].
-            active, running, pending: actors at work, started, and not yet, for want of a node or of time.
+            active, running, pending: actors at work, started, and not yet started, since they wait for a node.
         """
         sums = (now - self._at) * np.array([1, waiting, active, running])
         self._at, self._growth, self._calm = now, self._growth + sums, self._calm + sums
@@ -115,7 +115,7 @@ class PoolKeeper:
         self._cpus: float = self._pool.per_actor_resource_usage().cpu or 0.0
         self._sizer: PoolSizer | None = None  # until the first block is there
         self._target: int | None = None
-        # When it was last watched; when a block was last finished, and the how many-th; when an actor ran, or none
+        # When it was last watched; when a block was last finished, and its number; when an actor ran, or none
         # was queued for CPUs.
         self._watched_at = self._moved_at = self._queued_at = now
         self._finished, self._has_told = 0, False

@@ -1,5 +1,5 @@
 """Ray Train's TorchTrainer with what is a run's own: sizes that divide M, an end on request, or at an error that
-would come again, and no waiting for ever, or in silence.
+would come again, and no endless or silent wait.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ class FinalErrors(WorkerGroupCallback):
     def after_worker_group_poll_status(self, worker_group_status: Any) -> None:
         failures = list(worker_group_status.errors.values())
         error = own_error(failures)
-        # Resources that went away in mid-run, with a node, may come back.
+        # Resources that went away with a node during the run may come back.
         if error and not (self._has_failed and isinstance(error, ResourceError)):
             raise ControllerError(error)  # which Ray Train does not retry
         self._has_failed |= bool(failures)
@@ -213,7 +213,7 @@ class RunTrainer(TorchTrainer):
         run_uri: its folder; empty = it has none.
         log: format of its log lines.
         timeout_s: after which a run whose trainers have no room ends.
-        take_signals: called once the run can be asked to end, in place of Ray Train taking Ctrl-C for itself.
+        take_signals: called once the run can be asked to end, since Ray Train would take Ctrl-C for itself.
         args, options: for TorchTrainer.
     """
 

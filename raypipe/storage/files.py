@@ -91,7 +91,7 @@ def write_text(address: str | Path, text: str) -> None:
 
 
 def write_bytes(address: str | Path, content: bytes) -> None:
-    """Write a file in place of one that is there; readers see the old or the new one. It may raise ConfigError."""
+    """Write or replace a file; readers see the old or the new one. It may raise ConfigError."""
     with explained(ConfigError, f"{address} cannot be written"):
         filesystem, path = open_filesystem(address)
         if is_remote(address):  # an object is there once it is written whole
@@ -137,7 +137,7 @@ def check_place(address: str | Path) -> None:
         return
     folder = Path(path).parent
     if not folder.is_dir() or Path(path).is_dir() or not os.access(folder, os.W_OK):
-        raise ConfigError(f"{address} cannot be written: expected is a file in a folder that can be written to")
+        raise ConfigError(f"{address} cannot be written: name a file in a folder that can be written to")
 
 
 @dataclass(frozen=True)

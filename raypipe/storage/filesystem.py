@@ -89,7 +89,7 @@ def refuse_credentials(address: str | Path) -> None:
 def open_filesystem(address: str | Path) -> tuple[pyarrow.fs.FileSystem, str]:
     """The file system of an address, and the path on it, without a slash at its end.
 
-    ConfigError where the address is malformed, holds credentials, or is of another scheme; OSError where the file
+    ConfigError where the address is malformed, holds credentials, or has another scheme; OSError where the file
     system cannot be reached, see `explained`.
     """
     uri = str(address)
@@ -102,7 +102,7 @@ def open_filesystem(address: str | Path) -> tuple[pyarrow.fs.FileSystem, str]:
         return filesystem, path
     if scheme not in _KINDS:
         understood = "local paths, file://, s3://, gs://, az://, abfs:// and hf://"
-        raise ConfigError(f"{uri} is of an unknown scheme; understood are {understood}")
+        raise ConfigError(f"{uri} has an unknown scheme; understood are {understood}")
     host, _, path = rest.partition("/")
     bucket = host.partition("@")[0] if scheme.startswith("abfs") else host.rpartition("@")[2]
     if not bucket:

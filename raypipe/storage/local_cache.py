@@ -43,7 +43,7 @@ _MAX_OPEN = 256
 _LOOK_S = 0.5
 # A ranged read of a download: times _NUM_AHEAD, it is what a process that dies has read for nothing.
 PART_BYTES = 8 << 20
-# Reads under way at a time, for the whole node: object stores give a connection some 50 to 100 MB/s.
+# Reads under way at a time, for the whole node: object stores give a connection 50 to 100 MB/s.
 _NUM_AHEAD = 16
 # The time of change of what nobody has touched since it was downloaded.
 _UNTOUCHED_NS = 0

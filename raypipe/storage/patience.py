@@ -4,7 +4,7 @@
     503, 500, 429, time-outs,          RAYPIPE_STORAGE_PATIENCE_S (300)          OutageError, which counts
     connections, names of hosts                                                  as something that died
     401, 403, expired tokens           a fifth of that, with credentials that    the error, which is final
-                                       are read anew each time
+                                       are read again each time
     404, no bucket, wrong names        not at all                                the error, which is final
 
 Below it, pyarrow makes three attempts at a request: two seconds in all where each is answered, and a minute at
@@ -154,7 +154,7 @@ class Patience:
             operation: open, read, list, …; it is counted under this name.
             address: what is asked for, in lines and errors.
             do: fails by an exception. It may be called several times, from the second on in other threads.
-            renew: makes `do` read credentials anew; None = it has none.
+            renew: makes `do` read its credentials again; None = it has none.
 
         Raises:
             OutageError: it has failed for `patience_s`, in ways that pass.
@@ -221,7 +221,7 @@ class _Wait:
         self._denied_at = (self._denied_at or now) if is_denied else 0.0
         self.deadline, self.reason = (self._denied_at or self.since) + limit, one_line(error)
         if now >= self.deadline and is_denied:
-            raise OSError(f"{self.reason}; refused for {limit:g} s, though they were read anew") from error
+            raise OSError(f"{self.reason}; refused for {limit:g} s, though they were read again") from error
         if now >= self.deadline:
             raise OutageError(
                 f"{self.address} was waited for in vain, for {limit:g} s (RAYPIPE_STORAGE_PATIENCE_S): "

@@ -145,7 +145,7 @@ class _Output(io.BytesIO):
 
 
 def _waiting(operation: str, name: str, *keywords: str) -> Any:
-    """A method that calls one of pyarrow's own by its name; keywords are of the arguments at the end."""
+    """A method that calls one of pyarrow's own by its name; keywords belong to the arguments at the end."""
 
     def method(self: _Handler, first: Any, *others: Any) -> Any:
         where = first[0] if isinstance(first, list) else getattr(first, "base_dir", first)

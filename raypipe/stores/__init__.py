@@ -100,7 +100,7 @@ def open_store(address: str | Path, **options: Any) -> Store:
     text, kind = _address_and_kind(address)
     if kind in _SOURCES:
         raise StoreError(
-            f"{address} is read once, in order: copy it by `raypipe convert {address} NEW.lmdb`, and open that"
+            f"{address} is read once, in order: copy it with `raypipe convert {address} NEW.lmdb`, and open that"
         )
     return _opened(_STORES[kind], kind, text, options)
 
@@ -144,7 +144,7 @@ def store_options(image_column: str = "image", label_column: str = "label") -> d
 
     Args:
         image_column: name of the image column; of WebDataset, the suffix of the images.
-        label_column: likewise; of WebDataset the suffix of the labels, or their field in the JSON.
+        label_column: the same for labels; of WebDataset the suffix of the labels, or their field in the JSON.
     """
     settings = {"image_column": (image_column, "image"), "label_column": (label_column, "label")}
     return {name: value for name, (value, usual) in settings.items() if value not in (usual, "")}
@@ -174,7 +174,7 @@ def _kind_of(address: str) -> str:
     if not is_remote(address) and not Path(address).exists():
         if "*" not in name and "{" not in name:
             raise StoreError(f"{address} does not exist{_near(Path(address))}")
-        # Who reads them will see whether all are of this kind.
+        # Readers check that all have this kind.
         first = list_files(address, lambda _: True, "such", folders=True)[0].address
         kind = _kind_of(first)
         if kind == "folder":

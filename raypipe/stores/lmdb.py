@@ -221,7 +221,7 @@ def _open_file(path: Path | str, source: pa.NativeFile | None = None) -> _Shard:
             record = memoryview(b"")
     if record is None:
         raise StoreError(
-            f"{path} is LMDB that raypipe did not write: copy it by `raypipe convert`, which reads it from a disk"
+            f"{path} is LMDB that raypipe did not write: copy it with `raypipe convert`, which reads it from disk"
         )
     if file.num_bytes < file.declared_bytes:
         raise StoreError(

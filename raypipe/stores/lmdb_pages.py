@@ -1,7 +1,7 @@
 """LMDB's file format, read page by page, with every number in it checked before it is used.
 
 liblmdb maps its file and follows what stands in it: a page overwritten by something else, or a file cut
-short while it is open, kills the process (SIGSEGV, SIGBUS). Here all is read by `pread`, so that damage is
+short while it is open, kills the process (SIGSEGV, SIGBUS). Here `pread` reads everything, so that damage is
 an exception, whatever the bytes are, and threads and forked processes may share an open file.
 
     page 0, 1   meta: magic, version, page size; root, depth and entries of the tree; transaction number.
@@ -11,7 +11,7 @@ an exception, whatever the bytes are, and threads and forked processes may share
     overflow    a header, then one such value, over as many pages as it takes
 
 A page starts with its own number, so a page that was written to a wrong place is found out. Values have no
-checksum: other bytes in place of a value's bytes are returned as they are.
+checksum: other bytes instead of a value's are returned as they are.
 
 Understood is what liblmdb 0.9 (data version 1) writes on little-endian 64-bit machines into the main
 database, with keys in the order of their bytes and one value per key.

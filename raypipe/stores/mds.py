@@ -110,7 +110,7 @@ class MDSStore(FileStore["_Opened"]):
         return index, files
 
     def _preferred(self, shard: Shard) -> Shard:
-        """Of a local shard the uncompressed file, where that is there in place of the compressed one."""
+        """The uncompressed file of a local shard, if it is there instead of the compressed one."""
         if not shard.unpacked_name or is_remote(self.address) or Path(self.address, shard.name).exists():
             return shard
         return Shard(shard.unpacked_name, shard.num_samples, shard.unpacked_bytes)
@@ -121,9 +121,7 @@ def _parsed(content: Any) -> _IndexFile:
     shards = content["shards"]
     if content["version"] != 2 or {shard["format"] for shard in shards} != {"mds"}:
         kinds = sorted({str(shard["format"]) for shard in shards})
-        raise StoreError(
-            f"is of version {content['version']} of {', '.join(kinds)}: only version 2 of mds is read"
-        )
+        raise StoreError(f"has version {content['version']} of {', '.join(kinds)}: only version 2 of mds is read")
     first = shards[0]
     names, kinds, sizes = (first[f"column_{what}"] for what in ("names", "encodings", "sizes"))
     for number, shard in enumerate(shards):

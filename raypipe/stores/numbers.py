@@ -90,7 +90,7 @@ def npy_header(data: bytes) -> NpyHeader:
         version = np.lib.format.read_magic(file)
         readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
         if version not in readers:
-            raise SampleError(f"a .npy of version {version}, which is of arrays with named fields")
+            raise SampleError(f"a .npy of version {version}, which is for arrays with named fields")
         shape, fortran, dtype = readers[version](file, max_header_size=_MAX_HEADER_BYTES)
     except SampleError:
         raise

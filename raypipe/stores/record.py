@@ -344,11 +344,11 @@ def read_bad_list(address: str | Path, store: Store | None, setting: str) -> np.
         ) from error
     left_out = np.unique(np.array(bad, np.int64))
     if len(left_out) == len(store):
-        raise ConfigError(f"{setting}: {address} leaves out all {len(store)} samples: mend {store.address}")
+        raise ConfigError(f"{setting}: {address} leaves out all {len(store)} samples: fix {store.address}")
     return left_out
 
 
 def write_bad_list(address: str | Path, store: Store, bad: list[dict[str, Any]]) -> None:
-    """Write a store's list, whole or not at all, in place of one that is there; `bad` has the entries."""
+    """Write or replace a store's list, whole or not at all; `bad` has the entries."""
     about = {"store": store.address, "fingerprint": store.fingerprint, "num_samples": len(store)}
     write_json(address, {**about, "bad": bad})

@@ -97,7 +97,7 @@ def read_sizes(store: Store) -> dict[str, np.ndarray]:
     """The columns, int64 (N,), that stand beside a store; empty where none do.
 
     Raises:
-        ConfigError: they cannot be read, or are of other contents than the store has.
+        ConfigError: they cannot be read, or do not fit the store's contents.
     """
     address = sizes_address(store)
     content = read_whole(address) if address else None

@@ -40,7 +40,7 @@ from raypipe.stores.folder import archive_samples, class_samples
 from raypipe.stores.webdataset import Place, Scan, TarIndex, find_samples, index_samples
 
 _NUM_FETCHES = 4  # tars that are fetched and scanned at a time
-# A scan takes some 80 us for each member: of a local tar below this size, a few seconds at most.
+# A scan takes about 80 us for each member: of a local tar below this size, a few seconds at most.
 _SMALL_BYTES = 64 << 20
 _SCAN_FILE = "tar-5.json"  # in the cache; another layout gets another number
 # Names are up to 4 KiB, extended attributes up to 64 KiB.
@@ -56,7 +56,7 @@ class TarStore(FileStore["_Opened"]):
     counts, as in extraction. Links, hidden files, absolute names and names with `..` do not count.
 
     WebDataset: members `key.jpg`, `key.cls`, … , see `raypipe.stores.webdataset`. Samples are in the order of the
-    tars and of their members. A tar is of this layout if any sample has a label as it has them, or if text or JSON
+    tars and of their members. A tar has this layout if any sample has a label as it has them, or if text or JSON
     stands beside every image.
 
     Remote tars are read through the node's cache, see `storage.local_cache`. Each node fetches and scans all of
@@ -215,7 +215,7 @@ def _scan(path: Path, name: str, image_column: str, label_column: str) -> Scan:
         start = -1
         while (member := tar.next()) is not None:
             tar.members.clear()  # type: ignore[attr-defined]  # a million of them would take gigabytes
-            if member.size < 0 or tar.offset <= start:  # tarfile would go round for ever (CVE-2025-8194)
+            if member.size < 0 or tar.offset <= start:  # tarfile would loop forever (CVE-2025-8194)
                 raise tarfile.ReadError(f"a member of {member.size} bytes at byte {member.offset}")
             is_file = member.isreg() and not member.issparse()
             start = tar.offset

@@ -71,7 +71,7 @@ def _content(archive: zipfile.ZipFile, info: zipfile.ZipInfo, path: str) -> byte
             return archive.read(info)
         reason = "it is over 512 MiB"
     except (RuntimeError, NotImplementedError) as error:  # a password, or a method
-        raise StoreError(f"{where}, is not read: {error}; make the zip anew (zip -0), without one") from error
+        raise StoreError(f"{where}, is not read: {error}; write the zip again (zip -0), without one") from error
     except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         reason = str(error)
     logger.warning("%s: %s", where, reason)

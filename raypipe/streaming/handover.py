@@ -205,7 +205,7 @@ def _handed_round(
     if in_train and world_size > 1:
         from ray.train.collective import broadcast_from_rank_zero
 
-        quiet_broadcasts()  # of more than 1,000 bytes, it warns; these are some 6,000, once
+        quiet_broadcasts()  # of more than 1,000 bytes, it warns; these are about 6,000, once
         handed = broadcast_from_rank_zero(handed)
     assert handed is not None
     if in_train and in_worker():

@@ -157,7 +157,7 @@ def dataset(
     room = _object_store_bytes() / 2 / max(1, blocks_in_flight(spec.pool, max_actors, world_size))
     max_bytes = min(MAX_BYTES, int(room))
     buckets = spec.plan.config.bucket_sides
-    if has_sizes(spec.transform, "train", buckets):  # what was measured is of one size, and another may come
+    if has_sizes(spec.transform, "train", buckets):  # the measurement has one size, and another may come
         fits = max(1, max_bytes // max(1, _bytes_of(spec, most_pixels(spec.transform, buckets))))
         largest = min(largest, fits) if largest else fits
     source = MicroBatchSource(

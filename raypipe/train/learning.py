@@ -2,7 +2,7 @@
 
 Each micro-batch is its own forward and backward; gradients are averaged over the M of a step, over this
 rank's by scaling the loss and over ranks by DDP. So one worker with accumulation and M workers without
-it follow the same loss curve to rounding; with the sums of ordered.py, bit by bit.
+it follow the same loss curve up to rounding; with the sums of ordered.py, bit by bit.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ class Learner:
         """Take over the `state` of another run, of any kind of device; the settings stay those of this run.
 
         Raises:
-            ConfigError: it is of another model or another optimizer, or lacks one.
+            ConfigError: it belongs to another model or optimizer, or lacks one.
         """
         if missing := {"model", "optimizer"} - state.keys():
             raise ConfigError(
@@ -193,7 +193,7 @@ class Learner:
         try:
             self._model.load_state_dict(state["model"])
         except RuntimeError as error:
-            raise ConfigError(f"the checkpoint is of another model: {error}") from error
+            raise ConfigError(f"the checkpoint belongs to another model: {error}") from error
         saved = state["optimizer"]["state"]
         names = {name for of_parameter in saved.values() for name in of_parameter}
         own = self._config.optimizer in ("sgd", "adamw")

@@ -194,7 +194,7 @@ def _num_outputs(run: RunConfig, target: ColumnType) -> int:
     # Of floats, probabilities of the classes, it has a meaning.
     if run.train.loss == "cross_entropy" and not (target.dtype.startswith("float") and target.shape == (num,)):
         raise ConfigError(
-            f"targets are {target}, and train.loss=cross_entropy is of classes, or of their probabilities: set "
+            f"targets are {target}, and train.loss=cross_entropy needs classes or their probabilities: set "
             "train.loss to a module:function of outputs and targets"
         )
     return num

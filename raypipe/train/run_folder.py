@@ -148,7 +148,7 @@ def check_run_folder(run_uri: str, resume: bool) -> None:
         is_run = has_run(run_uri)
         is_foreign = not is_run and exists(join(run_uri, CONFIG_FILE))
     if resume and not is_run:
-        raise ConfigError(f"there is no run at {run_uri}: expected is the folder that `run_dir` named")
+        raise ConfigError(f"there is no run at {run_uri}: give the folder that `run_dir` names")
     if is_foreign:
         raise ConfigError(f"{run_uri} holds a {CONFIG_FILE} that is not a run's: choose another --name")
     if not resume and is_run:

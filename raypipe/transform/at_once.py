@@ -272,6 +272,6 @@ def _finish(
         except Exception:  # the straight loop meets it again, and says what it is
             done[row] = False
             continue
-        done[row] = image.shape[:2] == slots.pixels.shape[1:3]  # else likewise
+        done[row] = image.shape[:2] == slots.pixels.shape[1:3]  # else so too
         if done[row]:
             slots.put(row, image)

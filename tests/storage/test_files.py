@@ -53,7 +53,7 @@ def test_what_is_no_json(tmp_path: Path, content: bytes) -> None:
 
 def test_an_address_that_is_not_understood() -> None:
     for use in (check_place, read_json, lambda address: write_json(address, {})):
-        with pytest.raises(ConfigError, match="x://y is of an unknown scheme"):
+        with pytest.raises(ConfigError, match="x://y has an unknown scheme"):
             use("x://y")
 
 

@@ -144,7 +144,7 @@ def test_az_and_abfs_are_azure(address: str, account: str, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("address", "message"),
     [
-        ("ftp://a/b", r"ftp://a/b is of an unknown scheme; understood are local paths, file://, s3://"),
+        ("ftp://a/b", r"ftp://a/b has an unknown scheme; understood are local paths, file://, s3://"),
         ("s3:///a", "names no bucket"),
         ("s3://b/a?", "holds credentials or options, .* a . in a name is %3F"),
         ("gs://me@b/a", r"gs://…@b/a holds credentials or options, .* set GOOGLE_APPLICATION_CREDENTIALS"),

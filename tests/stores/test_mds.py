@@ -143,9 +143,9 @@ def drop(*names: str) -> Callable[[Any], None]:
     [
         (
             lambda index: index.update(version=3),
-            "index.json is of version 3 of mds: only version 2 of mds is read",
+            "index.json has version 3 of mds: only version 2 of mds is read",
         ),
-        (lambda index: index["shards"][1].update(format="csv"), "is of version 2 of csv, mds"),
+        (lambda index: index["shards"][1].update(format="csv"), "has version 2 of csv, mds"),
         (drop("samples"), "cannot be understood: KeyError: 'samples'"),
         (
             lambda index: index["shards"][1].update(column_names=["a", "b"]),

@@ -255,7 +255,7 @@ def test_a_wrong_address_is_told_as_a_stores_and_not_a_runs(
 ) -> None:
     with pytest.raises(SystemExit):
         cli_main("digest", "foo://bucket/train.lmdb", "--pool.engine", "inline")
-    assert capsys.readouterr().err.startswith("error: foo://bucket/train.lmdb is of an unknown scheme")
+    assert capsys.readouterr().err.startswith("error: foo://bucket/train.lmdb has an unknown scheme")
 
 
 # Ranges of a stream

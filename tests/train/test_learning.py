@@ -240,7 +240,7 @@ def test_a_label_outside_of_the_classes_is_named() -> None:
 
 
 def test_the_state_of_another_model_is_refused() -> None:
-    with pytest.raises(ConfigError, match="the checkpoint is of another model"):
+    with pytest.raises(ConfigError, match="the checkpoint belongs to another model"):
         learner(num_classes=6).load(learn(learner(), range(1)))
 
 

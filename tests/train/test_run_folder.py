@@ -27,7 +27,7 @@ from raypipe.train.run_folder import (
 def test_a_new_run_wants_no_run_and_a_resume_wants_one(tmp_path: Path) -> None:
     uri = (tmp_path / "mine").as_uri()
     check_run_folder(uri, resume=False)
-    with pytest.raises(ConfigError, match=r"no run at .*/mine: expected is the folder"):
+    with pytest.raises(ConfigError, match=r"no run at .*/mine: give the folder"):
         check_run_folder(uri, resume=True)
     store_config(RunConfig(), uri)
     check_run_folder(uri, resume=True)

@@ -37,8 +37,8 @@ class LanceStore(FileStore["_Version"]):
 
     Null images are None, as are those over 512 MiB, and blobs that are links to files elsewhere; null labels raise
     StoreError. The fingerprint is a hash over columns, class names, and the names and sizes of the files of data
-    and of deletions. The library renames files as it writes, so a copy of the files has the same fingerprint, and data
-    that is written again does not.
+    and of deletions. A copy of the files has the same fingerprint; data that is written again does not, since the
+    library gives each file a new name.
 
     Args:
         address: a path, or a URI: s3://, gs://, az:// or abfs://.

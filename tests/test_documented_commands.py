@@ -116,20 +116,23 @@ def runs(*what: tuple[str, str]) -> Callable[[Callable[..., None]], Callable[...
     return lambda test: test
 
 
-@runs(*(("quickstart.md", name) for name in ("convert", "verify", "preview")))
+@runs(*(("quickstart.md", name) for name in ("convert", "verify", "preview")), ("failures.md", "verify"))
 @pytest.mark.usefixtures("ray_cluster", "folder")
 def test_docs_quickstart_converts_verifies_and_shows(capsys: pytest.CaptureFixture[str]) -> None:
     train, val = of("quickstart.md", "convert")
     for words, num in ((train, 40), (val, 20)):
         write_folder(Path(words[2]), num)
         assert run(words, capsys)["samples"] == num == len(open_store(words[3]))
-    (verify,) = of("quickstart.md", "verify")
-    assert run(verify, capsys)["bad_samples"] == 0 and Path("bad.json").exists()
+    for verify in of("quickstart.md", "verify") + of("failures.md", "verify"):
+        assert run(verify, capsys)["bad_samples"] == 0 and Path("bad.json").exists()
+        Path("bad.json").unlink()
     (preview,) = of("quickstart.md", "preview")
     assert run(preview, capsys)["samples"] == 6 and Path("grid.png").stat().st_size > 1000
 
 
-@runs(("quickstart.md", "stop"), ("quickstart.md", "status"), ("quickstart.md", "report"))
+@runs(
+    ("quickstart.md", "stop"), ("quickstart.md", "status"), ("quickstart.md", "report"), ("failures.md", "status")
+)
 @pytest.mark.usefixtures("s3")
 def test_docs_quickstart_stops_a_run_and_tells_where_it_stands(capsys: pytest.CaptureFixture[str]) -> None:
     """Here it is a run in a bucket."""
@@ -146,6 +149,8 @@ def test_docs_quickstart_stops_a_run_and_tells_where_it_stands(capsys: pytest.Ca
     with chronicle.waiting("train-e0000-s000000-m000", lambda: "the reader is awaited"):
         chronicle._look(time.time())
         assert run(status, capsys)["waits_for"] == "train-e0000-s000000-m000"
+        (elsewhere,) = of("failures.md", "status")
+        assert elsewhere[:-1] == status[:-1] == ["raypipe", "status"]
     chronicle.close()
     make_run(Path("runs/first"), name="first")
     (report,) = of("quickstart.md", "report")

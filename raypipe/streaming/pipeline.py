@@ -207,7 +207,7 @@ def splits(
 ) -> list[DataIterator]:
     """The stream from a cursor on, as one iterator per rank; see `dataset`.
 
-    An execution that several ranks share runs in an actor of its own.
+    An execution that several ranks share runs in its own actor.
 
     Args:
         apart: an execution of a single rank runs in an actor, too. Otherwise it runs in that rank's process, where

@@ -137,7 +137,7 @@ def test_a_model_in_ddp_has_the_checkpoint_of_one_without(stream: Loader, report
 def test_a_sharded_model_is_refused_since_a_rank_has_but_a_part_of_it(stream: Loader, reports: Reports) -> None:
     model = torch.nn.Linear(3, 2)
     fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-    with pytest.raises(ConfigError, match=r"net is sharded, .* docs/own-loop\.md"):
+    with pytest.raises(ConfigError, match=r"net is sharded, .* docs/training-loop\.md"):
         stream.report({}, net=model)
     assert not reports.metrics
 

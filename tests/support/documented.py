@@ -16,7 +16,7 @@ Which test holds which page to its word, besides the checks of all pages in test
 | performance.md | test_docs.py (the cache) | test_documented_commands.py |
 | clusters.md | - | test_documented_commands.py, test_deploy.py |
 | failures.md | - | faults/ |
-| reference.md | - | test_reference.py |
+| reference.md | - | test_generated_reference.py |
 """
 
 from __future__ import annotations

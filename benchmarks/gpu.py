@@ -146,7 +146,7 @@ def streamed(
     with contextlib.closing(loader):  # the next one needs its CPUs
         for epoch in loader.epochs():
             for batch in epoch.train:
-                yield batch.image, batch.target, batch.mixed
+                yield batch.image, batch.target, batch.mix
 
 
 def make_store(folder: Path, count: int) -> str:

@@ -94,7 +94,7 @@ class StoreConfig(Section, prefix="store."):
             `{NAME: ADDRESS, …}`, make a mixture, weighted by plan.mixture.
         val: address of the validation store; empty = no validation (the digits have their own).
         image_column: name of the image column; in WebDataset, the suffix of the image files.
-        label_column: name of the target's column, which has classes, or numbers of one shape; in WebDataset, the
+        target_column: name of the target's column, which has classes, or numbers of one shape; in WebDataset, the
             suffix, or the field of the JSON; empty = batches have no target (docs/targets.md).
         exclude: list of bad samples to exclude, a path or a URI that `raypipe verify` has written; empty = none.
             For a mixture, `{NAME: LIST, …}`.
@@ -109,7 +109,7 @@ class StoreConfig(Section, prefix="store."):
     train: str | dict[str, str] = ""
     val: str = ""
     image_column: str = "image"
-    label_column: str = "label"
+    target_column: str = "label"
     exclude: str | dict[str, str] = ""
     val_exclude: str = ""
     filter: str | dict[str, str] = ""
@@ -142,9 +142,9 @@ class PlanConfig(Section, prefix="plan."):
         weights: how often each sample is drawn: a column of numbers, or a file `*.npy`; empty = all equally often.
         class_balance: exponent in [0, 8]: a class of n samples is drawn in proportion to n^(1 - exponent); 0 =
             off; 1 = all classes equally often.
-        repeats: times that each sample is drawn in a step, each time with different augmentation (repeated
+        aug_repeats: times that each sample is drawn in a step, each time with different augmentation (repeated
             augmentation).
-        repeats_in: "step": the repeats are in different micro-batches of a step; "micro_batch": they follow each
+        aug_repeats_in: "step": the repeats are in different micro-batches of a step; "micro_batch": they follow each
             other in one micro-batch.
         buckets: sizes of training images, height x width, such as ["192x256", "224x224", "256x192"]. All images of
             a micro-batch have one size, and each sample gets the size with the nearest aspect ratio; empty =
@@ -163,8 +163,8 @@ class PlanConfig(Section, prefix="plan."):
     mixture: Mixture = field(default_factory=dict)
     weights: str = ""
     class_balance: Annotated[float, Limits(0, 8)] = 0.0
-    repeats: AtLeast1 = 1
-    repeats_in: Literal["step", "micro_batch"] = "step"
+    aug_repeats: AtLeast1 = 1
+    aug_repeats_in: Literal["step", "micro_batch"] = "step"
     buckets: list[str] = field(default_factory=list)
     val_buckets: bool = False
 
@@ -182,9 +182,9 @@ class PlanConfig(Section, prefix="plan."):
         one = not (self.weights and self.class_balance)
         self._require(one, "weights", self.weights, "empty with plan.class_balance")
         of, what = self.per_step, "micro-batches in a step"
-        if self.repeats_in == "micro_batch":
+        if self.aug_repeats_in == "micro_batch":
             of, what = self.micro_batch_size, "samples in a micro-batch"
-        self._require(of % self.repeats == 0, "repeats", self.repeats, f"a divisor of the {of} {what}")
+        self._require(of % self.aug_repeats == 0, "aug_repeats", self.aug_repeats, f"a divisor of the {of} {what}")
         for weights in self.mixture_by_epoch.values():
             self._require(any(weights.values()), "mixture", self.mixture, "weights by store, one of them above 0")
         starts = list(self.mixture_by_epoch)
@@ -212,7 +212,7 @@ class PlanConfig(Section, prefix="plan."):
     def is_plain(self) -> bool:
         """Return whether an epoch has each sample of one store exactly once."""
         plain = not (self.weights or self.class_balance or self.mixture or self.buckets)
-        return plain and self.repeats == 1 and not (isinstance(self.epoch_samples, int) and self.epoch_samples)
+        return plain and self.aug_repeats == 1 and not (isinstance(self.epoch_samples, int) and self.epoch_samples)
 
     @property
     def mixture_by_epoch(self) -> dict[int, dict[str, float]]:
@@ -358,10 +358,10 @@ class PoolConfig(Section, prefix="pool."):
         shrink_after_s: seconds without waiting after which the pool gives idle actors back.
         label_selector: `label=value` of the Ray nodes that actors prefer; if the pool grows, raypipe asks the
             autoscaler for such nodes only; empty = any node.
-        block: micro-batches that Ray moves at a time; 0 = chosen by their size and time.
+        micro_batches_per_block: micro-batches that Ray moves at a time; 0 = chosen by their size and time.
         max_in_flight: micro-batches in work or waiting at any time; 0 = 3 blocks per actor and 2 per rank.
-        read: who reads the store: "actor": each actor; "stage": one reader for all actors; "auto": "stage" for
-            stores in groups, else "actor".
+        reader: who reads the store: "actors": each actor; "separate": one reader for all actors; "auto": "separate"
+            for stores in groups, else "actors".
         cache: "disk": keep decoded samples across epochs, on each node, in RAYPIPE_CACHE.
         cache_bytes: limit of that cache on each node; 0 = a quarter of the disk space that is free at the start.
         max_attempts: actors that may die on one block, or readers on one row group, before the run ends.
@@ -377,9 +377,9 @@ class PoolConfig(Section, prefix="pool."):
     grow_after_s: Seconds = 5.0
     shrink_after_s: Seconds = 60.0
     label_selector: str = "raypipe=transform"
-    block: int = 0
+    micro_batches_per_block: int = 0
     max_in_flight: int = 0
-    read: Literal["auto", "actor", "stage"] = "auto"
+    reader: Literal["auto", "actors", "separate"] = "auto"
     cache: Cache = "off"
     cache_bytes: Annotated[int, Limits(0, (1 << 63) - 1)] = 0
     max_attempts: AtLeast1 = 6
@@ -410,8 +410,8 @@ class PoolConfig(Section, prefix="pool."):
             Two numbers of blocks, and a number of micro-batches; 0 = no limit.
         """
         if not self.max_in_flight:
-            return 2 * ranks, 3, self.block
-        largest = self.block or max(1, self.max_in_flight // (2 * ranks + 3 * actors))
+            return 2 * ranks, 3, self.micro_batches_per_block
+        largest = self.micro_batches_per_block or max(1, self.max_in_flight // (2 * ranks + 3 * actors))
         return max(self.max_in_flight // largest, 2 * ranks + 1), 0, largest
 
     @property
@@ -498,7 +498,7 @@ class TrainConfig(Section, prefix="train."):
         loss: "cross_entropy", or `module:function` of logits and targets that returns a loss for each sample;
             targets other than classes need one.
         optimizer: "sgd" (with Nesterov momentum), "adamw", or `module:function` of parameter groups and `lr`.
-        schedule: schedule of the learning rate: "cosine", or `module:function` of the step, the number of all
+        lr_schedule: schedule of the learning rate: "cosine", or `module:function` of the step, the number of all
             steps, the number of warm-up steps, and `lr`.
         num_classes: classes, or outputs of the model; 0 = as many as the store's classes, or as the numbers in a
             target that is a list.
@@ -516,7 +516,7 @@ class TrainConfig(Section, prefix="train."):
         compile: compile the model with torch.compile; the first step then takes minutes.
         max_grad_norm: clip the norm of the gradient of all parameters to this; 0 = no clipping.
         ema_decay: decay of an exponential moving average of the weights, which is then validated; 0 = none.
-        ordered_sum: sum gradients in an order that does not depend on W, instead of using DDP
+        deterministic_reduce: sum gradients in an order that does not depend on W, instead of using DDP
             (docs/reproducibility.md); "auto" = on CPUs.
         max_failures: restarts of the workers after a process or a node has died; -1 = no limit.
         max_preemption_failures: restarts after a notice that a trainer's node is about to go (Ray 2.60); -1 = no
@@ -536,7 +536,7 @@ class TrainConfig(Section, prefix="train."):
     model: str = "resnet50"
     loss: str = "cross_entropy"
     optimizer: str = "sgd"
-    schedule: str = "cosine"
+    lr_schedule: str = "cosine"
     num_classes: Annotated[int, Limits(0, 1 << 24)] = 0
     lr: Positive = 0.1
     momentum: float = 0.9
@@ -551,7 +551,7 @@ class TrainConfig(Section, prefix="train."):
     compile: bool = False
     max_grad_norm: float = 0.0
     ema_decay: BelowOne = 0.0
-    ordered_sum: Literal["auto", "yes", "no"] = "auto"
+    deterministic_reduce: bool | Literal["auto"] = "auto"
     max_failures: AtLeastMinus1 = 2
     max_preemption_failures: AtLeastMinus1 = -1
     start_timeout_s: Seconds = 900.0
@@ -565,7 +565,7 @@ class TrainConfig(Section, prefix="train."):
         for name, known in {
             "loss": ["cross_entropy"],
             "optimizer": ["sgd", "adamw"],
-            "schedule": ["cosine"],
+            "lr_schedule": ["cosine"],
         }.items():
             value = getattr(self, name)
             self._require(value in known or ":" in value, name, value, f"module:function or one of {known}")
@@ -594,9 +594,9 @@ class RunConfig(Section, prefix=""):
         name: name of the run; empty = made from the date.
         resume: folder or URI of a run, which continues from its latest checkpoint; "auto" = the run called `name`,
             or a new one if there is none.
-        trust: run the code that a run names which is the target of a command; resume a run whose folder another
+        trust_run_code: run the code that a run names which is the target of a command; resume a run whose folder another
             user owns.
-        log: "text", or "json": progress and logs as JSON objects with time, run, rank, epoch and step.
+        log_format: "text", or "json": progress and logs as JSON objects with time, run, rank, epoch and step.
     """
 
     store: StoreConfig = field(default_factory=StoreConfig)
@@ -608,5 +608,5 @@ class RunConfig(Section, prefix=""):
     storage_path: str = "runs"
     name: str = ""
     resume: str = ""
-    trust: bool = False
-    log: LogFormat = "text"
+    trust_run_code: bool = False
+    log_format: LogFormat = "text"

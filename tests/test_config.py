@@ -31,7 +31,7 @@ BAD: list[tuple[type, str, Any]] = [
     (PlanConfig, "val_interval", -1),
     (PlanConfig, "epoch_samples", -1),
     (PlanConfig, "class_balance", -1.0),
-    (PlanConfig, "repeats", 3),
+    (PlanConfig, "aug_repeats", 3),
     (TransformConfig, "size", 0),
     (TransformConfig, "decode_min_side", -1),
     (TransformConfig, "max_bad_fraction", 1.1),
@@ -64,11 +64,11 @@ BAD: list[tuple[type, str, Any]] = [
 # The command line checks choices by their types; a script that builds the dataclasses has only these checks.
 BAD_CHOICES: list[tuple[type, str, str]] = [
     (PlanConfig, "shuffle", "globl"),
-    (PlanConfig, "repeats_in", "rank"),
+    (PlanConfig, "aug_repeats_in", "rank"),
     (PlanConfig, "epoch_samples", "long"),
     (TransformConfig, "on_bad_sample", "skip"),
     (TransformConfig, "crop_decode", "auto"),
-    (PoolConfig, "read", "reader"),
+    (PoolConfig, "reader", "reader"),
     (PoolConfig, "cache", "ram"),
     (TrainConfig, "optimizer", "adam"),
     (TrainConfig, "use_gpu", "maybe"),

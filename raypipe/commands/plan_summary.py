@@ -76,7 +76,7 @@ def draw_counts(plan: Plan) -> np.ndarray | None:
     assert plan.training
     sampler = plan.training.store_samplers[0][0]
     is_whole = not plan.sources and not plan.config.buckets
-    return sampler.counts(0) * plan.config.repeats if is_whole and isinstance(sampler, Weighted) else None
+    return sampler.counts(0) * plan.config.aug_repeats if is_whole and isinstance(sampler, Weighted) else None
 
 
 def class_shares(plan: Plan, times: np.ndarray, labels: np.ndarray) -> dict[str, list[float]]:
@@ -124,7 +124,7 @@ def _of_buckets(plan: Plan) -> dict[str, Any]:
     contents: dict[str, Any] = {"buckets": buckets, "buckets_left_over": None}
     if is_fixed and not config.epoch_samples:
         pass_draws = sum(size // unit * unit for size in sizes.tolist())
-        contents["buckets_left_over"] = pass_draws * config.repeats // config.micro_batch_size - num
+        contents["buckets_left_over"] = pass_draws * config.aug_repeats // config.micro_batch_size - num
     if plan.validation and config.val_buckets:
         of_val = zip(config.buckets, plan.validation.buckets, plan.validation.counts, strict=True)
         contents["val_buckets"] = {name: {"samples": kept.size, "micro_batches": n} for name, kept, n in of_val}

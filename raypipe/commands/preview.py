@@ -53,7 +53,7 @@ class Preview:
         # The CPU decodes, since there may be no GPU. Any number of bad samples is shown.
         transform = replace(transform, decode="cpu", max_bad_fraction=1)
         label = LABEL if LABEL in store.columns else ""
-        spec = open_stream(store, plan=plan, transform=transform, columns=columns or {}, label_column=label)
+        spec = open_stream(store, plan=plan, transform=transform, columns=columns or {}, target_column=label)
         self._columns, self._wanted, self._targets = spec.columns, spec.wanted, transform.target_columns
         if target := spec.columns.target:
             check_mixable(augment, target.dtype, target.shape)
@@ -84,7 +84,7 @@ class Preview:
 
     def stages(self, batch: MicroBatch) -> tuple[dict[str, np.ndarray], Mixed | None]:
         """Images (B, H, W, C) of a micro-batch by stage or crop, and the other half of its targets if mixed."""
-        at, batch = batch.at, batch.in_rgb()
+        at, batch = batch.position, batch.in_rgb()
         strength = self.augment.strength.at(self.plan.progress(at.epoch, at.step))
         drawn: Any = {"seed": self.plan.micro_batch_seed(at), "strength": strength}
         if views := batch.arrays(VIEW):
@@ -136,7 +136,7 @@ class Preview:
 
     def _place(self, batch: MicroBatch, row: int) -> list[str]:
         """Lines that give a row's place and its columns."""
-        at = batch.at
+        at = batch.position
         lines = [f"step {at.step}, micro {at.micro}, row {row}"]
         if batch.index[row] != self.plan.indices(at)[row]:
             lines.append(f"bad: sample {batch.index[row]} stands in")

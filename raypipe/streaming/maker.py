@@ -215,7 +215,7 @@ class MicroBatchMaker:
 
     def settle(self, outcome: Outcome) -> None:
         """Record the bad samples of a micro-batch, and count them against the budget."""
-        at = outcome.batch.at
+        at = outcome.batch.position
         if outcome.bad:
             self._log_place(at)
             record_bad(self._spec.quarantine, at, outcome.bad)

@@ -44,7 +44,7 @@ def hashes(spec: StreamSpec, **options: Any) -> dict[str, str]:
     for batch in every_batch(loader(spec, **options)):
         parts = (batch.image, batch.target, batch.weight)
         content = b"".join(part.cpu().contiguous().numpy().tobytes() for part in parts)
-        found[str(batch.at)] = hashlib.blake2b(content + batch.index.tobytes()).hexdigest()
+        found[str(batch.position)] = hashlib.blake2b(content + batch.index.tobytes()).hexdigest()
         assert options.get("device", "cpu") == "cpu" or batch.image.is_cuda
     assert found
     return found

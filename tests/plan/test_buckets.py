@@ -112,7 +112,7 @@ def test_buckets_are_part_of_the_fingerprint_and_plain_plans_keep_theirs() -> No
             {"buckets": THREE[:2]},
             {"buckets": THREE[::-1]},
             {"buckets": ["192x256", "224x224", "264x192"]},
-            {"repeats": 2},
+            {"aug_repeats": 2},
             {"epoch_samples": 40},
             {"exclude": [5]},
             {"buckets": []},

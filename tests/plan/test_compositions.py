@@ -109,8 +109,8 @@ def compositions(draw: st.DrawFn) -> Composition:
         global_batch_size=micro_batch * per_step,
         seed=whole(0, 2**40),
         shuffle=pick("auto", "global", "off"),
-        repeats=draw(st.sampled_from([k for k in (1, 2, 4) if of % k == 0])),
-        repeats_in=repeats_in,
+        aug_repeats=draw(st.sampled_from([k for k in (1, 2, 4) if of % k == 0])),
+        aug_repeats_in=repeats_in,
         epoch_samples=pick(0, "shortest", "longest", whole(per_step * micro_batch, 60)),
         mixture=mixture,
         buckets=buckets,
@@ -191,12 +191,12 @@ def declared_steps(made: Composition) -> int:
         draws = sum(n // unit * unit for n in Counter(made.buckets[made.kept[0]].tolist()).values())
     else:
         draws = sum(sizes)
-    return draws * config.repeats // plan.global_batch_size
+    return draws * config.aug_repeats // plan.global_batch_size
 
 
 def unit_of(config: PlanConfig) -> int:
     """Draws in a micro-batch, copies in it left out."""
-    return config.micro_batch_size // (config.repeats if config.repeats_in == "micro_batch" else 1)
+    return config.micro_batch_size // (config.aug_repeats if config.aug_repeats_in == "micro_batch" else 1)
 
 
 def check_is_share(count: int, exact: Fraction | float) -> None:
@@ -215,11 +215,11 @@ def steps_of(found: Found, per_step: int) -> Iterator[tuple[int, list[list[Draw]
 
 def without_copies(step: list[list[Draw]], config: PlanConfig) -> list[list[Draw]]:
     """Places of a step that are copied, without the copies; each draw has as many as declared, where declared."""
-    times = config.repeats
+    times = config.aug_repeats
     units = Counter((index, lap, repeat // times) for drawn in step for index, lap, repeat in drawn)
     assert set(units.values()) == {times}
     spread = Counter(each for drawn in step for each in {(i, lap, repeat // times) for i, lap, repeat in drawn})
-    assert set(spread.values()) == {times if config.repeats_in == "step" else 1}
+    assert set(spread.values()) == {times if config.aug_repeats_in == "step" else 1}
     first = [[(i, lap, repeat // times) for i, lap, repeat in drawn if repeat % times == 0] for drawn in step]
     return [drawn for drawn in first if drawn]
 
@@ -269,7 +269,7 @@ def check_one_store(made: Composition, epochs: dict[int, list[list[list[Draw]]]]
             if len(of_pass) == size:  # all but what fills no micro-batch of its bucket
                 counts = Counter(made.buckets[of_pass].tolist())
                 assert not config.buckets or counts == {b: n // unit * unit for b, n in sizes.items() if n >= unit}
-            assert walks or size - len(of_pass) < config.samples_per_step // config.repeats
+            assert walks or size - len(of_pass) < config.samples_per_step // config.aug_repeats
         return
     total = made.weights[kept].sum()
     for of_epoch in drawn.values():

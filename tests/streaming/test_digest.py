@@ -27,7 +27,7 @@ from raypipe.transform.fields import MicroBatch
 from pictures import CLASSES, samples  # isort: skip
 
 BATCH = MicroBatch(
-    at=MicroBatchId("train", 0, 1, 2),
+    position=MicroBatchId("train", 0, 1, 2),
     index=np.array([7, 8]),
     weight=np.ones(2, np.float32),
     fields={"image": np.arange(24, dtype=np.uint8).reshape(2, 2, 2, 3), "label": np.array([3, 4])},
@@ -59,7 +59,7 @@ def test_masks_and_boxes_are_part_of_the_digest_where_there_are_any() -> None:
 
 
 def test_the_place_and_the_shape_are_part_of_the_digest() -> None:
-    assert batch_digest(replace(BATCH, at=MicroBatchId("val", 0, 1, 2))) != batch_digest(BATCH)
+    assert batch_digest(replace(BATCH, position=MicroBatchId("val", 0, 1, 2))) != batch_digest(BATCH)
     assert batch_digest(with_fields(BATCH, {"image": BATCH["image"].reshape(2, 1, 4, 3)})) != batch_digest(BATCH)
 
 

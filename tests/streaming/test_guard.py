@@ -110,7 +110,7 @@ def spec_of(transform: Callable[..., Any], train: type[MemoryStore] = MemoryStor
         train_transform=transform,
         transform=TransformConfig(**config),
         # Three micro-batches to a block: two further blocks are at the actor that dies.
-        pool=PoolConfig(block=3),
+        pool=PoolConfig(micro_batches_per_block=3),
     )
 
 
@@ -118,8 +118,8 @@ def row_of(batch: Batch | MicroBatch) -> tuple[Any, ...]:
     if isinstance(batch, MicroBatch):
         image, label = batch["image"], batch["label"]
     else:
-        image, label = batch.image.permute(0, 2, 3, 1).numpy(), batch.label
-    return str(batch.at), batch.index.tolist(), label.tolist(), image.tobytes(), batch.num_bad
+        image, label = batch.image.permute(0, 2, 3, 1).numpy(), batch.target_host
+    return str(batch.position), batch.index.tolist(), label.tolist(), image.tobytes(), batch.num_bad
 
 
 def rows(spec: StreamSpec) -> tuple[list[Any], list[str]]:

@@ -121,7 +121,7 @@ def test_ring_and_readers_have_the_same_keypoints_with_room() -> None:
         assert np.array_equal(one.fields["keypoints"], host["keypoints"]) and np.array_equal(
             other.fields["keypoints"], host["keypoints"]
         )
-    maker, block = MicroBatchMaker(spec), [batch.at for batch in hosts[:2]]
+    maker, block = MicroBatchMaker(spec), [batch.position for batch in hosts[:2]]
     reads = [read_samples(spec.stores["train"], spec.plan.indices(at), spec.wanted) for at in block]
     unpacked = SourceRow.unpacked(SourceRow(block, reads).packed()).reads
     all_made, memory = maker.block(block, unpacked)

@@ -26,7 +26,7 @@ def mixed(stores: dict[str, Path], config: dict[str, Any], **options: Any) -> St
 def test_mixed_batches_say_their_sources_and_copies_differ(
     stores: dict[str, Path],
 ) -> None:
-    spec = mixed(stores, {"mixture": {"big": 2, "small": 1}, "repeats": 2, "repeats_in": "micro_batch"})
+    spec = mixed(stores, {"mixture": {"big": 2, "small": 1}, "aug_repeats": 2, "aug_repeats_in": "micro_batch"})
     sources = []
     for batch in next(loader(spec).epochs()).train:
         assert batch.source is not None
@@ -89,7 +89,7 @@ def test_settings_of_a_mixture_come_from_yaml_and_the_command_line(
         "  mixture: {0: {big: 1, small: 1}, 3: {big: 3, small: 1}}}\n"
     )
     run = parse_run(
-        [f"--config={tmp_path}/run.yaml", "--plan.class_balance=0.5", "--plan.repeats_in=micro_batch"], None
+        [f"--config={tmp_path}/run.yaml", "--plan.class_balance=0.5", "--plan.aug_repeats_in=micro_batch"], None
     )
     assert run.plan.mixture_by_epoch == {0: {"big": 1, "small": 1}, 3: {"big": 3, "small": 1}}
     plan = spec_of(run).plan

@@ -60,7 +60,9 @@ def digests_of(spec: StreamSpec, cursor: Cursor, **options: int) -> list[bytes]:
 def digests(
     spec: StreamSpec, *, actors: int = 1, workers: int = 1, from_step: int = 0, block: int = 0
 ) -> list[bytes]:
-    spec = dataclasses.replace(spec, pool=PoolConfig(min_actors=actors, cpus_per_actor=0.5, block=block))
+    spec = dataclasses.replace(
+        spec, pool=PoolConfig(min_actors=actors, cpus_per_actor=0.5, micro_batches_per_block=block)
+    )
     return digests_of(spec, spec.plan.cursor_at(from_step), max_actors=actors, world_size=workers)
 
 
@@ -155,7 +157,7 @@ def in_host_memory(batch: Batch) -> MicroBatch:
     fields = {name: values.numpy() for name, values in batch.fields.items()}
     assert fields.keys() == {"image", "label", "mask", "boxes"}
     fields["image"] = batch.image.permute(0, 2, 3, 1).numpy()
-    return MicroBatch(batch.at, batch.index, batch.weight.numpy(), fields, batch.num_bad)
+    return MicroBatch(batch.position, batch.index, batch.weight.numpy(), fields, batch.num_bad)
 
 
 def test_masks_and_boxes_are_the_same_for_any_pool_and_whoever_reads(tmp_path: Path) -> None:
@@ -169,14 +171,14 @@ def test_masks_and_boxes_are_the_same_for_any_pool_and_whoever_reads(tmp_path: P
             writer.append({"image": picture(number), "seg": seg, "objects": objects})
     settings = dataclasses.replace(SMALL, mask_column="seg", boxes_column="objects", max_boxes=3)
     plan = dataclasses.replace(PLAN, epochs=1)
-    spec = open_stream(path, path, plan=plan, transform=settings, label_column="")
+    spec = open_stream(path, path, plan=plan, transform=settings, target_column="")
     alone = without_ray.digests(spec)
-    in_actors = dataclasses.replace(spec, pool=PoolConfig(read="actor", cpus_per_actor=0.5))
+    in_actors = dataclasses.replace(spec, pool=PoolConfig(reader="actors", cpus_per_actor=0.5))
     assert digests_of(in_actors, spec.plan.start(), max_actors=1, world_size=2) == alone
     # Of Parquet a task of its own reads.
     seen = list(without_ray.every_batch(loader(spec, max_actors=1)))
     assert [batch_digest(in_host_memory(batch)) for batch in seen] == alone
-    train, val = ([batch for batch in seen if batch.at.split == split] for split in ("train", "val"))
+    train, val = ([batch for batch in seen if batch.position.split == split] for split in ("train", "val"))
     for batch in train:
         assert batch.fields["mask"].shape == (8, 24, 24) and batch.fields["boxes"].shape == (8, 3, 5)
         assert set(batch.fields["mask"].unique().tolist()) <= {0, 1, 2}
@@ -192,10 +194,10 @@ def test_training_samples_come_at_most_once_and_validations_once(
     seen: dict[tuple[str, int], list[int]] = {}
     for batch in without_ray.host_batches(spec):
         real = batch.weight > 0
-        seen.setdefault((batch.at.split, batch.at.epoch), []).extend(batch.index[real].tolist())
+        seen.setdefault((batch.position.split, batch.position.epoch), []).extend(batch.index[real].tolist())
         assert batch["image"].dtype == np.uint8 and batch["image"].shape == (8, 24, 24, 3)
         assert not batch["image"][~real].any()
-        if batch.at.split == "train":
+        if batch.position.split == "train":
             assert np.array_equal(batch["label"], labels[batch.index])
     for epoch in (0, 1):
         assert len(seen["train", epoch]) == len(set(seen["train", epoch])) == 96
@@ -208,13 +210,13 @@ def test_stream_is_a_plain_dataset_of_blocks_of_micro_batches(stores: dict[str, 
         stores["train"],
         plan=PlanConfig(epochs=1, micro_batch_size=25, shuffle="off"),
         train_transform=lambda image: np.ascontiguousarray(image[:10, :12]),
-        pool=PoolConfig(max_actors=1, block=3),
+        pool=PoolConfig(max_actors=1, micro_batches_per_block=3),
     )
     rows = list(made.iter_batches(batch_size=None))
     assert [row["step"].tolist() for row in rows] == [[[0, 1, 2]], [[3]]]
     assert [row["image"].shape for row in rows] == [(1, 3, 25, 10, 12, 3), (1, 1, 25, 10, 12, 3)]
     batches = [batch for row in rows for batch in batches_of(row)]
-    assert [batch.at.step for batch in batches] == [0, 1, 2, 3]
+    assert [batch.position.step for batch in batches] == [0, 1, 2, 3]
     assert np.concatenate([batch.index for batch in batches]).tolist() == list(range(100))
 
 
@@ -266,7 +268,7 @@ def test_bad_samples_are_substituted_by_the_plan_and_quarantined(tmp_path: Path)
     )
 
     def rows_of(batches: Iterable[MicroBatch]) -> list[Any]:
-        return [(b.at, b.index.tolist(), b["label"].tolist(), b.weight.tolist(), b.num_bad) for b in batches]
+        return [(b.position, b.index.tolist(), b["label"].tolist(), b.weight.tolist(), b.num_bad) for b in batches]
 
     rows = rows_of(host_batches(splits(spec, spec.plan.start(), max_actors=2)[0]))
     other = dataclasses.replace(spec, quarantine=(tmp_path / "two").as_uri())
@@ -343,7 +345,7 @@ def test_more_in_flight_than_the_object_store_holds_is_refused_at_once(stores: d
         stream(
             stores["train"],
             plan=PlanConfig(micro_batch_size=50),
-            pool=PoolConfig(max_in_flight=500, block=1),
+            pool=PoolConfig(max_in_flight=500, micro_batches_per_block=1),
             transform=TransformConfig(),
         )
 

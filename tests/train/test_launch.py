@@ -98,7 +98,7 @@ def test_as_plain_is_safe_yaml_without_the_resume() -> None:
     plain = as_plain(RUN)
     assert yaml.safe_load(yaml.safe_dump(plain)) == plain
     assert plain["augment"]["mean"] == [0.1, 0.2, 0.3]
-    assert plain.keys() == {field.name for field in dataclasses.fields(RunConfig)} - {"resume", "trust"}
+    assert plain.keys() == {field.name for field in dataclasses.fields(RunConfig)} - {"resume", "trust_run_code"}
 
 
 def test_the_stored_configuration_is_the_one_that_a_resume_reads(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ from raypipe.config import AugmentConfig, TrainConfig, TransformConfig
 from raypipe.device.augment import PRESETS, DeviceAugment
 from raypipe.device.device_decode import DeviceDecoder
 from raypipe.device.jpeg_decoders import find_decoder
-from raypipe.device.mixing import Mixed, mixed_cross_entropy
+from raypipe.device.mixing import Mix, mixed_cross_entropy
 from raypipe.device.prefetcher import on_device
 from raypipe.plan.places import MicroBatchId
 from raypipe.train.models import build_model, build_optimizer
@@ -61,7 +61,7 @@ from raypipe.transform.fields import MicroBatch
 from raypipe.transform.samples import EncodedSample, Samples
 
 STANDARD = AugmentConfig(preset="standard", mixup_alpha=0.2, cutmix_alpha=1.0)
-Fed = tuple[torch.Tensor, torch.Tensor, Mixed | None]
+Fed = tuple[torch.Tensor, torch.Tensor, Mix | None]
 
 
 class Loop:
@@ -75,7 +75,7 @@ class Loop:
         torch.backends.cudnn.benchmark = True
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
 
-    def step(self, image: torch.Tensor, target: torch.Tensor, mixed: Mixed | None) -> None:
+    def step(self, image: torch.Tensor, target: torch.Tensor, mixed: Mix | None) -> None:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.cuda):
             logits = self.model(image)
         mixed_cross_entropy(logits.float(), target, mixed, 0.1).mean().backward()

@@ -144,8 +144,8 @@ class PlanConfig(Section, prefix="plan."):
             off; 1 = all classes equally often.
         aug_repeats: times that each sample is drawn in a step, each time with different augmentation (repeated
             augmentation).
-        aug_repeats_in: "step": the repeats are in different micro-batches of a step; "micro_batch": they follow each
-            other in one micro-batch.
+        aug_repeats_in: "step": the repeats are in different micro-batches of a step; "micro_batch": they follow
+            each other in one micro-batch.
         buckets: sizes of training images, height x width, such as ["192x256", "224x224", "256x192"]. All images of
             a micro-batch have one size, and each sample gets the size with the nearest aspect ratio; empty =
             transform.size.
@@ -360,8 +360,8 @@ class PoolConfig(Section, prefix="pool."):
             autoscaler for such nodes only; empty = any node.
         micro_batches_per_block: micro-batches that Ray moves at a time; 0 = chosen by their size and time.
         max_in_flight: micro-batches in work or waiting at any time; 0 = 3 blocks per actor and 2 per rank.
-        reader: who reads the store: "actors": each actor; "separate": one reader for all actors; "auto": "separate"
-            for stores in groups, else "actors".
+        reader: who reads the store: "actors": each actor; "separate": one reader for all actors; "auto":
+            "separate" for stores in groups, else "actors".
         cache: "disk": keep decoded samples across epochs, on each node, in RAYPIPE_CACHE.
         cache_bytes: limit of that cache on each node; 0 = a quarter of the disk space that is free at the start.
         max_attempts: actors that may die on one block, or readers on one row group, before the run ends.
@@ -594,8 +594,8 @@ class RunConfig(Section, prefix=""):
         name: name of the run; empty = made from the date.
         resume: folder or URI of a run, which continues from its latest checkpoint; "auto" = the run called `name`,
             or a new one if there is none.
-        trust_run_code: run the code that a run names which is the target of a command; resume a run whose folder another
-            user owns.
+        trust_run_code: run the code that a run names which is the target of a command; resume a run whose folder
+            another user owns.
         log_format: "text", or "json": progress and logs as JSON objects with time, run, rank, epoch and step.
     """
 

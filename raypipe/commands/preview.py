@@ -20,7 +20,7 @@ import torch
 from raypipe.commands.picture import Tile, draw
 from raypipe.config import AugmentConfig, PlanConfig, TransformConfig
 from raypipe.device.augment import DeviceAugment
-from raypipe.device.mixing import Mixed, check_mixable
+from raypipe.device.mixing import Mix, check_mixable
 from raypipe.errors import ConfigError, SampleError
 from raypipe.plan.places import MicroBatchId
 from raypipe.plan.schedule import Plan
@@ -82,7 +82,7 @@ class Preview:
                     row += [Tile(None, (), reason), *[Tile(None)] * (len(names) - 1)]
         return rows, names
 
-    def stages(self, batch: MicroBatch) -> tuple[dict[str, np.ndarray], Mixed | None]:
+    def stages(self, batch: MicroBatch) -> tuple[dict[str, np.ndarray], Mix | None]:
         """Images (B, H, W, C) of a micro-batch by stage or crop, and the other half of its targets if mixed."""
         at, batch = batch.position, batch.in_rgb()
         strength = self.augment.strength.at(self.plan.progress(at.epoch, at.step))
@@ -118,9 +118,7 @@ class Preview:
             return Tile(None, (name, f"sample {index}"), str(error))
         return Tile(image, (name, f"sample {index}, {width} x {height}"), targets=targets)
 
-    def _of_row(
-        self, batch: MicroBatch, images: dict[str, np.ndarray], mixed: Mixed | None, row: int
-    ) -> list[Tile]:
+    def _of_row(self, batch: MicroBatch, images: dict[str, np.ndarray], mixed: Mix | None, row: int) -> list[Tile]:
         """The tiles of a sample in an epoch. On the device masks and boxes stay the same."""
         # Copies: a view would keep its whole micro-batch in memory.
         targets: dict[str, Any] = {name: batch[name][row].copy() for name in self._targets}

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from raypipe.device.device_decode import DeviceDecoder
-from raypipe.device.mixing import Mixed
+from raypipe.device.mixing import Mix
 from raypipe.device.ring import CLOSE_S, OnCopied, Ring, hand_over, new_event, view
 from raypipe.device.wire import rgb
 from raypipe.metrics.timing import mark
@@ -78,7 +78,7 @@ class Batch:
     ends_step: bool = False
     read_s: float = 0.0
     work_s: float = 0.0
-    mix: Mixed | None = None
+    mix: Mix | None = None
     num_fallback: int = 0
     failed: dict[int, str] = field(default_factory=dict)
     source: np.ndarray | None = None

@@ -3,7 +3,7 @@
 each source     Permuted or Weighted, as a whole or for each bucket
 one source      → that sampler, or Bucketed
 several         → Mixture, or a mixture of buckets, see `mix_buckets`
-plan.aug_repeats    → Repeated
+plan.aug_repeats → Repeated
 """
 
 from __future__ import annotations

@@ -165,8 +165,8 @@ def _columns_of(path: str, schema: pa.Schema, image_column: str, target_column: 
         )
     if "label" in columns and not is_target(columns["label"].type):
         raise StoreError(
-            f"{path}, column {target_column!r} has type {columns['label'].type}; a label is a number, or a list of "
-            "numbers; set target_column"
+            f"{path}, column {target_column!r} has type {columns['label'].type}; a label is a number, or a "
+            "list of numbers; set target_column"
         )
     return columns
 

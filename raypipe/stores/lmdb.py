@@ -122,8 +122,8 @@ class _Shards:
         self.label_is_class = label == "int64"
         if label in ("string", "binary"):
             raise StoreError(
-                f"{shards[0].path}, column {target_column!r} is {label}; a label is a number, or an array of them; "
-                f"set target_column, of {', '.join(first.types)}"
+                f"{shards[0].path}, column {target_column!r} is {label}; a label is a number, or an array of "
+                f"them; set target_column, of {', '.join(first.types)}"
             )
         if target_column != "label":
             self.classes = None  # they are those of `label`

@@ -73,9 +73,9 @@ def loader(
             batches only normalized. None = batches stay uint8, or keep the arrays' dtype.
         dtype: type of the images that `augment` makes.
         prefetch_factor: transfers ahead of the consumer, on CUDA.
-        keep_batches: batches that stay valid besides the newest, for a loop that looks ahead. On CUDA each takes the
-            memory of one more batch there, and as much pinned memory; on CPU a batch is valid as long as you
-            keep it.
+        keep_batches: batches that stay valid besides the newest, for a loop that looks ahead. On CUDA each takes
+            the memory of one more batch there, and as much pinned memory; on CPU a batch is valid as long as
+            you keep it.
         run_dir: folder in which rank 0 records the run, for `raypipe report`: a path or a URI; empty = the
             folder of Ray Train's run, or without Ray Train none.
         start_from: folder or URI of a run or a checkpoint. While Ray Train has no checkpoint, the stream

@@ -87,7 +87,8 @@ def check_memory(spec: StreamSpec, max_actors: int, world_size: int) -> None:
         raise ResourceError(
             f"{num} blocks in flight of {block_bytes / 2**20:.0f} MiB need "
             f"{needed / 2**30:.1f} GiB of object store, the cluster has {capacity / 2**30:.1f} GiB: lower "
-            "pool.max_in_flight, pool.micro_batches_per_block or plan.micro_batch_size, or start Ray with a larger object store"
+            "pool.max_in_flight, pool.micro_batches_per_block or plan.micro_batch_size, or start Ray with a "
+            "larger object store"
         )
 
 

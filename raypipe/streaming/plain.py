@@ -39,9 +39,10 @@ def plain_loaders(loader: Loader, format: Format = "dict") -> tuple[PlainLoader,
             counts samples; a batch may then be smaller.
 
     Raises:
-        ConfigError: MixUp or CutMix is on, and the format has no room for mixed targets; or it is "tuple", and ranks
-            would have different numbers of validation batches; or "dict", and a column has the name of an entry.
-            If the loop's order differs from the plan's, iterating raises it too, and names the setting to change.
+        ConfigError: MixUp or CutMix is on, and the format has no room for mixed targets; or it is "tuple", and
+            ranks would have different numbers of validation batches; or "dict", and a column has the name of an
+            entry. If the loop's order differs from the plan's, iterating raises it too, and names the setting to
+            change.
         SampleError: iterating "tuple", no sample of a micro-batch can be used.
     """
     config = loader.augment.config if loader.augment else None

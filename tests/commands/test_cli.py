@@ -426,10 +426,10 @@ def test_help_loads_no_library_that_the_work_itself_needs() -> None:
 def test_numbers_and_words_of_a_file_are_those_of_yaml_1_2(tmp_path: Path) -> None:
     file = tmp_path / "my.yaml"
     file.write_text(
-        "train: {lr: 1e-3, weight_decay: 5.e-5, amp: off, deterministic_reduce: no, use_gpu: true}\nname: 2026-11-25\n"
+        "train: {lr: 1e-3, weight_decay: 5.e-5, amp: off, model: no, use_gpu: true}\nname: 2026-11-25\n"
     )
     run = parse(f"--config={file}")
-    assert (run.train.lr, run.train.weight_decay, run.train.amp, run.train.deterministic_reduce) == (
+    assert (run.train.lr, run.train.weight_decay, run.train.amp, run.train.model) == (
         0.001,
         5e-5,
         "off",

@@ -263,10 +263,9 @@ class TransformConfig(Section, prefix="transform."):
         max_keypoints: keypoints that a sample may have; a sample with more ends the run.
         make_columns: `module:function` that computes a sample's columns from those of store.columns, such as the
             tokens of a caption; empty = batches get the columns of the store.
-        on_bad_sample: "substitute": use another sample, chosen by the plan (during validation: give it weight 0);
-            "raise": end the run.
-        max_bad_fraction: the run ends if more than this share of an actor's samples is bad.
-        bad_grace: bad samples that each actor always tolerates, whatever their share.
+        max_bad_fraction: the run ends if more than this share of an actor's samples is bad, after the first 10. Up
+            to there another sample, chosen by the plan, replaces a bad one; during validation it gets weight 0.
+            0 = the run ends at the first bad sample.
         time_limit_s: seconds for a micro-batch, and, in a second attempt, for each of its samples; a sample that
             takes longer counts as bad; 0 = no limit.
     """
@@ -286,9 +285,7 @@ class TransformConfig(Section, prefix="transform."):
     keypoints_column: str = ""
     max_keypoints: Room = 100
     make_columns: str = ""
-    on_bad_sample: Literal["substitute", "raise"] = "substitute"
     max_bad_fraction: Share = 0.01
-    bad_grace: int = 10
     time_limit_s: Annotated[float, Limits(0, 1e9)] = 120.0
 
     def __post_init__(self) -> None:

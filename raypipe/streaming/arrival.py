@@ -93,7 +93,7 @@ def judge(batch: Batch, spec: StreamSpec, budget: BadSampleBudget) -> None:
     """Handle bad samples that only the device's decoder found: too late for substitutes, they get weight 0.
 
     Raises:
-        SampleError: there is one, and transform.on_bad_sample is "raise".
+        SampleError: there is one, and transform.max_bad_fraction is 0.
         BadSamplesError: there are too many.
     """
     store = spec.stores[batch.position.split]
@@ -104,7 +104,7 @@ def judge(batch: Batch, spec: StreamSpec, budget: BadSampleBudget) -> None:
         bad.append({**where, "substitute": None, "error": error, "fault": SampleError.fault})
     if bad:
         record_bad(spec.quarantine, batch.position, bad, by="device")
-        if spec.transform.on_bad_sample == "raise":
+        if spec.transform.max_bad_fraction == 0:
             title = title_of(store.address, bad[0]["index"], bad[0]["name"])
             raise SampleError(f"{title}: {bad[0]['error']}")
     budget.spend(bad, len(batch.index))

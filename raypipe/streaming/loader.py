@@ -118,7 +118,7 @@ class Loader:
         )
         self._start_from = start_from
         self.account = Account(spec, self.device, rank, world_size, augment, folder)
-        self._budget = BadSampleBudget(spec.transform.max_bad_fraction, spec.transform.bad_grace)
+        self._budget = BadSampleBudget(spec.transform.max_bad_fraction)
         self._running = Running(self.account.chronicle.close)
         self._running.close_with(self)
         self.interval_s = _INTERVAL_S

@@ -73,7 +73,7 @@ class MicroBatchMaker:
 
     def __init__(self, spec: StreamSpec) -> None:
         self.plan, self._spec, self._stores = spec.plan, spec, spec.stores
-        self._budget = BadSampleBudget(spec.transform.max_bad_fraction, spec.transform.bad_grace)
+        self._budget = BadSampleBudget(spec.transform.max_bad_fraction)
         self.caches = open_caches(spec.pool, spec.stores, spec.transform, spec.columns.reads_class)
         self._attempt = FIRST_ATTEMPT
         self._transforms: dict[tuple[Split, Size], MicroBatchTransform] = {}
@@ -94,7 +94,7 @@ class MicroBatchMaker:
                 self._spec,
                 split,
                 size,
-                on_bad_sample=self._spec.transform.on_bad_sample,
+                tolerant=self._spec.transform.max_bad_fraction > 0,
                 exact=split == "val",
                 decoded=self.caches[split].decoded if split in self.caches else None,
                 probe=functools.partial(self._first_samples, split),

@@ -171,4 +171,4 @@ def test_to_fetch_a_shard_may_take_longer_than_a_transform() -> None:
 
 def test_under_raise_such_a_sample_is_the_one_clear_error() -> None:
     with pytest.raises(SampleError, match=rf"sample {DEADLY}: its process died twice .*time_limit_s"):
-        rows(spec_of(crashes, on_bad_sample="raise"))
+        rows(spec_of(crashes, max_bad_fraction=0))

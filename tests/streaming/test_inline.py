@@ -186,7 +186,7 @@ def test_what_a_transform_raises_names_the_sample(stores: dict[str, Path], threa
     spec = open_stream(
         stores["train"],
         train_transform=broken,
-        transform=TransformConfig(on_bad_sample="raise"),
+        transform=TransformConfig(max_bad_fraction=0),
         pool=PoolConfig(engine="inline", threads=threads),
     )
     where = r"the transform failed at .*test_inline\.py:\d+ in broken: ValueError: no"

@@ -232,7 +232,7 @@ def test_damage_that_only_the_device_finds_costs_one_image(encoded_spec: StreamS
     assert set(batch.failed) == {1} and batch.weight.tolist() == [1, 0, 1, 1, 1, 1]
     assert not batch.image[1].any() and all(batch.image[row].any() for row in (0, 2, 3, 4, 5))
     assert (batch.num_fallback, batch.num_bad) == (1, 1)
-    strict = dataclasses.replace(encoded_spec.transform, on_bad_sample="raise")
+    strict = dataclasses.replace(encoded_spec.transform, max_bad_fraction=0)
     with pytest.raises(SampleError, match="sample 1: damaged JPEG"):
         delivered(open_stream(store, plan=plan, transform=strict), None)
     # An actor that decodes it finds the same, and has a substitute.
@@ -253,7 +253,7 @@ def test_what_decodes_is_named_and_its_time_is_counted(encoded_spec: StreamSpec)
 
 
 def test_a_bad_sample_that_only_the_device_finds_can_end_the_run(encoded_spec: StreamSpec) -> None:
-    strict = dataclasses.replace(encoded_spec.transform, on_bad_sample="raise")
+    strict = dataclasses.replace(encoded_spec.transform, max_bad_fraction=0)
     store: Any = MemoryStore([encoded_spec.stores["train"].read(np.array([11]))["image"][0]] * 6, [0] * 6)
     spec = open_stream(store, plan=PlanConfig(micro_batch_size=6), transform=strict)
     with pytest.raises(SampleError, match=r"sample [0-5]: "):

@@ -291,7 +291,7 @@ def test_an_error_of_user_code_names_its_line_and_opencv_has_one_thread() -> Non
     def broken(image: np.ndarray) -> np.ndarray:
         raise LookupError(f"{cv2.getNumThreads()} thread")
 
-    config = dataclasses.replace(SMALL, on_bad_sample="raise")
+    config = dataclasses.replace(SMALL, max_bad_fraction=0)
     spec = open_stream(with_bad({}), plan=ONE_EPOCH, transform=config, train_transform=broken)
     place = r"the transform failed at .*test_pipeline\.py:\d+ in broken: LookupError: 1 thread "
     with pytest.raises(TransformError, match=rf"memory:\w+ sample \d+: {place}.*pool\.engine=inline") as caught:
@@ -300,22 +300,20 @@ def test_an_error_of_user_code_names_its_line_and_opencv_has_one_thread() -> Non
 
 
 @pytest.mark.parametrize(
-    ("transform", "error", "message"),
+    ("transform", "num_bad", "error", "message"),
     [
-        (dataclasses.replace(SMALL, on_bad_sample="raise"), SampleError, r"memory:\w+ sample \d+: .*"),
+        (dataclasses.replace(SMALL, max_bad_fraction=0), 1, SampleError, r"memory:\w+ sample \d+: .*"),
         # Of another transform the same, by tests without a cluster.
+        pytest.param(SMALL, 12, BadSamplesError, "max_bad_fraction", marks=pytest.mark.soak),
         pytest.param(
-            dataclasses.replace(SMALL, bad_grace=1), BadSamplesError, "max_bad_fraction", marks=pytest.mark.soak
-        ),
-        pytest.param(
-            dataclasses.replace(SMALL, train="none"), ConfigError, "crop or resize", marks=pytest.mark.soak
+            dataclasses.replace(SMALL, train="none"), 1, ConfigError, "crop or resize", marks=pytest.mark.soak
         ),
     ],
 )
 def test_an_error_in_an_actor_reaches_the_consumer_as_one_clear_error(
-    transform: TransformConfig, error: type[Exception], message: str
+    transform: TransformConfig, num_bad: int, error: type[Exception], message: str
 ) -> None:
-    store = with_bad({**BAD, 5: picture(5, 30, 30)})
+    store = with_bad({**BAD, 5: picture(5, 30, 30), **dict.fromkeys(range(6, 6 + num_bad), b"")})
     spec = open_stream(store, plan=ONE_EPOCH, transform=transform)
     with pytest.raises(error, match=message) as caught:
         list(host_batches(splits(spec, spec.plan.start(), max_actors=1)[0]))

@@ -216,7 +216,7 @@ def test_the_digest_sees_what_kind_of_numbers_targets_are() -> None:
 
 def test_a_bad_value_ends_the_run_where_that_is_asked_for() -> None:
     captions = [None, *VALUES["caption"][1:]]
-    config = dataclasses.replace(TRANSFORM, on_bad_sample="raise")
+    config = dataclasses.replace(TRANSFORM, max_bad_fraction=0)
     made = spec(store(values={"caption": captions}), transform=config, target_column="")
     with pytest.raises(SampleError, match="sample 0: column 'caption' has no value"):
         digests(made)

@@ -198,7 +198,7 @@ def test_a_substitute_brings_its_own_mask_and_boxes(name: str, preset: str) -> N
     np.testing.assert_array_equal(batch["boxes"][1, : len(alone["boxes"])], alone["boxes"])
     assert (batch["boxes"][1, len(alone["boxes"]) :, 4] == -1).all()
     with pytest.raises(SampleError, match=rf"sample 21: .*{message}"):
-        run(both(made, on_bad_sample="raise"), [SCENES[0], sample], KEYS)
+        run(both(made, max_bad_fraction=0), [SCENES[0], sample], KEYS)
 
 
 def test_a_bad_sample_of_a_validation_has_neither_mask_nor_boxes() -> None:

@@ -96,12 +96,11 @@ class StoreConfig(Section, prefix="store."):
         image_column: name of the image column; in WebDataset, the suffix of the image files.
         target_column: name of the target's column, which has classes, or numbers of one shape; in WebDataset, the
             suffix, or the field of the JSON; empty = batches have no target (docs/targets.md).
-        exclude: list of bad samples to exclude, a path or a URI that `raypipe verify` has written; empty = none.
-            For a mixture, `{NAME: LIST, …}`.
-        val_exclude: the same list for the validation store.
+        exclude: list of bad samples of the training store to exclude, a path or a URI that `raypipe verify` has
+            written; or `{train: LIST, val: LIST}`, with a mixture's names in the place of `train`; empty = none.
         filter: expression over columns, such as "width >= 256 and label != 3"; the run trains on the samples for
-            which it is true; empty = all. For a mixture, one for all stores, or `{NAME: EXPRESSION, …}`.
-        val_filter: the same expression for the validation store.
+            which it is true, of all stores of a mixture; or `{train: EXPRESSION, val: EXPRESSION}`, with a
+            mixture's names in the place of `train`; empty = all.
         columns: further columns that batches get, such as `[caption]`; or `{NAME: {option: value}}` with the
             options `length`, `fill` and `dtype` (docs/targets.md).
     """
@@ -111,9 +110,7 @@ class StoreConfig(Section, prefix="store."):
     image_column: str = "image"
     target_column: str = "label"
     exclude: str | dict[str, str] = ""
-    val_exclude: str = ""
     filter: str | dict[str, str] = ""
-    val_filter: str = ""
     columns: Columns = field(default_factory=list)
 
     def __post_init__(self) -> None:

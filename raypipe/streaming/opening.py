@@ -42,9 +42,7 @@ def open_stream(
     train_transform: Transform = "",
     val_transform: Transform = "",
     exclude: PerSource = "",
-    val_exclude: str | Path = "",
     filter: PerSource = "",
-    val_filter: str = "",
     quarantine: str = "",
     run: str = "",
     log_format: LogFormat = "text",
@@ -60,8 +58,8 @@ def open_stream(
         plan, transform, pool: settings; None = the defaults.
         train_transform, val_transform: used instead of those that `transform` names; None = pixels as they
             are stored. A train_transform that does not follow transform.size needs a val_transform too.
-        exclude, val_exclude: lists of bad samples of each store, see `StoreConfig`.
-        filter, val_filter: expressions of columns, true for the samples to draw from, see `StoreConfig`.
+        exclude: lists of bad samples, see `StoreConfig`.
+        filter: expressions of columns, true for the samples to draw from, see `StoreConfig`.
         quarantine, run, log_format: see `StreamSpec`.
         image_column, target_column: see `StoreConfig`, of stores that are given by their addresses. A
             target_column of "" or None, for any store, makes batches without a target.
@@ -87,13 +85,8 @@ def open_stream(
     if val_store is not None and plan.val_interval:
         stores["val"] = val_store
     transforms = _transforms_of(stores, transform, train_transform, val_transform)
-    laid_out = make_plan(
-        plan,
-        train_store,
-        val_store,
-        selections=select(train_store, exclude, filter),
-        val_selection=next(iter(select(val_store, val_exclude, val_filter, "store.val_")), None),
-    )
+    selections, val_selection = select(train_store, val_store, exclude, filter)
+    laid_out = make_plan(plan, train_store, val_store, selections=selections, val_selection=val_selection)
     check_images(transform, transforms, stores, plan, laid_out.kept)
     make = make_columns or transform.make_columns or None
     sample_columns = _columns_of(stores, declared, make, laid_out, pool, bool(target_column))
@@ -159,6 +152,8 @@ def open_stores(train: Train, options: Mapping[str, str]) -> Store:
         return _opened(train, options)
     if not train:
         raise ConfigError("store.train names no store: give {NAME: ADDRESS, …}")
+    if "val" in train:
+        raise ConfigError("store.train: 'val' is the name of the validation store; choose another one")
     return JoinedStore({name: _opened(part, options) for name, part in train.items()})
 
 
@@ -200,9 +195,7 @@ def spec_of(run: RunConfig, run_uri: str = "") -> StreamSpec:
         transform=run.transform,
         pool=run.pool,
         exclude=store.exclude,
-        val_exclude=store.val_exclude,
         filter=store.filter,
-        val_filter=store.val_filter,
         quarantine=join(run_uri, "quarantine") if run_uri else "",
         run=run.name,
         log_format=run.log_format,

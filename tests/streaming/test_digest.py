@@ -201,7 +201,10 @@ def test_the_command_ends_with_code_1_where_streams_differ(
         (["--output", "/nowhere/x.json"], "/nowhere/x.json cannot be written"),
         (["--compare", "/nowhere/x.json"], "/nowhere/x.json cannot be read"),
         (["--store.exclude", "/nowhere/x.json"], "store.exclude: /nowhere/x.json cannot be read"),
-        (["--store.val_exclude", "/nowhere/x.json"], "store.val_exclude: there is /nowhere/x.json, but no store"),
+        (
+            ["--store.exclude", "{val: /nowhere/x.json}"],
+            "store.exclude: there is '/nowhere/x.json' for validation",
+        ),
     ],
 )
 def test_a_range_or_a_file_that_cannot_be_is_told_before_ray_starts(
@@ -323,7 +326,7 @@ class TestRanges:
         cli_main(
             *("digest", store.address, "--store.val", store.address),
             *("--plan.epochs", 1, "--plan.micro_batch_size", 8, "--transform.size", 16),
-            *("--store.exclude", tmp_path / "bad.json", "--store.val_exclude", tmp_path / "bad.json"),
+            *("--store.exclude", f"{{train: {tmp_path}/bad.json, val: {tmp_path}/bad.json}}"),
             *("--pool.engine", "inline"),
         )
         found = json.loads(capsys.readouterr().out.splitlines()[-1])

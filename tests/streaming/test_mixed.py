@@ -60,10 +60,13 @@ def test_filters_of_one_source_or_of_all_leave_the_others_as_they_are(stores: di
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"exclude": "bad.json"}, r"store\.exclude must be \{NAME: …\} by the stores of store\.train, big, small"),
-        ({"filter": {"large": "label > 1"}}, r"store\.filter must be .* big, small, got \{'large'"),
+        ({"exclude": "bad.json"}, r"store\.exclude must be \{NAME: …\} by big, small, val, got 'bad.json'"),
+        ({"filter": {"large": "label > 1"}}, r"store\.filter must be .* big, small, val, got \{'large'"),
         ({"filter": "labl > 1"}, r"no column 'labl' for store\.filter; did you mean label"),
-        ({"val_filter": "label > 1"}, r"store\.val_filter: there is 'label > 1', and no store to filter"),
+        (
+            {"filter": {"val": "label > 1"}},
+            r"store\.filter: there is 'label > 1' for validation, and no store\.val",
+        ),
     ],
 )
 def test_what_is_given_for_sources_that_are_not_there_is_named(
@@ -74,10 +77,12 @@ def test_what_is_given_for_sources_that_are_not_there_is_named(
 
 
 def test_a_filter_by_names_is_for_mixtures(stores: dict[str, Path]) -> None:
-    with pytest.raises(ConfigError, match="which only a mixture's stores have"):
+    with pytest.raises(ConfigError, match=r"store\.filter must be .* by train, val, got \{'big'"):
         open_stream(stores["train"], filter={"big": "label > 1"})
     with pytest.raises(ConfigError, match=r"store\.train names no store"):
         open_stream({})
+    with pytest.raises(ConfigError, match=r"store\.train: 'val' is the name of the validation store"):
+        open_stream({"a": stores["train"], "val": stores["val"]})
 
 
 def test_settings_of_a_mixture_come_from_yaml_and_the_command_line(

@@ -55,7 +55,7 @@ def train_loop(config: dict[str, Any]) -> None:
     is_first = rank == 0
     relays = options.pop("relays")
     relay_progress(relays)
-    configure_logs(options["run"].log, run=options["spec"].run, rank=rank)
+    configure_logs(options["run"].log_format, run=options["spec"].run, rank=rank)
     begin_phases(options.pop("begun"))
     if is_first:
         phase(logger, "starting the stream and the model")

@@ -139,7 +139,7 @@ def streamed(
         transform=TransformConfig(train=args.transform, size=args.size, decode=decode),
         pool=raypipe.PoolConfig(min_actors=args.actors, max_actors=args.actors)
         if engine == "ray"
-        else raypipe.PoolConfig(engine="inline", threads=args.actors),
+        else raypipe.PoolConfig(engine="inline", max_actors=args.actors),
     )
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     loader = raypipe.loader(spec, max_actors=args.actors, device=device, augment=STANDARD, dtype=dtype)

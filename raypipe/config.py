@@ -344,9 +344,9 @@ class PoolConfig(Section, prefix="pool."):
 
     Attributes:
         engine: "ray": actors make the stream; "inline": this process makes it, without Ray, for debugging.
-        threads: threads that make micro-batches with engine "inline"; 0 = the thread that asks for a micro-batch.
         min_actors: actors that must run before the stream starts.
-        max_actors: actors that the pool may grow to; 0 = all that fit into the cluster next to the trainers.
+        max_actors: actors that the pool may grow to; 0 = all that fit into the cluster next to the trainers. With
+            engine "inline", threads that make micro-batches; 0 = the thread that asks for one.
         cpus_per_actor: CPUs that Ray reserves for each actor, which uses as many threads.
         grow_after_s: the pool grows if ranks waited for half of this time, in seconds; at most once in this time.
         shrink_after_s: seconds without waiting after which the pool gives idle actors back.
@@ -364,7 +364,6 @@ class PoolConfig(Section, prefix="pool."):
     """
 
     engine: Literal["ray", "inline"] = "ray"
-    threads: Annotated[int, Limits(0, 1 << 12)] = 0
     min_actors: AtLeast1 = 1
     max_actors: int = 0
     cpus_per_actor: Annotated[float, Limits(1e-4, 1e6)] = 1.0  # Ray counts in ten-thousandths

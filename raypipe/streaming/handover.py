@@ -111,7 +111,7 @@ def loader(
         if spec.pool.engine == "inline":
             maker = MicroBatchMaker(spec)
             batches = inline_batches(spec, start, rank, world_size, maker)
-            return Feed(batches, draws_globally=bool(maker.draws_globally()))
+            return Feed(batches, draws_globally=maker.draws_globally)
         iterators, supervisor, actors = _handed_round(
             spec, start, max_actors, rank, world_size, in_train, apart=device.type == "cuda"
         )

@@ -101,14 +101,14 @@ class MicroBatchMaker:
             )
         return self._transforms[split, size]
 
-    def draws_globally(self) -> Split | None:
-        """A split whose transform draws from generators of the process, as long as there is one."""
-        splits = (split for (split, _), transform in self._transforms.items() if transform.draws_globally)
-        return next(splits, None)
+    @property
+    def draws_globally(self) -> bool:
+        """True if a transform draws from generators of the process."""
+        return any(transform.draws_globally for transform in self._transforms.values())
 
     def batch(self, at: MicroBatchId) -> MicroBatch:
         """Make one micro-batch in a process shared with the user, and record its bad samples."""
-        with process_kept(self.draws_globally() is not None):  # the first compares with the validation
+        with process_kept(self.draws_globally):  # the first compares with the validation
             outcome = self.make(at)
         self.settle(outcome)
         return outcome.batch

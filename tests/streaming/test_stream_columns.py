@@ -341,10 +341,6 @@ def test_what_cannot_go_with_columns_is_refused_before_the_run(tmp_path: Path) -
     mixing = raypipe.AugmentConfig(mixup_alpha=0.2)
     with pytest.raises(ConfigError, match=r"augment\.mixup_alpha mixes targets, and two that are int64 \(3,\)"):
         raypipe.loader(spec(store(np.eye(NUM, 3, dtype=np.int64))), device="cpu", augment=mixing)
-    threads = PoolConfig(engine="inline", threads=2)
-    by_global = spec(make_columns=lambda columns: {"a": 1}, columns=["caption"], pool=threads)
-    with pytest.raises(ConfigError, match=r"pool\.threads is 2"):
-        list(every_batch(raypipe.loader(by_global, device="cpu")))
 
 
 def test_stores_of_a_mixture_have_one_type_of_a_column() -> None:

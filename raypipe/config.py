@@ -140,9 +140,7 @@ class PlanConfig(Section, prefix="plan."):
         class_balance: exponent in [0, 8]: a class of n samples is drawn in proportion to n^(1 - exponent); 0 =
             off; 1 = all classes equally often.
         aug_repeats: times that each sample is drawn in a step, each time with different augmentation (repeated
-            augmentation).
-        aug_repeats_in: "step": the repeats are in different micro-batches of a step; "micro_batch": they follow
-            each other in one micro-batch.
+            augmentation) and in another micro-batch.
         buckets: sizes of training images, height x width, such as ["192x256", "224x224", "256x192"]. All images of
             a micro-batch have one size, and each sample gets the size with the nearest aspect ratio; empty =
             transform.size.
@@ -161,7 +159,6 @@ class PlanConfig(Section, prefix="plan."):
     weights: str = ""
     class_balance: Annotated[float, Limits(0, 8)] = 0.0
     aug_repeats: AtLeast1 = 1
-    aug_repeats_in: Literal["step", "micro_batch"] = "step"
     buckets: list[str] = field(default_factory=list)
     val_buckets: bool = False
 
@@ -178,10 +175,8 @@ class PlanConfig(Section, prefix="plan."):
     def _check_draws(self) -> None:
         one = not (self.weights and self.class_balance)
         self._require(one, "weights", self.weights, "empty with plan.class_balance")
-        of, what = self.per_step, "micro-batches in a step"
-        if self.aug_repeats_in == "micro_batch":
-            of, what = self.micro_batch_size, "samples in a micro-batch"
-        self._require(of % self.aug_repeats == 0, "aug_repeats", self.aug_repeats, f"a divisor of the {of} {what}")
+        expected = f"a divisor of the {self.per_step} micro-batches in a step"
+        self._require(self.per_step % self.aug_repeats == 0, "aug_repeats", self.aug_repeats, expected)
         for weights in self.mixture_by_epoch.values():
             self._require(any(weights.values()), "mixture", self.mixture, "weights by store, one of them above 0")
         starts = list(self.mixture_by_epoch)

@@ -63,7 +63,6 @@ BAD: list[tuple[type, str, Any]] = [
 # The command line checks choices by their types; a script that builds the dataclasses has only these checks.
 BAD_CHOICES: list[tuple[type, str, str]] = [
     (PlanConfig, "shuffle", "globl"),
-    (PlanConfig, "aug_repeats_in", "rank"),
     (PlanConfig, "epoch_samples", "long"),
     (TransformConfig, "crop_decode", "auto"),
     (PoolConfig, "reader", "reader"),

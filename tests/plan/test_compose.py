@@ -74,9 +74,8 @@ def test_balanced_classes_are_drawn_equally_often() -> None:
 
 
 def test_repeats_draw_each_sample_so_often_and_no_more() -> None:
-    for where in ("step", "micro_batch"):
-        for drawn in epochs(plan_of(store(20), aug_repeats=2, aug_repeats_in=where)):
-            assert set(Counter(index for index, _ in drawn).values()) == {2} and len(drawn) == 40
+    for drawn in epochs(plan_of(store(20), aug_repeats=2)):
+        assert set(Counter(index for index, _ in drawn).values()) == {2} and len(drawn) == 40
     # As in Hoffer et al. and timm, an epoch may draw fewer samples instead.
     drawn = epochs(plan_of(store(20), aug_repeats=2, epoch_samples=20))
     assert [len(each) for each in drawn] == [16] * 3
@@ -122,7 +121,6 @@ def test_every_setting_of_what_is_drawn_is_part_of_the_fingerprint() -> None:
     single: list[dict[str, Any]] = [
         {},
         {"aug_repeats": 2},
-        {"aug_repeats": 2, "aug_repeats_in": "micro_batch"},
         {"epoch_samples": 16},
         {"epoch_samples": 24},
         {"weights": "weight"},

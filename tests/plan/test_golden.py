@@ -49,7 +49,6 @@ PLAIN: dict[str, dict[str, Any]] = {
 OTHERS: dict[str, dict[str, Any]] = {
     "global, seed 2^40": {**ONE, "seed": 2**40},
     "repeats": {**ONE, "aug_repeats": 2},
-    "repeats in a micro-batch": {**ONE, "aug_repeats": 2, "aug_repeats_in": "micro_batch", "exclude": [5]},
     "epoch of 40": {**ONE, "epoch_samples": 40},
     "window, epoch of 40, repeats": {**GROUPED, "epoch_samples": 40, "aug_repeats": 2},
     "weights": {**ONE, "weights": "weight"},
@@ -68,7 +67,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "mixture, buckets": {**MIXTURE, "buckets": BUCKETS},
     "mixture, buckets, weights, repeats": {
         **MIXTURE,
-        **{"buckets": BUCKETS, "weights": "weight", "aug_repeats": 2, "aug_repeats_in": "micro_batch"},
+        **{"buckets": BUCKETS, "weights": "weight", "aug_repeats": 2},
     },
 }
 
@@ -119,7 +118,6 @@ HASHES = {
     "window, excluded": ("2f076ed2c999a3b1", "3c2c4886c6a46a3a"),
     "global, seed 2^40": ("0253f91642ed0091", "78a58f6fdd4604f1"),
     "repeats": ("444f05aa0afb5cc3", "c1afee49497390aa"),
-    "repeats in a micro-batch": ("b8b09015a31c80c3", "23960c7380207802"),
     "epoch of 40": ("2a538b55f209c6d1", "37cf184994c29d64"),
     "window, epoch of 40, repeats": ("a67051186e96eecd", "d2c26689e49d9425"),
     "weights": ("c4cbcd02fc7fd36a", "bf222bfcf7d28468"),
@@ -136,7 +134,7 @@ HASHES = {
     "mixture, longest": ("9795cf41f6ce0375", "0bb95d003f792684"),
     "mixture, weights, repeats": ("2d1c354a3d1ae288", "a14f7acaec211d6f"),
     "mixture, buckets": ("7f6e0206aa7def45", "bfaa90e69d286c5a"),
-    "mixture, buckets, weights, repeats": ("3a99a152dfa03436", "4be5f483122e2e3a"),
+    "mixture, buckets, weights, repeats": ("69fd43ab95f0765a", "fe5b526fdfef5156"),
 }
 
 

@@ -26,17 +26,15 @@ def mixed(stores: dict[str, Path], config: dict[str, Any], **options: Any) -> St
 def test_mixed_batches_say_their_sources_and_copies_differ(
     stores: dict[str, Path],
 ) -> None:
-    spec = mixed(stores, {"mixture": {"big": 2, "small": 1}, "aug_repeats": 2, "aug_repeats_in": "micro_batch"})
+    spec = mixed(stores, {"mixture": {"big": 2, "small": 1}, "aug_repeats": 2})
     sources = []
-    for batch in next(loader(spec).epochs()).train:
-        assert batch.source is not None
-        assert batch.source.tolist() == spec.plan.source_of(batch.index).tolist()
-        assert batch.index[::2].tolist() == batch.index[1::2].tolist()
-        pairs = [
-            bool((one == other).all()) for one, other in zip(batch.image[::2], batch.image[1::2], strict=True)
-        ]
-        assert not all(pairs)
-        sources += batch.source.tolist()
+    batches = list(next(loader(spec).epochs()).train)
+    for one, other in zip(batches[::2], batches[1::2], strict=True):
+        assert one.source is not None
+        assert one.source.tolist() == spec.plan.source_of(one.index).tolist()
+        assert one.index.tolist() == other.index.tolist()
+        assert not all(bool((a == b).all()) for a, b in zip(one.image, other.image, strict=True))
+        sources += one.source.tolist()
     assert np.bincount(sources).tolist() == [len(sources) * 2 // 3, len(sources) // 3]
 
 
@@ -93,9 +91,7 @@ def test_settings_of_a_mixture_come_from_yaml_and_the_command_line(
         "plan: {micro_batch_size: 6, epoch_samples: longest,\n"
         "  mixture: {0: {big: 1, small: 1}, 3: {big: 3, small: 1}}}\n"
     )
-    run = parse_run(
-        [f"--config={tmp_path}/run.yaml", "--plan.class_balance=0.5", "--plan.aug_repeats_in=micro_batch"], None
-    )
+    run = parse_run([f"--config={tmp_path}/run.yaml", "--plan.class_balance=0.5"], None)
     assert run.plan.mixture_by_epoch == {0: {"big": 1, "small": 1}, 3: {"big": 3, "small": 1}}
     plan = spec_of(run).plan
     assert plan.sources == ("big", "small") and plan.kept["train"].num_left_out > 0

@@ -249,10 +249,9 @@ class TransformConfig(Section, prefix="transform."):
             empty = none.
         boxes_column: column with boxes for each sample, `[x0, y0, x1, y1, label]` in pixels, transformed together
             with the image; empty = none.
-        max_boxes: boxes that a sample may have; a sample with more ends the run.
         keypoints_column: column with keypoints for each sample, `[x, y, label]` in pixels, transformed together
             with the image; empty = none.
-        max_keypoints: keypoints that a sample may have; a sample with more ends the run.
+        max_targets: boxes, and keypoints, that a sample may have; a sample with more ends the run.
         make_columns: `module:function` that computes a sample's columns from those of store.columns, such as the
             tokens of a caption; empty = batches get the columns of the store.
         max_bad_fraction: the run ends if more than this share of an actor's samples is bad, after the first 10. Up
@@ -273,9 +272,8 @@ class TransformConfig(Section, prefix="transform."):
     apply_exif: bool = False
     mask_column: str = ""
     boxes_column: str = ""
-    max_boxes: Room = 100
     keypoints_column: str = ""
-    max_keypoints: Room = 100
+    max_targets: Room = 100
     make_columns: str = ""
     max_bad_fraction: Share = 0.01
     time_limit_s: Annotated[float, Limits(0, 1e9)] = 120.0

@@ -169,7 +169,7 @@ def test_masks_and_boxes_are_the_same_for_any_pool_and_whoever_reads(tmp_path: P
             objects = json.dumps(rng.integers([0, 0, 20, 20, 0], [20, 20, 48, 40, 9], (number % 3, 5)).tolist())
             seg = b"bad" if number == 5 else mask
             writer.append({"image": picture(number), "seg": seg, "objects": objects})
-    settings = dataclasses.replace(SMALL, mask_column="seg", boxes_column="objects", max_boxes=3)
+    settings = dataclasses.replace(SMALL, mask_column="seg", boxes_column="objects", max_targets=3)
     plan = dataclasses.replace(PLAN, epochs=1)
     spec = open_stream(path, path, plan=plan, transform=settings, target_column="")
     alone = without_ray.digests(spec)

@@ -79,7 +79,7 @@ def case(
         plan=PlanConfig(epochs=1, micro_batch_size=MICRO_BATCH),
         transform=TransformConfig(),
         train_transform=transform,
-        pool=PoolConfig(read="stage", max_in_flight=8),
+        pool=PoolConfig(reader="separate", max_in_flight=8),
     )
     before = psutil.Process().memory_info().rss
     count = grown = 0

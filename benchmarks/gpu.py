@@ -49,7 +49,7 @@ from raypipe.config import AugmentConfig, TrainConfig, TransformConfig
 from raypipe.device.augment import PRESETS, DeviceAugment
 from raypipe.device.device_decode import DeviceDecoder
 from raypipe.device.jpeg_decoders import find_decoder
-from raypipe.device.mixing import Mixed, mixed_cross_entropy
+from raypipe.device.mixing import Mix, mixed_cross_entropy
 from raypipe.device.prefetcher import on_device
 from raypipe.plan.places import MicroBatchId
 from raypipe.train.models import build_model, build_optimizer
@@ -61,7 +61,7 @@ from raypipe.transform.fields import MicroBatch
 from raypipe.transform.samples import EncodedSample, Samples
 
 STANDARD = AugmentConfig(preset="standard", mixup_alpha=0.2, cutmix_alpha=1.0)
-Fed = tuple[torch.Tensor, torch.Tensor, Mixed | None]
+Fed = tuple[torch.Tensor, torch.Tensor, Mix | None]
 
 
 class Loop:
@@ -75,7 +75,7 @@ class Loop:
         torch.backends.cudnn.benchmark = True
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
 
-    def step(self, image: torch.Tensor, target: torch.Tensor, mixed: Mixed | None) -> None:
+    def step(self, image: torch.Tensor, target: torch.Tensor, mixed: Mix | None) -> None:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.cuda):
             logits = self.model(image)
         mixed_cross_entropy(logits.float(), target, mixed, 0.1).mean().backward()
@@ -139,14 +139,14 @@ def streamed(
         transform=TransformConfig(train=args.transform, size=args.size, decode=decode),
         pool=raypipe.PoolConfig(min_actors=args.actors, max_actors=args.actors)
         if engine == "ray"
-        else raypipe.PoolConfig(engine="inline", threads=args.actors),
+        else raypipe.PoolConfig(engine="inline", max_actors=args.actors),
     )
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     loader = raypipe.loader(spec, max_actors=args.actors, device=device, augment=STANDARD, dtype=dtype)
     with contextlib.closing(loader):  # the next one needs its CPUs
         for epoch in loader.epochs():
             for batch in epoch.train:
-                yield batch.image, batch.target, batch.mixed
+                yield batch.image, batch.target, batch.mix
 
 
 def make_store(folder: Path, count: int) -> str:

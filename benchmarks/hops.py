@@ -137,7 +137,7 @@ def hops(
             blocks,
             1000 / known.block_ms,
             "blocks/s",
-            "pool.block",
+            "pool.micro_batches_per_block",
         ),
         Hop(
             "copy to pinned memory",

@@ -129,7 +129,7 @@ def spec_of(case: Case) -> StreamSpec:
             min_actors=case.actors,
             max_actors=case.actors,
             cpus_per_actor=0.01,
-            block=case.block,
+            micro_batches_per_block=case.block,
         ),
     )
 

@@ -94,14 +94,13 @@ class StoreConfig(Section, prefix="store."):
             `{NAME: ADDRESS, …}`, make a mixture, weighted by plan.mixture.
         val: address of the validation store; empty = no validation (the digits have their own).
         image_column: name of the image column; in WebDataset, the suffix of the image files.
-        label_column: name of the target's column, which has classes, or numbers of one shape; in WebDataset, the
+        target_column: name of the target's column, which has classes, or numbers of one shape; in WebDataset, the
             suffix, or the field of the JSON; empty = batches have no target (docs/targets.md).
-        exclude: list of bad samples to exclude, a path or a URI that `raypipe verify` has written; empty = none.
-            For a mixture, `{NAME: LIST, …}`.
-        val_exclude: the same list for the validation store.
+        exclude: list of bad samples of the training store to exclude, a path or a URI that `raypipe verify` has
+            written; or `{train: LIST, val: LIST}`, with a mixture's names in the place of `train`; empty = none.
         filter: expression over columns, such as "width >= 256 and label != 3"; the run trains on the samples for
-            which it is true; empty = all. For a mixture, one for all stores, or `{NAME: EXPRESSION, …}`.
-        val_filter: the same expression for the validation store.
+            which it is true, of all stores of a mixture; or `{train: EXPRESSION, val: EXPRESSION}`, with a
+            mixture's names in the place of `train`; empty = all.
         columns: further columns that batches get, such as `[caption]`; or `{NAME: {option: value}}` with the
             options `length`, `fill` and `dtype` (docs/targets.md).
     """
@@ -109,11 +108,9 @@ class StoreConfig(Section, prefix="store."):
     train: str | dict[str, str] = ""
     val: str = ""
     image_column: str = "image"
-    label_column: str = "label"
+    target_column: str = "label"
     exclude: str | dict[str, str] = ""
-    val_exclude: str = ""
     filter: str | dict[str, str] = ""
-    val_filter: str = ""
     columns: Columns = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -142,10 +139,8 @@ class PlanConfig(Section, prefix="plan."):
         weights: how often each sample is drawn: a column of numbers, or a file `*.npy`; empty = all equally often.
         class_balance: exponent in [0, 8]: a class of n samples is drawn in proportion to n^(1 - exponent); 0 =
             off; 1 = all classes equally often.
-        repeats: times that each sample is drawn in a step, each time with different augmentation (repeated
-            augmentation).
-        repeats_in: "step": the repeats are in different micro-batches of a step; "micro_batch": they follow each
-            other in one micro-batch.
+        aug_repeats: times that each sample is drawn in a step, each time with different augmentation (repeated
+            augmentation) and in another micro-batch.
         buckets: sizes of training images, height x width, such as ["192x256", "224x224", "256x192"]. All images of
             a micro-batch have one size, and each sample gets the size with the nearest aspect ratio; empty =
             transform.size.
@@ -163,8 +158,7 @@ class PlanConfig(Section, prefix="plan."):
     mixture: Mixture = field(default_factory=dict)
     weights: str = ""
     class_balance: Annotated[float, Limits(0, 8)] = 0.0
-    repeats: AtLeast1 = 1
-    repeats_in: Literal["step", "micro_batch"] = "step"
+    aug_repeats: AtLeast1 = 1
     buckets: list[str] = field(default_factory=list)
     val_buckets: bool = False
 
@@ -181,10 +175,8 @@ class PlanConfig(Section, prefix="plan."):
     def _check_draws(self) -> None:
         one = not (self.weights and self.class_balance)
         self._require(one, "weights", self.weights, "empty with plan.class_balance")
-        of, what = self.per_step, "micro-batches in a step"
-        if self.repeats_in == "micro_batch":
-            of, what = self.micro_batch_size, "samples in a micro-batch"
-        self._require(of % self.repeats == 0, "repeats", self.repeats, f"a divisor of the {of} {what}")
+        expected = f"a divisor of the {self.per_step} micro-batches in a step"
+        self._require(self.per_step % self.aug_repeats == 0, "aug_repeats", self.aug_repeats, expected)
         for weights in self.mixture_by_epoch.values():
             self._require(any(weights.values()), "mixture", self.mixture, "weights by store, one of them above 0")
         starts = list(self.mixture_by_epoch)
@@ -212,7 +204,7 @@ class PlanConfig(Section, prefix="plan."):
     def is_plain(self) -> bool:
         """Return whether an epoch has each sample of one store exactly once."""
         plain = not (self.weights or self.class_balance or self.mixture or self.buckets)
-        return plain and self.repeats == 1 and not (isinstance(self.epoch_samples, int) and self.epoch_samples)
+        return plain and self.aug_repeats == 1 and not (isinstance(self.epoch_samples, int) and self.epoch_samples)
 
     @property
     def mixture_by_epoch(self) -> dict[int, dict[str, float]]:
@@ -257,16 +249,14 @@ class TransformConfig(Section, prefix="transform."):
             empty = none.
         boxes_column: column with boxes for each sample, `[x0, y0, x1, y1, label]` in pixels, transformed together
             with the image; empty = none.
-        max_boxes: boxes that a sample may have; a sample with more ends the run.
         keypoints_column: column with keypoints for each sample, `[x, y, label]` in pixels, transformed together
             with the image; empty = none.
-        max_keypoints: keypoints that a sample may have; a sample with more ends the run.
+        max_targets: boxes, and keypoints, that a sample may have; a sample with more ends the run.
         make_columns: `module:function` that computes a sample's columns from those of store.columns, such as the
             tokens of a caption; empty = batches get the columns of the store.
-        on_bad_sample: "substitute": use another sample, chosen by the plan (during validation: give it weight 0);
-            "raise": end the run.
-        max_bad_fraction: the run ends if more than this share of an actor's samples is bad.
-        bad_grace: bad samples that each actor always tolerates, whatever their share.
+        max_bad_fraction: the run ends if more than this share of an actor's samples is bad, after the first 10. Up
+            to there another sample, chosen by the plan, replaces a bad one; during validation it gets weight 0.
+            0 = the run ends at the first bad sample.
         time_limit_s: seconds for a micro-batch, and, in a second attempt, for each of its samples; a sample that
             takes longer counts as bad; 0 = no limit.
     """
@@ -282,13 +272,10 @@ class TransformConfig(Section, prefix="transform."):
     apply_exif: bool = False
     mask_column: str = ""
     boxes_column: str = ""
-    max_boxes: Room = 100
     keypoints_column: str = ""
-    max_keypoints: Room = 100
+    max_targets: Room = 100
     make_columns: str = ""
-    on_bad_sample: Literal["substitute", "raise"] = "substitute"
     max_bad_fraction: Share = 0.01
-    bad_grace: int = 10
     time_limit_s: Annotated[float, Limits(0, 1e9)] = 120.0
 
     def __post_init__(self) -> None:
@@ -350,18 +337,18 @@ class PoolConfig(Section, prefix="pool."):
 
     Attributes:
         engine: "ray": actors make the stream; "inline": this process makes it, without Ray, for debugging.
-        threads: threads that make micro-batches with engine "inline"; 0 = the thread that asks for a micro-batch.
         min_actors: actors that must run before the stream starts.
-        max_actors: actors that the pool may grow to; 0 = all that fit into the cluster next to the trainers.
+        max_actors: actors that the pool may grow to; 0 = all that fit into the cluster next to the trainers. With
+            engine "inline", threads that make micro-batches; 0 = the thread that asks for one.
         cpus_per_actor: CPUs that Ray reserves for each actor, which uses as many threads.
         grow_after_s: the pool grows if ranks waited for half of this time, in seconds; at most once in this time.
         shrink_after_s: seconds without waiting after which the pool gives idle actors back.
         label_selector: `label=value` of the Ray nodes that actors prefer; if the pool grows, raypipe asks the
             autoscaler for such nodes only; empty = any node.
-        block: micro-batches that Ray moves at a time; 0 = chosen by their size and time.
+        micro_batches_per_block: micro-batches that Ray moves at a time; 0 = chosen by their size and time.
         max_in_flight: micro-batches in work or waiting at any time; 0 = 3 blocks per actor and 2 per rank.
-        read: who reads the store: "actor": each actor; "stage": one reader for all actors; "auto": "stage" for
-            stores in groups, else "actor".
+        reader: who reads the store: "actors": each actor; "separate": one reader for all actors; "auto":
+            "separate" for stores in groups, else "actors".
         cache: "disk": keep decoded samples across epochs, on each node, in RAYPIPE_CACHE.
         cache_bytes: limit of that cache on each node; 0 = a quarter of the disk space that is free at the start.
         max_attempts: actors that may die on one block, or readers on one row group, before the run ends.
@@ -370,16 +357,15 @@ class PoolConfig(Section, prefix="pool."):
     """
 
     engine: Literal["ray", "inline"] = "ray"
-    threads: Annotated[int, Limits(0, 1 << 12)] = 0
     min_actors: AtLeast1 = 1
     max_actors: int = 0
     cpus_per_actor: Annotated[float, Limits(1e-4, 1e6)] = 1.0  # Ray counts in ten-thousandths
     grow_after_s: Seconds = 5.0
     shrink_after_s: Seconds = 60.0
     label_selector: str = "raypipe=transform"
-    block: int = 0
+    micro_batches_per_block: int = 0
     max_in_flight: int = 0
-    read: Literal["auto", "actor", "stage"] = "auto"
+    reader: Literal["auto", "actors", "separate"] = "auto"
     cache: Cache = "off"
     cache_bytes: Annotated[int, Limits(0, (1 << 63) - 1)] = 0
     max_attempts: AtLeast1 = 6
@@ -410,8 +396,8 @@ class PoolConfig(Section, prefix="pool."):
             Two numbers of blocks, and a number of micro-batches; 0 = no limit.
         """
         if not self.max_in_flight:
-            return 2 * ranks, 3, self.block
-        largest = self.block or max(1, self.max_in_flight // (2 * ranks + 3 * actors))
+            return 2 * ranks, 3, self.micro_batches_per_block
+        largest = self.micro_batches_per_block or max(1, self.max_in_flight // (2 * ranks + 3 * actors))
         return max(self.max_in_flight // largest, 2 * ranks + 1), 0, largest
 
     @property
@@ -498,7 +484,7 @@ class TrainConfig(Section, prefix="train."):
         loss: "cross_entropy", or `module:function` of logits and targets that returns a loss for each sample;
             targets other than classes need one.
         optimizer: "sgd" (with Nesterov momentum), "adamw", or `module:function` of parameter groups and `lr`.
-        schedule: schedule of the learning rate: "cosine", or `module:function` of the step, the number of all
+        lr_schedule: schedule of the learning rate: "cosine", or `module:function` of the step, the number of all
             steps, the number of warm-up steps, and `lr`.
         num_classes: classes, or outputs of the model; 0 = as many as the store's classes, or as the numbers in a
             target that is a list.
@@ -516,7 +502,7 @@ class TrainConfig(Section, prefix="train."):
         compile: compile the model with torch.compile; the first step then takes minutes.
         max_grad_norm: clip the norm of the gradient of all parameters to this; 0 = no clipping.
         ema_decay: decay of an exponential moving average of the weights, which is then validated; 0 = none.
-        ordered_sum: sum gradients in an order that does not depend on W, instead of using DDP
+        deterministic_reduce: sum gradients in an order that does not depend on W, instead of using DDP
             (docs/reproducibility.md); "auto" = on CPUs.
         max_failures: restarts of the workers after a process or a node has died; -1 = no limit.
         max_preemption_failures: restarts after a notice that a trainer's node is about to go (Ray 2.60); -1 = no
@@ -536,7 +522,7 @@ class TrainConfig(Section, prefix="train."):
     model: str = "resnet50"
     loss: str = "cross_entropy"
     optimizer: str = "sgd"
-    schedule: str = "cosine"
+    lr_schedule: str = "cosine"
     num_classes: Annotated[int, Limits(0, 1 << 24)] = 0
     lr: Positive = 0.1
     momentum: float = 0.9
@@ -551,7 +537,7 @@ class TrainConfig(Section, prefix="train."):
     compile: bool = False
     max_grad_norm: float = 0.0
     ema_decay: BelowOne = 0.0
-    ordered_sum: Literal["auto", "yes", "no"] = "auto"
+    deterministic_reduce: bool | Literal["auto"] = "auto"
     max_failures: AtLeastMinus1 = 2
     max_preemption_failures: AtLeastMinus1 = -1
     start_timeout_s: Seconds = 900.0
@@ -565,7 +551,7 @@ class TrainConfig(Section, prefix="train."):
         for name, known in {
             "loss": ["cross_entropy"],
             "optimizer": ["sgd", "adamw"],
-            "schedule": ["cosine"],
+            "lr_schedule": ["cosine"],
         }.items():
             value = getattr(self, name)
             self._require(value in known or ":" in value, name, value, f"module:function or one of {known}")
@@ -594,9 +580,9 @@ class RunConfig(Section, prefix=""):
         name: name of the run; empty = made from the date.
         resume: folder or URI of a run, which continues from its latest checkpoint; "auto" = the run called `name`,
             or a new one if there is none.
-        trust: run the code that a run names which is the target of a command; resume a run whose folder another
-            user owns.
-        log: "text", or "json": progress and logs as JSON objects with time, run, rank, epoch and step.
+        trust_run_code: run the code that a run names which is the target of a command; resume a run whose folder
+            another user owns.
+        log_format: "text", or "json": progress and logs as JSON objects with time, run, rank, epoch and step.
     """
 
     store: StoreConfig = field(default_factory=StoreConfig)
@@ -608,5 +594,5 @@ class RunConfig(Section, prefix=""):
     storage_path: str = "runs"
     name: str = ""
     resume: str = ""
-    trust: bool = False
-    log: LogFormat = "text"
+    trust_run_code: bool = False
+    log_format: LogFormat = "text"

@@ -128,7 +128,7 @@ spec = raypipe.open_stream(
 found = hashlib.blake2b(digest_size=16)
 for epoch in raypipe.loader(spec, augment=raypipe.AugmentConfig(**augment) if augment else None).epochs():
     for batch in [*epoch.train, *epoch.val]:
-        for values in (batch.index, batch.label, batch.weight, batch.image):
+        for values in (batch.index, batch.target_host, batch.weight, batch.image):
             found.update(np.asarray(values).tobytes())
 print(found.hexdigest())
 """

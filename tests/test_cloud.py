@@ -63,7 +63,7 @@ with open(sys.argv[2], "w") as file:
 
 def run_of(folder: str) -> RunConfig:
     run = small_run(f"{folder}/runs", f"{folder}/train.lmdb", f"{folder}/val.parquet", 2, 2)
-    store = dataclasses.replace(run.store, val_exclude=f"{folder}/bad.json")
+    store = dataclasses.replace(run.store, exclude={"val": f"{folder}/bad.json"})
     train = dataclasses.replace(run.train, log_samples=True, checkpoint_interval=5)
     return dataclasses.replace(run, name="mine", store=store, train=train)
 

@@ -195,7 +195,9 @@ def test_the_program_of_docs_training_loop_fails_and_continues(
     names = program("training-loop.md", monkeypatch, tmp_path, num_workers="2" if soak else "1")
     assert names["metrics"]["began_at"] == 8 and names["metrics"]["steps"] == 22
     assert names["metrics"]["accuracy"] > 0.5
-    assert names["batch"].at.split == "val" and sum(names["sizes"]) == 32 * len(names["epoch"].train) == 32 * 4
+    assert (
+        names["batch"].position.split == "val" and sum(names["sizes"]) == 32 * len(names["epoch"].train) == 32 * 4
+    )
     assert names["image"].shape == (128, 8, 8, 3) and names["place"] == (0, 10, 0)
     assert sum(names["counts"]) == 1437 and all(names["counts"])
     found = write_report(str(tmp_path / "runs" / "own-loop"))  # which nobody but the loader has recorded

@@ -164,7 +164,7 @@ def test_a_digits_run_ended_by_ctrl_c_goes_on_as_a_job_to_equal_weights(
 @pytest.mark.timeout(400)
 def test_a_killed_trainer_is_in_record_and_status_and_lines_are_json(ray_folder: str, tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "digits"
-    command = [f"--storage_path={folder.parent}", *DIGITS, "--log=json", "--train.checkpoint_interval=5"]
+    command = [f"--storage_path={folder.parent}", *DIGITS, "--log-format=json", "--train.checkpoint_interval=5"]
     command += ["--train.num_workers=2", "--train.cpus_per_worker=0.5"]
     environment = {"RAYPIPE_CACHE": str(tmp_path)}
     with started(command, ray_folder, environment, stderr=subprocess.STDOUT) as running:

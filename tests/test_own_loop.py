@@ -78,7 +78,7 @@ FILLED_IN = {
         right = total = 0
 """,
     "            if batch.ends_step:\n                ...": """\
-            (loss / loader.accumulation).backward()
+            (loss / loader.accumulation_steps).backward()
             if batch.ends_step:
                 optimizer.step()
                 optimizer.zero_grad()""",

@@ -257,7 +257,7 @@ def stream_once(
     epochs = max(3, round(guess * seconds / len(store)))
     plan = PlanConfig(epochs=epochs, micro_batch_size=micro_batch)
     label = "label" if "label" in store.columns else ""
-    spec = open_stream(store, store, plan=plan, transform=transform, pool=pool, label_column=label)
+    spec = open_stream(store, store, plan=plan, transform=transform, pool=pool, target_column=label)
     started = time.perf_counter()
     connect()
     blocks, num_bytes = list[tuple[float, int]](), 0

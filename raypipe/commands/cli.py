@@ -45,7 +45,7 @@ def train(run: RunConfig) -> dict[str, Any]:
     """
     if ":" not in run.train.model:
         check_model(run.train.model, len(run.augment.mean))  # before the seconds that Ray and torch take to load
-    configure_logs(run.log)
+    configure_logs(run.log_format)
     phase(logger, "loading Ray and torch")
     return import_module("raypipe.train.launch").train(run)  # no other command needs the whole program
 
@@ -71,7 +71,7 @@ def convert_store(
         raypipe convert 'train-*.parquet' s3://bucket/train.lmdb --on-bad-sample skip
 
     Args:
-        run: Here store.image_column, store.label_column and, for sizes, transform.apply_exif matter.
+        run: Here store.image_column, store.target_column and, for sizes, transform.apply_exif matter.
         src: a store of any format, or a zip; several files as 'train-*.parquet'.
         dst: a path or a URI, such as s3://bucket/train.lmdb, that ends in .lmdb or .parquet.
         short_side: decode, and store JPEGs with this shorter side, in pixels; 0 = the bytes as they are.
@@ -87,7 +87,7 @@ def convert_store(
 
     options = {} if layout == "auto" else {"layout": layout}
     return convert_module.convert(
-        open_source(src, **options, **store_options(run.store.image_column, run.store.label_column)),
+        open_source(src, **options, **store_options(run.store.image_column, run.store.target_column)),
         dst,
         short_side=short_side,
         quality=quality,
@@ -133,7 +133,7 @@ def draw_preview(
         epochs=show_epochs,
         samples=samples,
         indices=indices,
-        columns=renamed(run.store.columns, run.store.label_column),
+        columns=renamed(run.store.columns, run.store.target_column),
     )
 
 

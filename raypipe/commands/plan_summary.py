@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from raypipe.plan.compose import bucket_unit
 from raypipe.plan.samplers import Weighted
 from raypipe.plan.schedule import Plan
 from raypipe.plan.selection import JoinedSelection
@@ -76,7 +75,7 @@ def draw_counts(plan: Plan) -> np.ndarray | None:
     assert plan.training
     sampler = plan.training.store_samplers[0][0]
     is_whole = not plan.sources and not plan.config.buckets
-    return sampler.counts(0) * plan.config.repeats if is_whole and isinstance(sampler, Weighted) else None
+    return sampler.counts(0) * plan.config.aug_repeats if is_whole and isinstance(sampler, Weighted) else None
 
 
 def class_shares(plan: Plan, times: np.ndarray, labels: np.ndarray) -> dict[str, list[float]]:
@@ -106,7 +105,7 @@ def _of_sources(plan: Plan, store: Any) -> dict[str, Any]:
 
 def _of_buckets(plan: Plan) -> dict[str, Any]:
     """See `summary`; only plans that draw each sample once in a pass leave any over."""
-    config, unit = plan.config, bucket_unit(plan.config)
+    config, unit = plan.config, plan.config.micro_batch_size
     is_fixed = not (plan.sources or config.weights or config.class_balance)
     num = plan.steps_per_epoch * config.per_step
     assert plan.training
@@ -123,8 +122,7 @@ def _of_buckets(plan: Plan) -> dict[str, Any]:
     }
     contents: dict[str, Any] = {"buckets": buckets, "buckets_left_over": None}
     if is_fixed and not config.epoch_samples:
-        pass_draws = sum(size // unit * unit for size in sizes.tolist())
-        contents["buckets_left_over"] = pass_draws * config.repeats // config.micro_batch_size - num
+        contents["buckets_left_over"] = sum(size // unit for size in sizes.tolist()) * config.aug_repeats - num
     if plan.validation and config.val_buckets:
         of_val = zip(config.buckets, plan.validation.buckets, plan.validation.counts, strict=True)
         contents["val_buckets"] = {name: {"samples": kept.size, "micro_batches": n} for name, kept, n in of_val}

@@ -20,7 +20,7 @@ import torch
 from raypipe.commands.picture import Tile, draw
 from raypipe.config import AugmentConfig, PlanConfig, TransformConfig
 from raypipe.device.augment import DeviceAugment
-from raypipe.device.mixing import Mixed, check_mixable
+from raypipe.device.mixing import Mix, check_mixable
 from raypipe.errors import ConfigError, SampleError
 from raypipe.plan.places import MicroBatchId
 from raypipe.plan.schedule import Plan
@@ -53,7 +53,7 @@ class Preview:
         # The CPU decodes, since there may be no GPU. Any number of bad samples is shown.
         transform = replace(transform, decode="cpu", max_bad_fraction=1)
         label = LABEL if LABEL in store.columns else ""
-        spec = open_stream(store, plan=plan, transform=transform, columns=columns or {}, label_column=label)
+        spec = open_stream(store, plan=plan, transform=transform, columns=columns or {}, target_column=label)
         self._columns, self._wanted, self._targets = spec.columns, spec.wanted, transform.target_columns
         if target := spec.columns.target:
             check_mixable(augment, target.dtype, target.shape)
@@ -82,9 +82,9 @@ class Preview:
                     row += [Tile(None, (), reason), *[Tile(None)] * (len(names) - 1)]
         return rows, names
 
-    def stages(self, batch: MicroBatch) -> tuple[dict[str, np.ndarray], Mixed | None]:
+    def stages(self, batch: MicroBatch) -> tuple[dict[str, np.ndarray], Mix | None]:
         """Images (B, H, W, C) of a micro-batch by stage or crop, and the other half of its targets if mixed."""
-        at, batch = batch.at, batch.in_rgb()
+        at, batch = batch.position, batch.in_rgb()
         strength = self.augment.strength.at(self.plan.progress(at.epoch, at.step))
         drawn: Any = {"seed": self.plan.micro_batch_seed(at), "strength": strength}
         if views := batch.arrays(VIEW):
@@ -118,9 +118,7 @@ class Preview:
             return Tile(None, (name, f"sample {index}"), str(error))
         return Tile(image, (name, f"sample {index}, {width} x {height}"), targets=targets)
 
-    def _of_row(
-        self, batch: MicroBatch, images: dict[str, np.ndarray], mixed: Mixed | None, row: int
-    ) -> list[Tile]:
+    def _of_row(self, batch: MicroBatch, images: dict[str, np.ndarray], mixed: Mix | None, row: int) -> list[Tile]:
         """The tiles of a sample in an epoch. On the device masks and boxes stay the same."""
         # Copies: a view would keep its whole micro-batch in memory.
         targets: dict[str, Any] = {name: batch[name][row].copy() for name in self._targets}
@@ -136,7 +134,7 @@ class Preview:
 
     def _place(self, batch: MicroBatch, row: int) -> list[str]:
         """Lines that give a row's place and its columns."""
-        at = batch.at
+        at = batch.position
         lines = [f"step {at.step}, micro {at.micro}, row {row}"]
         if batch.index[row] != self.plan.indices(at)[row]:
             lines.append(f"bad: sample {batch.index[row]} stands in")

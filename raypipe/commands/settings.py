@@ -120,18 +120,18 @@ def _with_base(own: dict[str, Any], parser: Parser) -> dict[str, Any]:
     resume = folder_to_resume(values["resume"], values["storage_path"], values["name"])
     of_target = target if not resume and _is_run(target) else ""
     if resume:
-        check_owner(resume, values["trust"])
+        check_owner(resume, values["trust_run_code"])
     base = ""
     if of_run := resume or of_target:
         base = read_config(as_uri(of_run))
     elif not (target or values["store.train"]):
         base = (files("raypipe") / "digits.yaml").read_text()
     values |= _flat(_loaded(base, of_run), parser) | own
-    values |= {"trust": own.get("trust", False), "resume": resume or values["resume"]}
+    values |= {"trust_run_code": own.get("trust_run_code", False), "resume": resume or values["resume"]}
     if target and not of_run:
         values["store.train"] = target
     if of_target:
-        if not values["trust"]:
+        if not values["trust_run_code"]:
             _check_code(of_target, values, {code for _, code in _code_of(own)})
         # No command with a target trains, so none imports a model.
         foreign = [key for key in values if key.startswith("train.") and key != "train.num_workers"]
@@ -155,7 +155,7 @@ def _check_code(target: str, values: dict[str, Any], own: set[str]) -> None:
         named = ", ".join(f"{at}: {code}" for at, code in foreign.items())
         raise ConfigError(
             f"the configuration of {target} names code ({named}), which would run: look at it, then add "
-            "--trust, or give these settings yourself"
+            "--trust-run-code, or give these settings yourself"
         )
 
 

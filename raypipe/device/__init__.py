@@ -1,5 +1,5 @@
 """Arrays → what the model sees: ring, prefetch, Kornia, mixing, decoding on the GPU. Knows torch, not Ray."""
 
-from raypipe.device.mixing import Mixed, mixed_cross_entropy, soft_targets
+from raypipe.device.mixing import Mix, mixed_cross_entropy, soft_targets
 
-__all__ = ["Mixed", "mixed_cross_entropy", "soft_targets"]
+__all__ = ["Mix", "mixed_cross_entropy", "soft_targets"]

@@ -29,7 +29,7 @@ import torch
 
 from raypipe.config import AugmentConfig
 from raypipe.device.fused import Fused, apply, draw, pack
-from raypipe.device.mixing import Mixed, draw_mix, mix
+from raypipe.device.mixing import Mix, draw_mix, mix
 from raypipe.device.ring import numbered
 from raypipe.errors import ConfigError
 from raypipe.lookup import import_name
@@ -158,7 +158,7 @@ class DeviceAugment:
 
     def __call__(
         self, image: torch.Tensor, target: torch.Tensor, counts: np.ndarray, *, seed: int, strength: float = 1.0
-    ) -> tuple[torch.Tensor, Mixed | None]:
+    ) -> tuple[torch.Tensor, Mix | None]:
         """Augment one micro-batch of a training segment; validation only calls `normalize`.
 
         Args:

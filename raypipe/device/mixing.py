@@ -28,7 +28,7 @@ right), in pixels, that comes from the partner (CutMix); None = MixUp."""
 
 
 @dataclass(frozen=True)
-class Mixed:
+class Mix:
     """The other half of the targets of a mixed micro-batch.
 
     Attributes:
@@ -83,9 +83,7 @@ def draw_mix(
     return 1 - (bottom - top) * (right - left) / (height * width), (top, bottom, left, right)
 
 
-def mix(
-    image: torch.Tensor, target: torch.Tensor, counts: np.ndarray, plan: MixPlan
-) -> tuple[torch.Tensor, Mixed]:
+def mix(image: torch.Tensor, target: torch.Tensor, counts: np.ndarray, plan: MixPlan) -> tuple[torch.Tensor, Mix]:
     """Mix a micro-batch as drawn; returns the images and the other half of the targets. Waits for no device.
 
     Args:
@@ -106,25 +104,23 @@ def mix(
         top, bottom, left, right = box
         region = image[:, :, top:bottom, left:right]
         region.copy_(region.index_select(0, partner))
-    return image, Mixed(target.index_select(0, partner), lam, box is not None)
+    return image, Mix(target.index_select(0, partner), lam, box is not None)
 
 
-def soft_targets(
-    target: torch.Tensor, mixed: Mixed | None, num_classes: int, smoothing: float = 0.0
-) -> torch.Tensor:
+def soft_targets(target: torch.Tensor, mix: Mix | None, num_classes: int, smoothing: float = 0.0) -> torch.Tensor:
     """Targets as probabilities, float32 (B, num_classes), for losses that take them so.
 
     Args:
         target: int64 (B,); or targets other than classes, which keep their shape and are not smoothed.
-        mixed: the other half; None = not mixed.
+        mix: the other half; None = not mixed.
         smoothing: label smoothing in [0, 1): (1 - s)·target + s / num_classes.
     """
     if target.dtype != torch.int64 or target.ndim != 1:
         soft = target if target.is_floating_point() else target.float()
-        return soft if mixed is None else torch.lerp(mixed.target.to(soft.dtype), soft, mixed.lam)
+        return soft if mix is None else torch.lerp(mix.target.to(soft.dtype), soft, mix.lam)
     soft = one_hot(target, num_classes).float()
-    if mixed is not None:
-        soft = torch.lerp(one_hot(mixed.target, num_classes).float(), soft, mixed.lam)
+    if mix is not None:
+        soft = torch.lerp(one_hot(mix.target, num_classes).float(), soft, mix.lam)
     return soft * (1 - smoothing) + smoothing / num_classes
 
 
@@ -132,7 +128,7 @@ def mixed_losses(
     loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     logits: torch.Tensor,
     target: torch.Tensor,
-    mixed: Mixed | None = None,
+    mix: Mix | None = None,
 ) -> torch.Tensor:
     """Return the loss of mixed targets per row, (B,): λ times that of one half plus 1 - λ times that of the
     other.
@@ -143,15 +139,15 @@ def mixed_losses(
     Args:
         loss: function of logits and targets that returns one loss per row.
     """
-    if mixed is None:
+    if mix is None:
         return loss(logits, target)
-    return mixed.lam * loss(logits, target) + (1 - mixed.lam) * loss(logits, mixed.target)
+    return mix.lam * loss(logits, target) + (1 - mix.lam) * loss(logits, mix.target)
 
 
 def mixed_cross_entropy(
-    logits: torch.Tensor, target: torch.Tensor, mixed: Mixed | None = None, label_smoothing: float = 0.0
+    logits: torch.Tensor, target: torch.Tensor, mix: Mix | None = None, label_smoothing: float = 0.0
 ) -> torch.Tensor:
     """Cross-entropy per row, (B,), against the soft target of each; without the matrix of them."""
     return mixed_losses(
-        partial(cross_entropy, reduction="none", label_smoothing=label_smoothing), logits, target, mixed
+        partial(cross_entropy, reduction="none", label_smoothing=label_smoothing), logits, target, mix
     )

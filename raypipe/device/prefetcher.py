@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from raypipe.device.device_decode import DeviceDecoder
-from raypipe.device.mixing import Mixed
+from raypipe.device.mixing import Mix
 from raypipe.device.ring import CLOSE_S, OnCopied, Ring, hand_over, new_event, view
 from raypipe.device.wire import rgb
 from raypipe.metrics.timing import mark
@@ -46,39 +46,39 @@ from raypipe.transform.sizes import Size
 @dataclass(frozen=True)
 class Batch:
     """A micro-batch on the training device. From a ring it is valid until the next one is requested, or for
-    `keep` more batches.
+    `keep_batches` more batches.
 
     Attributes:
-        at: place in the run.
+        position: place in the run.
         seed: seed of everything that is drawn once for this micro-batch.
         fields: by name, see `raypipe.transform.fields`: arrays as tensors on the device, images with channels
             first; others as lists of B on the host. Masks, boxes and keypoints are read here, as fields["mask"];
             the properties name the others.
         weight: float32 (B,); 0 for padding and for samples that do not count.
-        label: the target, on the host.
+        target_host: the target, on the host.
         index: int64 (B,), on the host; -1 for padding.
         ends_step: whether it is this rank's last micro-batch of an optimizer step.
         num_bad: samples replaced or left out.
         read_s: seconds that an actor spent reading it.
         work_s: seconds that an actor spent on it in all.
-        mixed: the other half of the targets, if MixUp or CutMix was applied.
+        mix: the other half of the targets, if MixUp or CutMix was applied.
         num_fallback: samples for the device that the host had to decode.
         failed: by row, why neither could decode a sample; these rows have weight 0 and black pixels.
         source: int64 (B,), on the host: each sample's store in a mixture, by the order of `plan.sources`; -1
             for padding; None without a mixture.
     """
 
-    at: MicroBatchId
+    position: MicroBatchId
     seed: int
     fields: dict[str, Any]
     weight: torch.Tensor
-    label: np.ndarray
+    target_host: np.ndarray
     index: np.ndarray
     num_bad: int
     ends_step: bool = False
     read_s: float = 0.0
     work_s: float = 0.0
-    mixed: Mixed | None = None
+    mix: Mix | None = None
     num_fallback: int = 0
     failed: dict[int, str] = field(default_factory=dict)
     source: np.ndarray | None = None
@@ -251,7 +251,9 @@ def decoded_on_device(
             started, data = mark(device), host.fields[DATA]
             assert isinstance(data, Ragged)
             decoded = decoder.decode(
-                *(data.values, data.offsets, host[CROP], host[FLIP]), ok=host.weight > 0, size=size_of(host.at)
+                *(data.values, data.offsets, host[CROP], host[FLIP]),
+                ok=host.weight > 0,
+                size=size_of(host.position),
             )
             host = replace(
                 host, fields={name: host.fields[name] for name in host.fields if name not in ENCODED_FIELDS}
@@ -260,7 +262,7 @@ def decoded_on_device(
             arrays[0][list(decoded.failed)] = 0
             weight, *others = (torch.from_numpy(array).to(device, non_blocking=True) for array in arrays)
             if on_decoded:
-                on_decoded(host.at, started, mark(device))
+                on_decoded(host.position, started, mark(device))
             ready.record(decoder.stream)
         batch = _batch(host, seed_of, weight, dict(zip(host.arrays(), others, strict=True)))
         batch = batch.with_fields(
@@ -312,5 +314,5 @@ def _batch(
             fields[name] = tensors[name].movedim(-1, -3)  # NHWC in memory is channels_last as it stands
         elif name in tensors:
             fields[name] = tensors[name]
-    same = {name: getattr(host, name) for name in ("at", "index", "num_bad", "read_s", "work_s")}
-    return Batch(seed=seed_of(host.at), fields=fields, weight=weight, label=host[LABEL], **same)
+    same = {name: getattr(host, name) for name in ("position", "index", "num_bad", "read_s", "work_s")}
+    return Batch(seed=seed_of(host.position), fields=fields, weight=weight, target_host=host[LABEL], **same)

@@ -7,7 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from raypipe.streaming.loader import Loader
-from raypipe.streaming.plain import Form, PlainLoader, plain_loaders
+from raypipe.streaming.plain import Format, PlainLoader, plain_loaders
 
 __all__ = ["StreamDataModule"]
 
@@ -24,13 +24,13 @@ class StreamDataModule(pl.LightningDataModule):
 
     Args:
         loader: this rank's loader.
-        form: what batches are, see `raypipe.plain_loaders`.
+        format: what batches are, see `raypipe.plain_loaders`.
     """
 
-    def __init__(self, loader: Loader, form: Form = "dict") -> None:
+    def __init__(self, loader: Loader, format: Format = "dict") -> None:
         super().__init__()
         self._loader = loader
-        self._train, self._val = plain_loaders(loader, form)
+        self._train, self._val = plain_loaders(loader, format)
 
     @staticmethod
     def settings(loader: Loader) -> dict[str, Any]:
@@ -38,7 +38,7 @@ class StreamDataModule(pl.LightningDataModule):
         config = loader.plan.config
         return {
             "max_epochs": config.epochs,
-            "accumulate_grad_batches": loader.accumulation,
+            "accumulate_grad_batches": loader.accumulation_steps,
             "check_val_every_n_epoch": config.val_interval or 1,
             "num_sanity_val_steps": 0,  # they would come before the first training batch
             "use_distributed_sampler": False,

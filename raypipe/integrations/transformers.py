@@ -16,7 +16,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from raypipe.device.prefetcher import Batch
 from raypipe.errors import ConfigError
 from raypipe.streaming.loader import Loader
-from raypipe.streaming.plain import NOT_COUNTED, Form, counted_target, plain_loaders
+from raypipe.streaming.plain import NOT_COUNTED, Format, counted_target, plain_loaders
 
 __all__ = ["StreamTrainer", "image_inputs"]
 
@@ -50,7 +50,7 @@ class StreamTrainer(transformers.Trainer):
 
     Args:
         loader: this rank's loader.
-        form: what batches are; a Trainer wants dicts of its model's arguments.
+        format: what batches are; a Trainer wants dicts of its model's arguments.
         args, kwargs: those of `transformers.Trainer`, except datasets and collators.
 
     Raises:
@@ -58,7 +58,7 @@ class StreamTrainer(transformers.Trainer):
             or has others.
     """
 
-    def __init__(self, *args: Any, loader: Loader, form: Form = image_inputs, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, loader: Loader, format: Format = image_inputs, **kwargs: Any) -> None:
         arguments = kwargs.get("args") or (args[1] if len(args) > 1 else None)
         if arguments is None:
             raise ConfigError("StreamTrainer needs args, the TrainingArguments")
@@ -70,18 +70,18 @@ class StreamTrainer(transformers.Trainer):
                     f"{name} is {value!r}, and the plan has the epochs, each with its validation at the end: "
                     f"leave it at {allowed[-1]!r}, and set plan.epochs and plan.val_interval"
                 )
-        ahead = loader.accumulation - 1
-        if loader.device.type == "cuda" and loader.keep < ahead:
+        ahead = loader.accumulation_steps - 1
+        if loader.device.type == "cuda" and loader.keep_batches < ahead:
             raise ConfigError(
                 f"a Trainer takes all {ahead + 1} batches of a step before it uses the first: raypipe.loader(…, "
-                f"keep={ahead}) lets them stay valid"
+                f"keep_batches={ahead}) lets them stay valid"
             )
         arguments.num_train_epochs = config.epochs
         arguments.per_device_train_batch_size = arguments.per_device_eval_batch_size = config.micro_batch_size
-        arguments.gradient_accumulation_steps = loader.accumulation
+        arguments.gradient_accumulation_steps = loader.accumulation_steps
         arguments.ignore_data_skip = True  # it would draw the batches of the steps that are done
         self._loader = loader
-        self._stream_train, self._stream_val = plain_loaders(loader, form)
+        self._stream_train, self._stream_val = plain_loaders(loader, format)
         super().__init__(*args, **{"eval_dataset": self._stream_val} | kwargs)
         # First, so that all others see the epoch that is logged.
         self.callback_handler.callbacks.insert(0, _EpochOfRun(loader.plan.steps_per_epoch))

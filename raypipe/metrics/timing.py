@@ -209,7 +209,7 @@ def _about_input(times: StageTimes, needed: float, actors: int, name: str, readi
         advice = "send fewer bytes (a smaller transform.size), or have fewer ranks per host"
     elif not actors:
         what = f"The {name} makes its micro-batches itself, which limits the run"
-        advice = "set pool.engine=ray, so that actors make them, or raise pool.threads"
+        advice = "set pool.engine=ray, so that actors make them, or raise pool.max_actors"
     elif reading > _READS_ALWAYS:
         what = f"Reading the store limits the run: its reader reads for {min(1.0, reading):.0%} of the time"
         advice = "convert the store to LMDB, which the actors read, or keep it on a local disk"

@@ -3,7 +3,7 @@
 each source     Permuted or Weighted, as a whole or for each bucket
 one source      → that sampler, or Bucketed
 several         → Mixture, or a mixture of buckets, see `mix_buckets`
-plan.repeats    → Repeated
+plan.aug_repeats → Repeated
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def compose_one(config: PlanConfig, source: Source) -> Training:
             f"plan.mixture has weights of {', '.join(names)}, and store.train is a single store: name several "
             "there, as {NAME: ADDRESS, …}"
         )
-    num, unit, per_step = source.selection.size, bucket_unit(config), _draws_per_step(config)
+    num, unit, per_step = source.selection.size, config.micro_batch_size, _draws_per_step(config)
     if num < (config.samples_per_step if config.is_plain else 1):
         excluded = source.selection.num_left_out
         beside = f" beside the {excluded} that are left out" if excluded else ""
@@ -108,7 +108,7 @@ def compose_one(config: PlanConfig, source: Source) -> Training:
                 f"{source.address}: lower plan.micro_batch_size, or name fewer buckets"
             )
     wanted = config.epoch_samples if isinstance(config.epoch_samples, int) else 0
-    steps = _steps(config, wanted or size * config.repeats, source.address)
+    steps = _steps(config, wanted or size * config.aug_repeats, source.address)
     # An epoch of the store's own length is a pass, cut off after the last whole step.
     per_epoch, per_lap = steps * per_step, 0 if wanted else steps * per_step
     if config.buckets:
@@ -136,10 +136,10 @@ def compose_mixture(config: PlanConfig, sources: Mapping[str, Source], offsets: 
     sizes = [source.selection.size for source in sources.values()]
     by_epoch, wanted = _shares(config, list(sources), sizes), config.epoch_samples
     if isinstance(wanted, str) or not wanted:
-        wanted = (max if wanted == "longest" else min)(_ends(config, list(sources), sizes)) * config.repeats
+        wanted = (max if wanted == "longest" else min)(_ends(config, list(sources), sizes)) * config.aug_repeats
     steps = _steps(config, wanted, " + ".join(source.address for source in sources.values()))
     shares = {epoch * steps: of_epoch for epoch, of_epoch in by_epoch.items()}
-    unit, per_step = bucket_unit(config), _draws_per_step(config)
+    unit, per_step = config.micro_batch_size, _draws_per_step(config)
     if config.buckets:
         mixture = mix_buckets(samplers, shares, per_step // unit, unit, config.seed)
     else:
@@ -217,18 +217,13 @@ def _content(config: PlanConfig, source: Source, samplers: Sequence[StoreSampler
         content.append(source.selection.signature())
     if samplers:
         signatures = [sampler.signature() for sampler in samplers]
-        content += [config.buckets, signatures, config.repeats, config.repeats_in]
+        content += [config.buckets, signatures, config.aug_repeats, "step"]
     return content
 
 
 def _draws_per_step(config: PlanConfig) -> int:
     """Draws in a step, before they are repeated."""
-    return config.samples_per_step // config.repeats
-
-
-def bucket_unit(config: PlanConfig) -> int:
-    """Draws in a micro-batch, before they are repeated in it: those of one bucket."""
-    return config.micro_batch_size // (config.repeats if config.repeats_in == "micro_batch" else 1)
+    return config.samples_per_step // config.aug_repeats
 
 
 def _steps(config: PlanConfig, draws: int, address: str) -> int:
@@ -252,9 +247,9 @@ def _steps(config: PlanConfig, draws: int, address: str) -> int:
 
 
 def _repeated(config: PlanConfig, inner: Sampler) -> Sampler:
-    if config.repeats == 1:
+    if config.aug_repeats == 1:
         return inner
-    return Repeated(inner, config.repeats, config.micro_batch_size if config.repeats_in == "step" else 1)
+    return Repeated(inner, config.aug_repeats, config.micro_batch_size)
 
 
 def _shares(config: PlanConfig, sources: Sequence[str], sizes: Sequence[int]) -> dict[int, tuple[int, ...]]:

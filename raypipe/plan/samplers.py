@@ -228,8 +228,7 @@ class Weighted(Lapped):
 class Repeated(Sampler):
     """Repeats each draw k times, numbered, so that each copy is augmented differently.
 
-        stride 1, k = 2   a a b b | c c d d     micro-batches of 4: copies are side by side
-        stride 4, k = 2   a b c d | a b c d     copies are in the same row of neighboring micro-batches
+        stride 4, k = 2   a b c d | a b c d     copies are in the same row of neighboring micro-batches of 4
 
     Args:
         inner: sampler to repeat.

@@ -55,7 +55,7 @@ def connect(
     *,
     num_cpus: int | None = None,
     object_store_bytes: int | None = None,
-    log: LogFormat = "text",
+    log_format: LogFormat = "text",
     wait: Wait | None = None,
 ) -> None:
     """Connect to the cluster at `address` or RAY_ADDRESS; without either, start Ray on this machine.
@@ -66,7 +66,7 @@ def connect(
         address: of the cluster; empty = RAY_ADDRESS.
         num_cpus: CPUs to offer, if Ray is started here; None = all.
         object_store_bytes: size of the object store, if Ray is started here; None = Ray's default.
-        log: "json" makes Ray's own log lines, and those of other libraries in its workers, JSON as well.
+        log_format: "json" makes Ray's own log lines, and those of other libraries in its workers, JSON as well.
         wait: for the cluster's answer; None = a minute.
 
     Raises:
@@ -76,7 +76,7 @@ def connect(
         return
     take_console()
     # With it Ray also leaves out the "(Actor pid=…)" before the lines of workers.
-    ray_log = ray.LoggingConfig(encoding="JSON", log_level="WARNING") if log == "json" else None
+    ray_log = ray.LoggingConfig(encoding="JSON", log_level="WARNING") if log_format == "json" else None
     job = ray.job_config.JobConfig()
     job._py_driver_sys_path = _SearchPath()
     options: dict[str, Any] = {"logging_level": logging.WARNING, "logging_config": ray_log, "job_config": job}
@@ -94,7 +94,7 @@ def connect(
         ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV = False
     # That a cluster of one user's own on one machine asks for a token is nothing to be told of.
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
-    environment = _LOCAL_ENV | ({"RAY_BACKEND_LOG_JSON": "1"} if log == "json" else {})
+    environment = _LOCAL_ENV | ({"RAY_BACKEND_LOG_JSON": "1"} if log_format == "json" else {})
     with _inherited(environment), _small_head(), _spared_signals():
         ray.init(
             num_cpus=num_cpus,

@@ -57,7 +57,7 @@ class Settings:
     supervisor: Any
     ranks: int = 1
     run: str = ""
-    log: LogFormat = "text"
+    log_format: LogFormat = "text"
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # A process that receives the settings runs the execution, or works for it.
@@ -200,7 +200,7 @@ class StreamAutoscaler:
     """
 
     def __init__(self, topology: Any, settings: Settings) -> None:
-        configure_logs(settings.log, run=settings.run)
+        configure_logs(settings.log_format, run=settings.run)
         self._flow, self._shown_at = _Flow(topology), 0.0
         # The reader runs on this process's node: for a task on a node that has fallen silent, which is no actor's,
         # Ray waits forever, though it calls the node dead. Once the node is about to go, Ray starts no task on

@@ -198,11 +198,11 @@ class FinalErrors(WorkerGroupCallback):
 class _Logs(ControllerCallback):
     """Sets the format of the lines of Ray Train's controller."""
 
-    def __init__(self, log: LogFormat, run: str) -> None:
-        self._log, self._run = log, run
+    def __init__(self, log_format: LogFormat, run: str) -> None:
+        self._log_format, self._run = log_format, run
 
     def after_controller_start(self, train_run_context: Any) -> None:
-        configure_logs(self._log, run=self._run)
+        configure_logs(self._log_format, run=self._run)
 
 
 class RunTrainer(TorchTrainer):
@@ -211,7 +211,7 @@ class RunTrainer(TorchTrainer):
     Args:
         per_step: M.
         run_uri: its folder; empty = it has none.
-        log: format of its log lines.
+        log_format: format of its log lines.
         timeout_s: after which a run whose trainers have no room ends.
         take_signals: called once the run can be asked to end, since Ray Train would take Ctrl-C for itself.
         args, options: for TorchTrainer.
@@ -222,14 +222,14 @@ class RunTrainer(TorchTrainer):
         *args: Any,
         per_step: int,
         run_uri: str = "",
-        log: LogFormat = "text",
+        log_format: LogFormat = "text",
         timeout_s: float,
         take_signals: Callable[[], None],
         **options: Any,
     ) -> None:
         super().__init__(*args, **options)
         self._per_step, self._timeout_s, self._take_signals = per_step, timeout_s, take_signals
-        self._run_uri, self._log, self._run = run_uri, log, self.run_config.name or ""
+        self._run_uri, self._log_format, self._run = run_uri, log_format, self.run_config.name or ""
         self._controller: Any = None
 
     def fit(self) -> Any:
@@ -262,7 +262,7 @@ class RunTrainer(TorchTrainer):
         if started_here():
             needless += (placement_group_callback.PlacementGroupCleanerCallback,)
         callbacks = [new for new in super()._create_default_callbacks() if not isinstance(new, needless)]
-        return [*callbacks, _Logs(self._log, self._run)]
+        return [*callbacks, _Logs(self._log_format, self._run)]
 
     def _register_sigint_handler(self, controller: Any) -> None:
         self._controller = controller

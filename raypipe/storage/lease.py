@@ -57,7 +57,8 @@ def check_owner(run: str, trusted: bool) -> None:
             for owner in owners - {os.getuid(), 0}:  # root needs no planted file to run code here
                 raise ConfigError(
                     f"{path} belongs to user {owner}, not to you, and a resume runs the code that "
-                    "config.yaml names and what a search has pickled: look at what is there, then add --trust"
+                    "config.yaml names and what a search has pickled: look at what is there, then add "
+                    "--trust-run-code"
                 )
 
 

@@ -139,14 +139,14 @@ def _opened(place: tuple[str, str], kind: str, address: str, options: dict[str, 
     return make(address, **options)
 
 
-def store_options(image_column: str = "image", label_column: str = "label") -> dict[str, str]:
+def store_options(image_column: str = "image", target_column: str = "label") -> dict[str, str]:
     """The options for `open_store` that differ from the defaults, and from '': not every kind of store has them.
 
     Args:
         image_column: name of the image column; of WebDataset, the suffix of the images.
-        label_column: the same for labels; of WebDataset the suffix of the labels, or their field in the JSON.
+        target_column: the same for labels; of WebDataset the suffix of the labels, or their field in the JSON.
     """
-    settings = {"image_column": (image_column, "image"), "label_column": (label_column, "label")}
+    settings = {"image_column": (image_column, "image"), "target_column": (target_column, "label")}
     return {name: value for name, (value, usual) in settings.items() if value not in (usual, "")}
 
 

@@ -38,12 +38,12 @@ class ArrowStore(FileStore["_Batches"]):
     Args:
         address: path of a file, or of a folder of them.
         image_column: the column that becomes `image`: binary, or a struct with the field `bytes`.
-        label_column: the column of numbers, or of lists of them, that becomes `label`; integers are classes. A
+        target_column: the column of numbers, or of lists of them, that becomes `label`; integers are classes. A
             file without a column `label` is a store without labels; any other name must be there.
     """
 
-    def __init__(self, address: str | Path, image_column: str = "image", label_column: str = "label") -> None:
-        super().__init__(address, image_column, label_column)
+    def __init__(self, address: str | Path, image_column: str = "image", target_column: str = "label") -> None:
+        super().__init__(address, image_column, target_column)
 
     def _open(self) -> _Batches:
         if is_remote(self.address):
@@ -58,11 +58,11 @@ class _Batches(TableParts):
 
     groups = None
 
-    def __init__(self, address: str, image_column: str, label_column: str) -> None:
+    def __init__(self, address: str, image_column: str, target_column: str) -> None:
         paths = _files(address)
         files = [_read_batches(path) for path in paths]
         schemas = [(path, schema) for path, (schema, _, _) in zip(paths, files, strict=True)]
-        super().__init__(schemas, image_column, label_column)
+        super().__init__(schemas, image_column, target_column)
         self._batches = [batch for _, batches, _ in files for batch in batches]
         # Of each batch: its file, and its number in it.
         self._places = [

@@ -41,7 +41,7 @@ class TableColumns:
     Args:
         schemas: path, for errors, and schema of each file; one at least.
         image_column: the column that becomes `image`.
-        label_column: the column that becomes `label`.
+        target_column: the column that becomes `label`.
 
     Attributes:
         fields: name in the store → field in the files, `image` and `label` first.
@@ -50,13 +50,13 @@ class TableColumns:
         StoreError: schemas differ, or image and label are not in them.
     """
 
-    def __init__(self, schemas: Sequence[tuple[str, pa.Schema]], image_column: str, label_column: str) -> None:
+    def __init__(self, schemas: Sequence[tuple[str, pa.Schema]], image_column: str, target_column: str) -> None:
         first_path, first = schemas[0]
-        self.classes = class_names(first, label_column)
+        self.classes = class_names(first, target_column)
         for path, schema in schemas[1:]:
-            if not schema.equals(first) or class_names(schema, label_column) != self.classes:
+            if not schema.equals(first) or class_names(schema, target_column) != self.classes:
                 raise StoreError(f"{path} and {first_path} differ in schema or classes: a store has one schema")
-        self.fields = _columns_of(first_path, first, image_column, label_column)
+        self.fields = _columns_of(first_path, first, image_column, target_column)
         self.columns = tuple(self.fields)
         self.label_is_class = "label" not in self.fields or pa.types.is_integer(self.fields["label"].type)
 
@@ -151,9 +151,9 @@ class TableParts(TableColumns, ABC):
         return {name: self.join(name, parts[name], places) for name in columns}
 
 
-def _columns_of(path: str, schema: pa.Schema, image_column: str, label_column: str) -> dict[str, pa.Field]:
+def _columns_of(path: str, schema: pa.Schema, image_column: str, target_column: str) -> dict[str, pa.Field]:
     """Name in the store → field in the file, `image` and `label` first; raises StoreError where those are none."""
-    stored = stored_names(path, schema.names, {"image": image_column, "label": label_column})
+    stored = stored_names(path, schema.names, {"image": image_column, "label": target_column})
     columns = {name: schema.field(place) for name, place in stored.items()}
     image = columns["image"].type
     if pa.types.is_struct(image) and image.get_field_index("bytes") >= 0:
@@ -165,16 +165,16 @@ def _columns_of(path: str, schema: pa.Schema, image_column: str, label_column: s
         )
     if "label" in columns and not is_target(columns["label"].type):
         raise StoreError(
-            f"{path}, column {label_column!r} has type {columns['label'].type}; a label is a number, or a list of "
-            "numbers; set label_column"
+            f"{path}, column {target_column!r} has type {columns['label'].type}; a label is a number, or a "
+            "list of numbers; set target_column"
         )
     return columns
 
 
-def class_names(schema: pa.Schema, label_column: str) -> tuple[str, ...] | None:
+def class_names(schema: pa.Schema, target_column: str) -> tuple[str, ...] | None:
     """The names in the label's ClassLabel of Hugging Face, None without one; older files leave out its `_type`."""
     try:
-        feature = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"][label_column]
+        feature = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"][target_column]
         if feature.get("_type", "ClassLabel") != "ClassLabel":
             return None
         return tuple(str(name) for name in feature["names"])

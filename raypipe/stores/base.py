@@ -36,7 +36,7 @@ ARRAY_SUFFIX = ".npy"
 """That of arrays of numpy's, which those stores take for samples where they hold no image: beside images they are
 something else, such as features."""
 
-RENAMED = {"image": "image_column", "label": "label_column"}
+RENAMED = {"image": "image_column", "label": "target_column"}
 """Columns that a store may have under another name, and the setting that says so."""
 
 MAX_SAMPLE_BYTES = 1 << 29

@@ -43,14 +43,14 @@ class LanceStore(FileStore["_Version"]):
     Args:
         address: a path, or a URI: s3://, gs://, az:// or abfs://.
         image_column: the column that becomes `image`: binary, a blob, or a struct with the field `bytes`.
-        label_column: the column of numbers, or of lists of them, that becomes `label`; integers are classes. A
+        target_column: the column of numbers, or of lists of them, that becomes `label`; integers are classes. A
             data set without a column `label` is a store without labels; any other name must be there.
     """
 
     _has_lock = True  # the library's threads
 
-    def __init__(self, address: str | Path, image_column: str = "image", label_column: str = "label") -> None:
-        super().__init__(address, image_column, label_column)
+    def __init__(self, address: str | Path, image_column: str = "image", target_column: str = "label") -> None:
+        super().__init__(address, image_column, target_column)
 
     def _open(self) -> _Version:
         opened = _Version(self.address, self._listing, *self._options)
@@ -63,7 +63,7 @@ class _Version(TableColumns):
 
     groups = None
 
-    def __init__(self, address: str, number: int | None, image_column: str, label_column: str) -> None:
+    def __init__(self, address: str, number: int | None, image_column: str, target_column: str) -> None:
         try:
             import lance
         except ImportError as error:
@@ -79,7 +79,7 @@ class _Version(TableColumns):
         self._blobs = {field.name for field in schema if _is_blob(field)}
         plain = [field.with_type(_plain(field)) for field in schema]
         schema = pa.schema(plain, schema.metadata)
-        super().__init__([(address, schema)], image_column, label_column)
+        super().__init__([(address, schema)], image_column, target_column)
         facts = [(name, str(field)) for name, field in self.fields.items()], self.classes
         files = [[fragment[name] for name in _OF_A_FRAGMENT if fragment.get(name)] for fragment in fragments]
         self.fingerprint = hash_of_facts((facts, files))

@@ -39,19 +39,19 @@ class LMDBStore(FileStore["_Shards"]):
 
     Args:
         address: see above.
-        label_column: the column of numbers, or arrays, that becomes `label`; integers are classes.
+        target_column: the column of numbers, or arrays, that becomes `label`; integers are classes.
     """
 
-    def __init__(self, address: str | Path, label_column: str = "label") -> None:
-        super().__init__(address, label_column)
+    def __init__(self, address: str | Path, target_column: str = "label") -> None:
+        super().__init__(address, target_column)
 
     def _open(self) -> _Shards:
-        (label_column,) = self._options
+        (target_column,) = self._options
         if not is_remote(self.address):
-            return _Shards([_open_file(file.address) for file in lmdb_files(self.address)], label_column)
+            return _Shards([_open_file(file.address) for file in lmdb_files(self.address)], target_column)
         if self._listing is None:
             self._listing = in_threads(_look_up, lmdb_files(self.address))
-        return _Shards(self._listing, label_column)
+        return _Shards(self._listing, target_column)
 
     def close(self) -> None:
         super().close()
@@ -113,19 +113,19 @@ class _Shards:
 
     groups = None
 
-    def __init__(self, shards: Sequence[_Shard], label_column: str = "label") -> None:
+    def __init__(self, shards: Sequence[_Shard], target_column: str = "label") -> None:
         self._shards, first = shards, shards[0].metadata
         self._types, self.classes = first.types, first.classes
-        self._stored = stored_names(shards[0].path, first.types, {"label": label_column})
+        self._stored = stored_names(shards[0].path, first.types, {"label": target_column})
         self.columns = tuple(sorted(self._stored, key=lambda name: {"image": 0, "label": 1}.get(name, 2)))
-        label = first.types.get(label_column, "int64")
+        label = first.types.get(target_column, "int64")
         self.label_is_class = label == "int64"
         if label in ("string", "binary"):
             raise StoreError(
-                f"{shards[0].path}, column {label_column!r} is {label}; a label is a number, or an array of them; "
-                f"set label_column, of {', '.join(first.types)}"
+                f"{shards[0].path}, column {target_column!r} is {label}; a label is a number, or an array of "
+                f"them; set target_column, of {', '.join(first.types)}"
             )
-        if label_column != "label":
+        if target_column != "label":
             self.classes = None  # they are those of `label`
         for shard in shards:
             if (shard.metadata.types, shard.metadata.classes) != (self._types, first.classes):
@@ -137,8 +137,8 @@ class _Shards:
         self._offsets = np.cumsum([0] + [shard.metadata.count for shard in shards], dtype=np.int64)
         # That of a single file, as written; for shards, the hash over theirs.
         self.fingerprint = join_fingerprints([shard.metadata.fingerprint for shard in shards])
-        if label_column != "label":  # other labels are other contents
-            self.fingerprint = join_fingerprints([self.fingerprint, label_column])
+        if target_column != "label":  # other labels are other contents
+            self.fingerprint = join_fingerprints([self.fingerprint, target_column])
 
     def __len__(self) -> int:
         return int(self._offsets[-1])

@@ -64,14 +64,14 @@ class MDSStore(FileStore["_Opened"]):
     Args:
         address: path or URI of the folder.
         image_column: the column that becomes `image`.
-        label_column: the column of numbers, or of arrays of them, that becomes `label`; integers are classes. A
+        target_column: the column of numbers, or of arrays of them, that becomes `label`; integers are classes. A
             store without a column `label` has no labels; any other name must be there.
     """
 
     _has_lock = True
 
-    def __init__(self, address: str | Path, image_column: str = "image", label_column: str = "label") -> None:
-        super().__init__(address, image_column, label_column)
+    def __init__(self, address: str | Path, image_column: str = "image", target_column: str = "label") -> None:
+        super().__init__(address, image_column, target_column)
 
     def read(self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")) -> Columns:
         """Read samples, see `Store.read`."""
@@ -167,14 +167,14 @@ class _Opened:
         index: _IndexFile,
         files: Sequence[RemoteFile],
         image_column: str,
-        label_column: str,
+        target_column: str,
     ) -> None:
         self._shards, self._files = index.shards, files
         self._sizes, self._num_sizes = index.sizes, index.sizes.count(None)
         encodings = {name: encoding_of(kind) for name, kind in index.encodings.items()}
         self.refused = {name: index.encodings[name] for name, encoding in encodings.items() if encoding is None}
         known = {name: encoding for name, encoding in encodings.items() if encoding is not None}
-        renamed = {"image": image_column, "label": label_column}
+        renamed = {"image": image_column, "label": target_column}
         stored = _stored_names(address, index.encodings, known, renamed)
         places = list(index.encodings)
         self._fields = {name: (places.index(place), known[place]) for name, place in stored.items()}

@@ -53,7 +53,7 @@ class ParquetStore(FileStore["_Groups"]):
     Args:
         address: path or URI of a file or folder.
         image_column: the column that becomes `image`.
-        label_column: the column of numbers, or of lists of them, that becomes `label`; integers are classes. A
+        target_column: the column of numbers, or of lists of them, that becomes `label`; integers are classes. A
             file without a column `label` is a store without labels; any other name must be there.
         cache_bytes: decoded row groups that this object keeps; the last one always stays. The images of one read
             keep a quarter of it at most beyond that, as long as one of them is held.
@@ -65,18 +65,18 @@ class ParquetStore(FileStore["_Groups"]):
         self,
         address: str | Path,
         image_column: str = "image",
-        label_column: str = "label",
+        target_column: str = "label",
         cache_bytes: int = DEFAULT_CACHE_BYTES,
     ) -> None:
-        super().__init__(address, image_column, label_column, cache_bytes)
+        super().__init__(address, image_column, target_column, cache_bytes)
 
     def _open(self) -> _Groups:
         return _Groups(self.address, *self._options)
 
     def forwards(self) -> ParquetStore:
         """The same store for a single pass from one end to the other: it keeps one row group."""
-        image_column, label_column, _ = self._options
-        return ParquetStore(self.address, image_column, label_column, cache_bytes=0)
+        image_column, target_column, _ = self._options
+        return ParquetStore(self.address, image_column, target_column, cache_bytes=0)
 
 
 class _Group(NamedTuple):
@@ -94,7 +94,7 @@ class _Group(NamedTuple):
 class _Groups(TableParts):
     """The row groups of the files that have rows, as one sequence; the last used ones are decoded."""
 
-    def __init__(self, address: str, image_column: str, label_column: str, cache_bytes: int) -> None:
+    def __init__(self, address: str, image_column: str, target_column: str, cache_bytes: int) -> None:
         files = list_files(address, lambda name: name.endswith(".parquet"), "*.parquet")
         with explained(StoreError, f"{address} cannot be opened"):
             self._filesystem, _ = open_filesystem(address)
@@ -102,7 +102,7 @@ class _Groups(TableParts):
         footers = in_threads(lambda path: _read_footer(self._filesystem, path), paths)
         parsed = [_parse_footer(path, footer) for path, footer in zip(paths, footers, strict=True)]
         schemas = [schema for _, schema, _ in parsed]
-        super().__init__(list(zip(paths, schemas, strict=True)), image_column, label_column)
+        super().__init__(list(zip(paths, schemas, strict=True)), image_column, target_column)
         self._groups = [
             _Group(path, metadata, number, size)
             for path, (metadata, _, sizes) in zip(paths, parsed, strict=True)
@@ -112,8 +112,8 @@ class _Groups(TableParts):
         digest = hashlib.blake2b(digest_size=16)
         for footer in footers:
             digest.update(len(footer).to_bytes(8, "little") + footer)
-        if (image_column, label_column) != ("image", "label"):  # other columns are other contents
-            digest.update(repr((image_column, label_column)).encode())
+        if (image_column, target_column) != ("image", "label"):  # other columns are other contents
+            digest.update(repr((image_column, target_column)).encode())
         self.fingerprint = digest.hexdigest()
         self.groups = self.bounds = np.cumsum([0, *(group.num_rows for group in self._groups)], dtype=np.int64)
         self._cache_bytes = cache_bytes

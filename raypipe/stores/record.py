@@ -311,12 +311,12 @@ def _is_json(value: Any) -> bool:
 # Bad samples
 
 
-def read_bad_list(address: str | Path, store: Store | None, setting: str) -> np.ndarray:
+def read_bad_list(address: str | Path, store: Store, setting: str) -> np.ndarray:
     """The indices of the samples that a list names: int64 (k,), sorted, each once.
 
     Args:
         address: the list's address; empty = there is none.
-        store: the store that it must belong to; None = the run reads none.
+        store: the store that it must belong to.
         setting: the setting that the address comes from, for errors.
 
     Raises:
@@ -324,8 +324,6 @@ def read_bad_list(address: str | Path, store: Store | None, setting: str) -> np.
     """
     if not str(address):
         return np.empty(0, np.int64)
-    if store is None:
-        raise ConfigError(f"{setting}: there is {address}, but no store that it could be a list of")
     try:
         content = read_json(address)
         fingerprint, bad = content["fingerprint"], [entry["index"] for entry in content["bad"]]

@@ -66,12 +66,12 @@ class TarStore(FileStore["_Opened"]):
     Args:
         address: see above, or a URI; a relative path is made absolute, since other processes have other folders.
         image_column: of WebDataset: the suffix of the images; "image" = any that is one of images.
-        label_column: of WebDataset: the suffix of the labels, or their field in the JSON; "label" = `cls`, or the
+        target_column: of WebDataset: the suffix of the labels, or their field in the JSON; "label" = `cls`, or the
             field `label`.
     """
 
-    def __init__(self, address: str | Path, image_column: str = "image", label_column: str = "label") -> None:
-        super().__init__(address, image_column, label_column)
+    def __init__(self, address: str | Path, image_column: str = "image", target_column: str = "label") -> None:
+        super().__init__(address, image_column, target_column)
 
     def close(self) -> None:
         super().close()
@@ -205,7 +205,7 @@ def _content(file: OpenFile, name: str, start: int, num_bytes: int) -> bytes | N
     return content
 
 
-def _scan(path: Path, name: str, image_column: str, label_column: str) -> Scan:
+def _scan(path: Path, name: str, image_column: str, target_column: str) -> Scan:
     """Read all headers of a tar, and the labels of a WebDataset's."""
     entries: list[tuple[str, Place | None]] = []
     with (
@@ -226,7 +226,7 @@ def _scan(path: Path, name: str, image_column: str, label_column: str) -> Scan:
         tar.fileobj.seek(tar.offset)
         if tar.fileobj.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
             raise tarfile.ReadError(f"no valid member and no end mark at byte {tar.offset}")
-        samples = find_samples(name, entries, file.fileno(), image_column, label_column)
+        samples = find_samples(name, entries, file.fileno(), image_column, target_column)
     if samples is not None:
         return {"samples": samples}
     return {"members": archive_samples(entries)}

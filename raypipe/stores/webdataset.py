@@ -116,7 +116,7 @@ def _labels_of(name: str, shards: Sequence[Mapping[str, Any]]) -> np.ndarray:
     except ValueError as error:
         raise StoreError(
             f"{name}: its labels, with those of other shards, make no array ({error}): name a field of lists of "
-            "several lengths in store.columns, with a length, and not as store.label_column"
+            "several lengths in store.columns, with a length, and not as store.target_column"
         ) from None
 
 
@@ -125,7 +125,7 @@ def _label_suffix(column: str) -> str:
 
 
 def find_samples(
-    name: str, entries: Sequence[tuple[str, Place | None]], descriptor: int, image_column: str, label_column: str
+    name: str, entries: Sequence[tuple[str, Place | None]], descriptor: int, image_column: str, target_column: str
 ) -> Scan | None:
     """Make samples of a tar's members.
 
@@ -134,7 +134,7 @@ def find_samples(
         entries: its members in their order: names, and where the regular files are.
         descriptor: of the tar.
         image_column: the suffix of the images; "image" = that of any image.
-        label_column: the suffix of the labels, or their field in the JSON; "label" = as above.
+        target_column: the suffix of the labels, or their field in the JSON; "label" = as above.
 
     Returns:
         None where the layout is not WebDataset's: there are no labels, and text does not stand beside every image.
@@ -158,11 +158,11 @@ def find_samples(
     if not any(images) and image_column == "image":
         images = [_image_of(members, ARRAY_SUFFIX[1:]) for _, members in samples]
     try:
-        labels = [_label(key, members, label_column, descriptor) for key, members in samples]
+        labels = [_label(key, members, target_column, descriptor) for key, members in samples]
     except ValueError as error:
-        raise _bad(name, str(error), label_column) from None
+        raise _bad(name, str(error), target_column) from None
     labelled = any(label is not None for label in labels)
-    for column, usual, is_there in ((image_column, "image", any(images)), (label_column, "label", labelled)):
+    for column, usual, is_there in ((image_column, "image", any(images)), (target_column, "label", labelled)):
         if samples and column != usual and not is_there:
             _, members = samples[0]
             raise StoreError(missing(name, column, [*members, *_json_of(members, descriptor)], RENAMED[usual]))
@@ -172,9 +172,9 @@ def find_samples(
     if labelled and None in labels and not problem:
         problem = f"sample {samples[labels.index(None)][0]!r} has no label, and others have one"
     if problem:
-        raise _bad(name, problem, label_column)
+        raise _bad(name, problem, target_column)
     others = set(samples[0][1]).intersection(*(members for _, members in samples))
-    others -= {images[0] or "", _label_suffix(label_column), "image", "label"}
+    others -= {images[0] or "", _label_suffix(target_column), "image", "label"}
     suffixes = [suffix for suffix in samples[0][1] if suffix in others]
     digest = hashlib.blake2b(digest_size=16)
     places: dict[str, list[int]] = {suffix: [] for suffix in ("", *suffixes)}
@@ -210,10 +210,10 @@ def _image_of(members: Mapping[str, Place], suffix: str) -> str | None:
     return min(images, key=lambda suffix: "." in suffix, default=None)
 
 
-def _bad(name: str, problem: str, label_column: str) -> StoreError:
+def _bad(name: str, problem: str, target_column: str) -> StoreError:
     return StoreError(
         f"{name}: {problem}. Each sample of a WebDataset tar has one .cls or one field "
-        f"{label_column!r} in its .json, and its members stand one behind the other (tar --sort=name)"
+        f"{target_column!r} in its .json, and its members stand one behind the other (tar --sort=name)"
     )
 
 

@@ -45,14 +45,14 @@ def moved(
     spec: StreamSpec,
     device: torch.device,
     clocks: Mapping[Split, StageClock],
-    depth: int,
-    keep: int,
+    prefetch_factor: int,
+    keep_batches: int,
 ) -> tuple[Iterator[Batch], str]:
     """Micro-batches on the device, copied or decoded there, and the library that decodes; empty = none does.
 
     Args:
         clocks: of each split; transfers are counted with "train".
-        depth, keep: see `raypipe.loader`.
+        prefetch_factor, keep_batches: see `raypipe.loader`.
     """
     move: Callable[[Iterable[MicroBatch]], Iterator[Batch]]
     plan, transform, library = spec.plan, spec.transform, ""
@@ -70,7 +70,7 @@ def moved(
             decoded_on_device,
             decoder=decoder,
             seed_of=plan.micro_batch_seed,
-            depth=depth,
+            depth=prefetch_factor,
             on_decoded=add_decode,
             size_of=size_of,
         )
@@ -79,13 +79,13 @@ def moved(
             on_device,
             device=device,
             seed_of=plan.micro_batch_seed,
-            depth=depth,
-            keep=keep,
+            depth=prefetch_factor,
+            keep=keep_batches,
             on_copied=functools.partial(clocks["train"].add, "transfer"),
         )
     in_thread = bool(library) or device.type == "cuda"
     if feed.draws_globally and in_thread:
-        return asked_for_here(feed.batches, move, depth), library
+        return asked_for_here(feed.batches, move, prefetch_factor), library
     return move(feed.batches), library
 
 
@@ -93,18 +93,18 @@ def judge(batch: Batch, spec: StreamSpec, budget: BadSampleBudget) -> None:
     """Handle bad samples that only the device's decoder found: too late for substitutes, they get weight 0.
 
     Raises:
-        SampleError: there is one, and transform.on_bad_sample is "raise".
+        SampleError: there is one, and transform.max_bad_fraction is 0.
         BadSamplesError: there are too many.
     """
-    store = spec.stores[batch.at.split]
+    store = spec.stores[batch.position.split]
     bad = []
     for row, error in batch.failed.items():
         index = int(batch.index[row])
         where = {"store": store.address, "index": index, "name": name_of(store, index)}
         bad.append({**where, "substitute": None, "error": error, "fault": SampleError.fault})
     if bad:
-        record_bad(spec.quarantine, batch.at, bad, by="device")
-        if spec.transform.on_bad_sample == "raise":
+        record_bad(spec.quarantine, batch.position, bad, by="device")
+        if spec.transform.max_bad_fraction == 0:
             title = title_of(store.address, bad[0]["index"], bad[0]["name"])
             raise SampleError(f"{title}: {bad[0]['error']}")
     budget.spend(bad, len(batch.index))
@@ -116,14 +116,14 @@ def augmented(batch: Batch, augment: DeviceAugment, strength: Callable[[int, int
     Args:
         strength: strength of the augmentation at an epoch and a step.
     """
-    if batch.at.split != "train":
+    if batch.position.split != "train":
         named = {f"{VIEW}.{name}": view for name, view in batch.views.items()} or {IMAGE: batch.image}
         return batch.with_fields({name: augment.normalize(images) for name, images in named.items()})
-    at_strength = strength(batch.at.epoch, batch.at.step)
+    at_strength = strength(batch.position.epoch, batch.position.step)
     if batch.views:
         views = augment.of_views(batch.views, seed=batch.seed, strength=at_strength)
         return batch.with_fields({f"{VIEW}.{name}": view for name, view in views.items()})
     counts = batch.index >= 0
     counts[list(batch.failed)] = False
     image, mixed = augment(batch.image, batch.target, counts, seed=batch.seed, strength=at_strength)
-    return batch.with_fields({IMAGE: image}, mixed=mixed)
+    return batch.with_fields({IMAGE: image}, mix=mixed)

@@ -50,7 +50,7 @@ def batch_digest(batch: MicroBatch) -> bytes:
     """16 bytes over place, index, weight, and all fields of one micro-batch."""
     fields = batch.arrays()
     image, label = fields.get(IMAGE, _NO_IMAGE), fields[LABEL]
-    digest = hashlib.blake2b(f"{batch.at} {image.shape}".encode(), digest_size=16)
+    digest = hashlib.blake2b(f"{batch.position} {image.shape}".encode(), digest_size=16)
     arrays: list[Any] = [batch.index, label, batch.weight, image]
     if isinstance(data := batch.fields.get(DATA), Ragged):
         arrays += [data.values, data.offsets, fields[CROP], fields[FLIP], batch.weight > 0]
@@ -102,7 +102,7 @@ class MicroBatchDigest:
 def digested(batches: Iterable[MicroBatch]) -> Iterator[MicroBatchDigest]:
     """The digest of each micro-batch."""
     for batch in batches:
-        yield MicroBatchDigest(str(batch.at), batch_digest(batch), int((batch.weight > 0).sum()))
+        yield MicroBatchDigest(str(batch.position), batch_digest(batch), int((batch.weight > 0).sum()))
 
 
 def _consume(iterator: DataIterator) -> Iterator[list[MicroBatchDigest]]:

@@ -18,7 +18,7 @@ class Pass(Iterator[Batch]):
     Args:
         batches, before: its own, and those that come before them; neither holds the loader.
         skip: a method of the loader, which ends its stream when nothing holds it.
-        accumulation: see `Loader.accumulation`.
+        accumulation_steps: see `Loader.accumulation_steps`.
 
     Attributes:
         segment: its place in the plan; None = it is empty.
@@ -31,11 +31,11 @@ class Pass(Iterator[Batch]):
         batches: Iterator[Batch],
         before: Iterator[Batch],
         skip: Callable[[Iterator[Batch]], None],
-        accumulation: int,
+        accumulation_steps: int,
     ) -> None:
         self.segment, self.begun = segment, False
         self._batches, self._before, self._skip, self._num_taken = batches, before, skip, 0
-        self._len = (segment.num_steps - segment.first_step) * accumulation if segment else 0
+        self._len = (segment.num_steps - segment.first_step) * accumulation_steps if segment else 0
 
     def __len__(self) -> int:
         """Micro-batches in all, those that were taken included."""

@@ -52,8 +52,8 @@ def loader(
     cursor: Cursor | None = None,
     augment: AugmentConfig | None = None,
     dtype: torch.dtype = torch.float32,
-    depth: int = 2,
-    keep: int = 0,
+    prefetch_factor: int = 2,
+    keep_batches: int = 0,
     run_dir: str = "",
     start_from: str = "",
 ) -> Loader:
@@ -72,10 +72,10 @@ def loader(
         augment: augmentation on the device: training batches are augmented, mixed and normalized, validation
             batches only normalized. None = batches stay uint8, or keep the arrays' dtype.
         dtype: type of the images that `augment` makes.
-        depth: transfers ahead of the consumer, on CUDA.
-        keep: batches that stay valid besides the newest, for a loop that looks ahead. On CUDA each takes the
-            memory of one more batch there, and as much pinned memory; on CPU a batch is valid as long as you
-            keep it.
+        prefetch_factor: transfers ahead of the consumer, on CUDA.
+        keep_batches: batches that stay valid besides the newest, for a loop that looks ahead. On CUDA each takes
+            the memory of one more batch there, and as much pinned memory; on CPU a batch is valid as long as
+            you keep it.
         run_dir: folder in which rank 0 records the run, for `raypipe report`: a path or a URI; empty = the
             folder of Ray Train's run, or without Ray Train none.
         start_from: folder or URI of a run or a checkpoint. While Ray Train has no checkpoint, the stream
@@ -91,7 +91,7 @@ def loader(
     check("raypipe.loader: cursor", cursor, Cursor | None)
     check("raypipe.loader: augment", augment, AugmentConfig | None)
     check("raypipe.loader: start_from", start_from, str)
-    for name, least, number in (("depth", 1, depth), ("keep", 0, keep)):
+    for name, least, number in (("prefetch_factor", 1, prefetch_factor), ("keep_batches", 0, keep_batches)):
         check(f"raypipe.loader: {name}", number, Annotated[int, Limits(least, MAX_INT)])
     rank, world_size, in_train = 0, 1, _in_train_worker()
     if in_train:
@@ -111,7 +111,7 @@ def loader(
         if spec.pool.engine == "inline":
             maker = MicroBatchMaker(spec)
             batches = inline_batches(spec, start, rank, world_size, maker)
-            return Feed(batches, draws_globally=bool(maker.draws_globally()))
+            return Feed(batches, draws_globally=maker.draws_globally)
         iterators, supervisor, actors = _handed_round(
             spec, start, max_actors, rank, world_size, in_train, apart=device.type == "cuda"
         )
@@ -130,8 +130,8 @@ def loader(
         cursor=cursor or (cursor_of(first) if first else spec.plan.start()),
         augment=augment,
         dtype=dtype,
-        depth=depth,
-        keep=keep,
+        prefetch_factor=prefetch_factor,
+        keep_batches=keep_batches,
         folder=open_filesystem(as_uri(run_dir)) if run_dir else _folder_of_train() if in_train else None,
         start_from=first,
     )
@@ -192,7 +192,7 @@ def _handed_round(
         if world_size == 1:
             _make_room(spec.pool.least_actors * spec.pool.cpus_per_actor)
         most = preflight(spec.pool).max_actors if max_actors is None else max_actors
-        supervisor = start_supervisor(spec.pool.max_attempts, spec.run, spec.log)
+        supervisor = start_supervisor(spec.pool.max_attempts, spec.run, spec.log_format)
         iterators = splits(
             spec,
             start,

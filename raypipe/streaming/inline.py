@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from queue import SimpleQueue
 
-from raypipe.errors import ConfigError
 from raypipe.plan.places import Cursor, MicroBatchId
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.spec import StreamSpec
@@ -21,26 +20,17 @@ from raypipe.transform.fields import MicroBatch
 def inline_batches(
     spec: StreamSpec, cursor: Cursor, rank: int = 0, world_size: int = 1, maker: MicroBatchMaker | None = None
 ) -> Iterator[MicroBatch]:
-    """Yield a rank's micro-batches from a cursor on, made by pool.threads threads.
+    """Yield a rank's micro-batches from a cursor on, made by pool.max_actors threads.
 
     Without such threads, or if a transform draws from the process's generators, the consumer's thread makes
     them.
 
     Args:
         maker: the stream's maker; None = a new one.
-
-    Raises:
-        ConfigError: several threads were asked for, and a transform draws from generators that they share.
     """
     maker = maker or MicroBatchMaker(spec)
-    split = maker.draws_globally()
-    if split and spec.pool.threads > 1:
-        raise ConfigError(
-            f"pool.threads is {spec.pool.threads}, and the {split} transform draws from generators that "
-            "threads share: set pool.threads=0, or let it take rng (docs/transforms.md)"
-        )
     places = (at for at in spec.plan.micro_batches(cursor) if at.micro % world_size == rank)
-    if split or not spec.pool.threads:
+    if maker.draws_globally or not spec.pool.max_actors:
         return (maker.batch(at) for at in places)
     return _by_threads(spec, maker, places)
 
@@ -49,7 +39,7 @@ def _by_threads(spec: StreamSpec, maker: MicroBatchMaker, places: Iterator[Micro
     """Micro-batches in order, made ahead."""
     makers = SimpleQueue[MicroBatchMaker]()  # those at rest: one serves a thread at a time
     makers.put(maker)
-    for _ in range(spec.pool.threads - 1):
+    for _ in range(spec.pool.max_actors - 1):
         makers.put(MicroBatchMaker(spec))
 
     def batch(at: MicroBatchId) -> MicroBatch:
@@ -59,9 +49,9 @@ def _by_threads(spec: StreamSpec, maker: MicroBatchMaker, places: Iterator[Micro
         finally:
             makers.put(maker)
 
-    pool = ThreadPoolExecutor(spec.pool.threads, "raypipe-inline")
+    pool = ThreadPoolExecutor(spec.pool.max_actors, "raypipe-inline")
     try:
-        ahead = deque(pool.submit(batch, at) for at in islice(places, 2 * spec.pool.threads))
+        ahead = deque(pool.submit(batch, at) for at in islice(places, 2 * spec.pool.max_actors))
         while ahead:
             yield ahead.popleft().result()
             ahead.extend(pool.submit(batch, at) for at in islice(places, 1))

@@ -68,7 +68,7 @@ class Loader:
         plan: the run's plan.
         rank: this process's rank.
         world_size: W, the number of ranks.
-        keep: batches that stay valid besides the newest.
+        keep_batches: batches that stay valid besides the newest.
         cursor: place after the last fully delivered step.
         jpeg_decoder: decoding library on the device, with its version; empty if actors decode all images.
         account: measurements, metrics and records of this rank; a training loop may add its loss.
@@ -88,8 +88,8 @@ class Loader:
         cursor: Cursor | None = None,
         augment: AugmentConfig | None = None,
         dtype: torch.dtype = torch.float32,
-        depth: int = 2,
-        keep: int = 0,
+        prefetch_factor: int = 2,
+        keep_batches: int = 0,
         folder: Folder | None = None,
         start_from: Folder | None = None,
     ) -> None:
@@ -99,9 +99,9 @@ class Loader:
             cursor: that place; None = `load_state_dict` will set it.
             folder: where rank 0 records the run; None = nowhere.
             start_from: folder of a checkpoint that `restore` loads while Ray Train has none.
-            device, augment, dtype, depth, keep: see `raypipe.loader`.
+            device, augment, dtype, prefetch_factor, keep_batches: see `raypipe.loader`.
         """
-        configure_logs(spec.log, run=spec.run, rank=rank)
+        configure_logs(spec.log_format, run=spec.run, rank=rank)
         self.plan = spec.plan
         self.device = device or torch.device("cpu")
         targets, views = bool(spec.transform.target_columns), makes_views(spec.transforms["train"])
@@ -110,10 +110,15 @@ class Loader:
         self.augment: DeviceAugment | None = None
         self.rank, self.world_size = rank, world_size
         self.jpeg_decoder = ""
-        self._spec, self._open_at, self._depth, self.keep = spec, open_at, depth, keep
+        self._spec, self._open_at, self._prefetch_factor, self.keep_batches = (
+            spec,
+            open_at,
+            prefetch_factor,
+            keep_batches,
+        )
         self._start_from = start_from
         self.account = Account(spec, self.device, rank, world_size, augment, folder)
-        self._budget = BadSampleBudget(spec.transform.max_bad_fraction, spec.transform.bad_grace)
+        self._budget = BadSampleBudget(spec.transform.max_bad_fraction)
         self._running = Running(self.account.chronicle.close)
         self._running.close_with(self)
         self.interval_s = _INTERVAL_S
@@ -151,7 +156,9 @@ class Loader:
         account, spec = self.account, self._spec
         account.actors = feed.actors
         account.readers = int(has_actors and "train" in spec.readers())
-        self._batches, self.jpeg_decoder = moved(feed, spec, self.device, account.clocks, self._depth, self.keep)
+        self._batches, self.jpeg_decoder = moved(
+            feed, spec, self.device, account.clocks, self._prefetch_factor, self.keep_batches
+        )
         closes = (functools.partial(_close, generator) for generator in (feed.batches, self._batches))
         self._running.begin(
             has_actors, feed.end, self.account.exported.end, self.account.chronicle.unfollow, *closes
@@ -275,7 +282,7 @@ class Loader:
         return self._spec.columns
 
     @property
-    def accumulation(self) -> int:
+    def accumulation_steps(self) -> int:
         """Micro-batches of this rank in an optimizer step, M / W: divide the loss by it."""
         return self.plan.config.per_step // self.world_size
 
@@ -347,8 +354,8 @@ class Loader:
         if batch is None:
             self._check_running()
         arrived = account.arrived(expected.split, asked)
-        if batch is None or batch.at != expected:
-            got = "ended" if batch is None else f"brought {batch.at}"
+        if batch is None or batch.position != expected:
+            got = "ended" if batch is None else f"brought {batch.position}"
             raise RaypipeError(
                 f"rank {self.rank} expected {expected}, the stream {got}: please report this as a bug"
             )
@@ -384,7 +391,7 @@ class Epochs(Iterator[Epoch]):
         loader = self._loader
         loader._check_running()
         number, (train, val) = next(loader._epochs)
-        of_loader = loader._skip, loader.accumulation
+        of_loader = loader._skip, loader.accumulation_steps
         return Epoch(number, Pass(*train, iter(()), *of_loader), Pass(*val, train[1], *of_loader))
 
     def __iter__(self) -> Iterator[Epoch]:

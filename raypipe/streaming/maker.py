@@ -73,7 +73,7 @@ class MicroBatchMaker:
 
     def __init__(self, spec: StreamSpec) -> None:
         self.plan, self._spec, self._stores = spec.plan, spec, spec.stores
-        self._budget = BadSampleBudget(spec.transform.max_bad_fraction, spec.transform.bad_grace)
+        self._budget = BadSampleBudget(spec.transform.max_bad_fraction)
         self.caches = open_caches(spec.pool, spec.stores, spec.transform, spec.columns.reads_class)
         self._attempt = FIRST_ATTEMPT
         self._transforms: dict[tuple[Split, Size], MicroBatchTransform] = {}
@@ -94,21 +94,21 @@ class MicroBatchMaker:
                 self._spec,
                 split,
                 size,
-                on_bad_sample=self._spec.transform.on_bad_sample,
+                tolerant=self._spec.transform.max_bad_fraction > 0,
                 exact=split == "val",
                 decoded=self.caches[split].decoded if split in self.caches else None,
                 probe=functools.partial(self._first_samples, split),
             )
         return self._transforms[split, size]
 
-    def draws_globally(self) -> Split | None:
-        """A split whose transform draws from generators of the process, as long as there is one."""
-        splits = (split for (split, _), transform in self._transforms.items() if transform.draws_globally)
-        return next(splits, None)
+    @property
+    def draws_globally(self) -> bool:
+        """True if a transform draws from generators of the process."""
+        return any(transform.draws_globally for transform in self._transforms.values())
 
     def batch(self, at: MicroBatchId) -> MicroBatch:
         """Make one micro-batch in a process shared with the user, and record its bad samples."""
-        with process_kept(self.draws_globally() is not None):  # the first compares with the validation
+        with process_kept(self.draws_globally):  # the first compares with the validation
             outcome = self.make(at)
         self.settle(outcome)
         return outcome.batch
@@ -215,7 +215,7 @@ class MicroBatchMaker:
 
     def settle(self, outcome: Outcome) -> None:
         """Record the bad samples of a micro-batch, and count them against the budget."""
-        at = outcome.batch.at
+        at = outcome.batch.position
         if outcome.bad:
             self._log_place(at)
             record_bad(self._spec.quarantine, at, outcome.bad)

@@ -42,14 +42,12 @@ def open_stream(
     train_transform: Transform = "",
     val_transform: Transform = "",
     exclude: PerSource = "",
-    val_exclude: str | Path = "",
     filter: PerSource = "",
-    val_filter: str = "",
     quarantine: str = "",
     run: str = "",
-    log: LogFormat = "text",
+    log_format: LogFormat = "text",
     image_column: str = "image",
-    label_column: str | None = "label",
+    target_column: str | None = "label",
     columns: Sequence[str] | Mapping[str, Mapping[str, Any] | None] = (),
     make_columns: MakeColumns | str | None = None,
 ) -> StreamSpec:
@@ -60,11 +58,11 @@ def open_stream(
         plan, transform, pool: settings; None = the defaults.
         train_transform, val_transform: used instead of those that `transform` names; None = pixels as they
             are stored. A train_transform that does not follow transform.size needs a val_transform too.
-        exclude, val_exclude: lists of bad samples of each store, see `StoreConfig`.
-        filter, val_filter: expressions of columns, true for the samples to draw from, see `StoreConfig`.
-        quarantine, run, log: see `StreamSpec`.
-        image_column, label_column: see `StoreConfig`, of stores that are given by their addresses. A
-            label_column of "" or None, for any store, makes batches without a target.
+        exclude: lists of bad samples, see `StoreConfig`.
+        filter: expressions of columns, true for the samples to draw from, see `StoreConfig`.
+        quarantine, run, log_format: see `StreamSpec`.
+        image_column, target_column: see `StoreConfig`, of stores that are given by their addresses. A
+            target_column of "" or None, for any store, makes batches without a target.
         columns: names of columns that batches get, or their options by name, see `StoreConfig`. `label`, or
             the column's own name, stands for the target.
         make_columns: makes the batch's columns of those, sample by sample, `module:function` or a callable;
@@ -77,26 +75,21 @@ def open_stream(
     check("raypipe.open_stream: transform", transform, TransformConfig | None)
     check("raypipe.open_stream: pool", pool, PoolConfig | None)
     plan, pool = plan or PlanConfig(), pool or PoolConfig()
-    declared = renamed(column_options(columns), label_column)
+    declared = renamed(column_options(columns), target_column)
     transform = config_without_files(transform or TransformConfig())
     check_cache(pool, transform)
-    options = store_options(image_column, label_column or "")
+    options = store_options(image_column, target_column or "")
     train_store = open_stores(train, options)
     val_store = None if val is None else _opened(val, options)
     stores: dict[Split, Store] = {"train": train_store}
     if val_store is not None and plan.val_interval:
         stores["val"] = val_store
     transforms = _transforms_of(stores, transform, train_transform, val_transform)
-    laid_out = make_plan(
-        plan,
-        train_store,
-        val_store,
-        selections=select(train_store, exclude, filter),
-        val_selection=next(iter(select(val_store, val_exclude, val_filter, "store.val_")), None),
-    )
+    selections, val_selection = select(train_store, val_store, exclude, filter)
+    laid_out = make_plan(plan, train_store, val_store, selections=selections, val_selection=val_selection)
     check_images(transform, transforms, stores, plan, laid_out.kept)
     make = make_columns or transform.make_columns or None
-    sample_columns = _columns_of(stores, declared, make, laid_out, pool, bool(label_column))
+    sample_columns = _columns_of(stores, declared, make, laid_out, pool, bool(target_column))
     sizes = list(transform.size_by_epoch.items())
     if len(sizes) > 1:
         laid_out = laid_out.bound_to({"sizes": sizes})
@@ -110,7 +103,7 @@ def open_stream(
         pool=pool,
         quarantine=quarantine,
         run=run,
-        log=log,
+        log_format=log_format,
         columns=sample_columns,
     )
 
@@ -159,6 +152,8 @@ def open_stores(train: Train, options: Mapping[str, str]) -> Store:
         return _opened(train, options)
     if not train:
         raise ConfigError("store.train names no store: give {NAME: ADDRESS, …}")
+    if "val" in train:
+        raise ConfigError("store.train: 'val' is the name of the validation store; choose another one")
     return JoinedStore({name: _opened(part, options) for name, part in train.items()})
 
 
@@ -187,7 +182,7 @@ def with_digits(run: RunConfig) -> RunConfig:
 def open_train(run: RunConfig) -> Store:
     """The training store of a run."""
     store = with_digits(run).store
-    return open_stores(store.train, store_options(store.image_column, store.label_column))
+    return open_stores(store.train, store_options(store.image_column, store.target_column))
 
 
 def spec_of(run: RunConfig, run_uri: str = "") -> StreamSpec:
@@ -200,27 +195,25 @@ def spec_of(run: RunConfig, run_uri: str = "") -> StreamSpec:
         transform=run.transform,
         pool=run.pool,
         exclude=store.exclude,
-        val_exclude=store.val_exclude,
         filter=store.filter,
-        val_filter=store.val_filter,
         quarantine=join(run_uri, "quarantine") if run_uri else "",
         run=run.name,
-        log=run.log,
+        log_format=run.log_format,
         image_column=store.image_column,
-        label_column=store.label_column,
+        target_column=store.target_column,
         columns=store.columns,
     )
 
 
 def run_columns(run: RunConfig, store: Store) -> SampleColumns:
     """Return the columns of a run, using only its training store."""
-    declared = column_options(renamed(run.store.columns, run.store.label_column))
+    declared = column_options(renamed(run.store.columns, run.store.target_column))
     make, indices = run.transform.make_columns or None, np.arange(min(NUM_PROBED, len(store)))
-    has_label = bool(run.store.label_column) and LABEL in store.columns  # any store may be looked at
+    has_label = bool(run.store.target_column) and LABEL in store.columns  # any store may be looked at
     return find_columns({"train": store}, declared, make, lambda _: indices, has_label)
 
 
-def renamed(columns: Any, label_column: str | None) -> dict[str, Any]:
+def renamed(columns: Any, target_column: str | None) -> dict[str, Any]:
     """The columns that are named, with their options: the one that is the target is `label` in its store."""
     options_by_name = columns if isinstance(columns, Mapping) else dict.fromkeys(columns)
-    return {LABEL if name == label_column else name: options for name, options in options_by_name.items()}
+    return {LABEL if name == target_column else name: options for name, options in options_by_name.items()}

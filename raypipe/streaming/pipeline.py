@@ -77,7 +77,9 @@ def check_memory(spec: StreamSpec, max_actors: int, world_size: int) -> None:
     batch_bytes = _micro_batch_bytes(spec)
     if spec.pool.engine == "inline" or not batch_bytes:
         return
-    block = max(1, spec.pool.block)  # blocks whose size is found are no larger than there is room for
+    block = max(
+        1, spec.pool.micro_batches_per_block
+    )  # blocks whose size is found are no larger than there is room for
     block_bytes = block * batch_bytes
     num = blocks_in_flight(spec.pool, max_actors, world_size)
     capacity, needed = _object_store_bytes(), num * block_bytes
@@ -85,7 +87,8 @@ def check_memory(spec: StreamSpec, max_actors: int, world_size: int) -> None:
         raise ResourceError(
             f"{num} blocks in flight of {block_bytes / 2**20:.0f} MiB need "
             f"{needed / 2**30:.1f} GiB of object store, the cluster has {capacity / 2**30:.1f} GiB: lower "
-            "pool.max_in_flight, pool.block or plan.micro_batch_size, or start Ray with a larger object store"
+            "pool.max_in_flight, pool.micro_batches_per_block or plan.micro_batch_size, or start Ray with a "
+            "larger object store"
         )
 
 
@@ -146,13 +149,15 @@ def dataset(
         world_size: W.
         supervisor: handle of the Supervisor to which faults are reported; None = a new one.
     """
-    supervisor = supervisor or start_supervisor(spec.pool.max_attempts, spec.run, spec.log)
+    supervisor = supervisor or start_supervisor(spec.pool.max_attempts, spec.run, spec.log_format)
     spec.plan.check_workers(world_size)
     pool, actors = _pool_of(spec.pool, max_actors)
     if any(is_remote(store.address) for store in spec.stores.values()):  # an outage ends in its own error
         pool = replace(pool, stall_timeout_s=max(pool.stall_timeout_s, patience_s() + _LAST_ATTEMPT_S))
     fixed, per_actor, largest = pool.blocks_for(world_size, actors)
-    settings = Settings(pool, fixed, per_actor, bool(spec.readers()), supervisor, world_size, spec.run, spec.log)
+    settings = Settings(
+        pool, fixed, per_actor, bool(spec.readers()), supervisor, world_size, spec.run, spec.log_format
+    )
     # Of the object store as it is now, streams take half.
     room = _object_store_bytes() / 2 / max(1, blocks_in_flight(spec.pool, max_actors, world_size))
     max_bytes = min(MAX_BYTES, int(room))
@@ -167,7 +172,7 @@ def dataset(
         supervisor,
         spec.wanted,
         ranks=world_size,
-        block=pool.block,
+        block=pool.micro_batches_per_block,
         largest=largest,
         max_bytes=max_bytes,
         run=spec.run,
@@ -221,7 +226,7 @@ def splits(
     if not spec.plan.num_micro_batches(cursor):
         nothing: Any = Ended()
         return [nothing] * world_size
-    supervisor = supervisor or start_supervisor(spec.pool.max_attempts, spec.run, spec.log)
+    supervisor = supervisor or start_supervisor(spec.pool.max_attempts, spec.run, spec.log_format)
     rows = dataset(spec, cursor, max_actors=max_actors, world_size=world_size, supervisor=supervisor)
     if world_size == 1 and not apart:
         return [rows.iterator()]

@@ -13,7 +13,7 @@ from raypipe.plan.places import Split
 from raypipe.streaming.epochs import Epoch, Pass
 from raypipe.streaming.loader import Loader
 
-Form = Literal["dict", "tuple", "batch"] | Callable[[Batch], Any]
+Format = Literal["dict", "tuple", "batch"] | Callable[[Batch], Any]
 """What a plain loader yields: `{"image", "target", "weight"}`, `"views"` where there are any, and columns by their
 names; `(image, target)` of the rows that count; the Batch; or what a function makes of it."""
 
@@ -29,40 +29,41 @@ def counted_target(batch: Batch) -> torch.Tensor:
     return torch.where(batch.weight > 0, batch.target, NOT_COUNTED)
 
 
-def plain_loaders(loader: Loader, form: Form = "dict") -> tuple[PlainLoader, PlainLoader]:
+def plain_loaders(loader: Loader, format: Format = "dict") -> tuple[PlainLoader, PlainLoader]:
     """Return the loader's training and validation, each as an iterable that a loop iterates once per epoch.
 
     Args:
         loader: this rank's loader.
-        form: items to yield: "dict" (image, target, weight, and columns), "tuple" (image, target), "batch", or
+        format: items to yield: "dict" (image, target, weight, and columns), "tuple" (image, target), "batch", or
             a function of the `Batch`. Tuples omit a validation's padding and unusable samples, so `len(target)`
             counts samples; a batch may then be smaller.
 
     Raises:
-        ConfigError: MixUp or CutMix is on, and the form has no room for mixed targets; or it is "tuple", and ranks
-            would have different numbers of validation batches; or "dict", and a column has the name of an entry.
-            If the loop's order differs from the plan's, iterating raises it too, and names the setting to change.
+        ConfigError: MixUp or CutMix is on, and the format has no room for mixed targets; or it is "tuple", and
+            ranks would have different numbers of validation batches; or "dict", and a column has the name of an
+            entry. If the loop's order differs from the plan's, iterating raises it too, and names the setting to
+            change.
         SampleError: iterating "tuple", no sample of a micro-batch can be used.
     """
     config = loader.augment.config if loader.augment else None
-    if config and (config.mixup_alpha or config.cutmix_alpha) and form in ("dict", "tuple"):
+    if config and (config.mixup_alpha or config.cutmix_alpha) and format in ("dict", "tuple"):
         raise ConfigError(
-            f"MixUp and CutMix make two targets of one, and {form!r} has room for one: give a function, "
+            f"MixUp and CutMix make two targets of one, and {format!r} has room for one: give a function, "
             "such as "
-            "lambda batch: (batch.image, soft_targets(batch.target, batch.mixed, num_classes))"
+            "lambda batch: (batch.image, soft_targets(batch.target, batch.mix, num_classes))"
         )
     padding, world_size = _padding_alone(loader), loader.world_size
-    if form == "tuple" and padding % world_size:
+    if format == "tuple" and padding % world_size:
         raise ConfigError(
             f"the last {padding} micro-batches of a validation are padding, which 'tuple' leaves out, and then "
-            f"{world_size} workers have different numbers of batches: use form='dict', whose weight is 0 "
+            f"{world_size} workers have different numbers of batches: use format='dict', whose weight is 0 "
             "there, "
             "or give a function"
         )
-    if form == "dict" and (clash := {"image", "target", "weight", "views"} & loader.columns.types.keys()):
+    if format == "dict" and (clash := {"image", "target", "weight", "views"} & loader.columns.types.keys()):
         raise ConfigError(f"column {min(clash)!r} has the name of an entry of 'dict': give a function instead")
     shared = _SharedEpochs(loader)
-    return PlainLoader(shared, "train", form), PlainLoader(shared, "val", form)
+    return PlainLoader(shared, "train", format), PlainLoader(shared, "val", format)
 
 
 def _padding_alone(loader: Loader) -> int:
@@ -117,25 +118,25 @@ class PlainLoader:
 
     Attributes:
         batch_size: B, the size of this rank's micro-batches; several make up an optimizer step, see
-            `Loader.accumulation`.
+            `Loader.accumulation_steps`.
     """
 
-    def __init__(self, shared: _SharedEpochs, split: Split, form: Form) -> None:
+    def __init__(self, shared: _SharedEpochs, split: Split, format: Format) -> None:
         self.batch_size = shared.loader.plan.config.micro_batch_size
-        self._shared, self._loader, self._split, self._form = shared, shared.loader, split, form
+        self._shared, self._loader, self._split, self._format = shared, shared.loader, split, format
 
     def __len__(self) -> int:
         """This rank's micro-batches of a whole epoch."""
         plan, loader = self._loader.plan, self._loader
         if self._split == "train":
-            return plan.steps_per_epoch * loader.accumulation
-        left_out = _padding_alone(loader) // loader.world_size if self._form == "tuple" else 0
-        return plan.val_steps * loader.accumulation - left_out
+            return plan.steps_per_epoch * loader.accumulation_steps
+        left_out = _padding_alone(loader) // loader.world_size if self._format == "tuple" else 0
+        return plan.val_steps * loader.accumulation_steps - left_out
 
     def __iter__(self) -> Iterator[Any]:
         # A generator: loops of others make iterators that they never ask.
         batches = _to_the_end(self._shared.next(self._split))
-        yield from self._tuples(batches) if self._form == "tuple" else map(self._formed, batches)
+        yield from self._tuples(batches) if self._format == "tuple" else map(self._formed, batches)
 
     def state_dict(self) -> dict[str, Any]:
         """Like `Loader.state_dict`: both loaders of a run share one place."""
@@ -146,9 +147,9 @@ class PlainLoader:
         self._loader.load_state_dict(state)
 
     def _formed(self, batch: Batch) -> Any:
-        if callable(self._form):
-            return self._form(batch)
-        if self._form == "batch":
+        if callable(self._format):
+            return self._format(batch)
+        if self._format == "batch":
             return batch
         entries: dict[str, Any] = {"image": batch.image, "target": counted_target(batch), "weight": batch.weight}
         return entries | ({"views": batch.views} if batch.views else {}) | batch.columns
@@ -169,8 +170,8 @@ class PlainLoader:
                 yield image, target
             elif num and (self._split == "train" or self._loader.world_size > 1):
                 raise SampleError(
-                    f"no sample of micro-batch {batch.at} can be used, and 'tuple' has no weights to show "
-                    "it: fix the samples that the log names, or use form='dict', whose weight is 0 there"
+                    f"no sample of micro-batch {batch.position} can be used, and 'tuple' has no weights to show "
+                    "it: fix the samples that the log names, or use format='dict', whose weight is 0 there"
                 )
 
 

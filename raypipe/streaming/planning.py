@@ -21,8 +21,8 @@ from raypipe.stores.numbers import read_npy
 from raypipe.stores.record import read_bad_list
 from raypipe.stores.scan import numbers_of
 
-PerSource = str | Path | Mapping[str, str]
-"""What there is one of for a store; of a mixture one for all its stores, or some by their names."""
+PerSource = str | Path | Mapping[str, str | Path]
+"""A value for the training stores; or values by a mixture's names, or `train`, and `val`."""
 
 
 def make_plan(
@@ -46,7 +46,7 @@ def make_plan(
     source = None
     if val is not None:
         buckets = config.bucket_sides if config.val_interval and config.val_buckets else []
-        source = _read_source(val, val_selection or Selection([], len(val)), buckets, "store.val_filter")
+        source = _read_source(val, val_selection or Selection([], len(val)), buckets, "{val: width > 0}")
     parts = train.parts if isinstance(train, JoinedStore) else {"": train}
     selections = selections or [Selection([], len(part)) for part in parts.values()]
     pairs = zip(parts.items(), selections, strict=True)
@@ -65,16 +65,16 @@ def _read_train(config: PlanConfig, store: Store, selection: Selection) -> Sourc
         weights = _of_selected(_read_weights(config.weights, store), selection)
         if selection.size and not weights.any():
             raise ConfigError(f"plan.weights {config.weights} is 0 for all samples of {store.address}")
-    source = _read_source(store, selection, config.bucket_sides, "store.filter")
+    source = _read_source(store, selection, config.bucket_sides, "width > 0")
     return replace(source, weights=weights, classes=classes)
 
 
-def _read_source(store: Store, selection: Selection, buckets: Sequence[Sides], setting: str) -> Source:
+def _read_source(store: Store, selection: Selection, buckets: Sequence[Sides], remedy: str) -> Source:
     """A store as the plan sees it.
 
     Args:
         buckets: height and width of each; empty = none.
-        setting: that filters the store, for errors.
+        remedy: a store.filter that leaves only samples of known sizes, for errors.
 
     Raises:
         ConfigError: the sizes of the images are not known, or not those of some.
@@ -88,8 +88,7 @@ def _read_source(store: Store, selection: Selection, buckets: Sequence[Sides], s
     if unknown.size:
         raise ConfigError(
             f"plan.buckets sorts images by their sizes, and {store.address} has none for {unknown.size} "
-            "samples, "
-            f"the first of them {selection.indices(unknown[:1])[0]}: leave such out by {setting}='width > 0'"
+            f"samples, the first of them {selection.indices(unknown[:1])[0]}: set store.filter to {remedy}"
         )
     return replace(source, buckets=nearest(widths, heights, buckets))
 
@@ -158,55 +157,55 @@ def check_weights(weights: np.ndarray, num_samples: int, setting: str) -> np.nda
     return weights
 
 
-def select(store: Store | None, exclude: PerSource, filter: PerSource, prefix: str = "store.") -> list[Selection]:
-    """Select the samples of a store, without those of a list and those for which a filter is false.
+def select(
+    train: Store, val: Store | None, exclude: PerSource, filter: PerSource
+) -> tuple[list[Selection], Selection | None]:
+    """Select the samples of a run's stores, without those of a list and those for which a filter is false.
 
     Args:
-        store: None = the run reads none.
-        prefix: prefix of the settings' names, for errors.
+        val: None = the run does not validate.
 
     Returns:
-        A selection for each part of a joined store, or one.
+        A selection for each part of the training store, and one for the validation store.
 
     Raises:
         ConfigError: a list or a filter is wrong, or nothing is left.
     """
-    if isinstance(store, JoinedStore):
-        _check_names(store, f"{prefix}exclude", exclude, or_one=False)
-        _check_names(store, f"{prefix}filter", filter, or_one=True)
-        return [
-            _selected(part, _of_source(name, exclude), str(_of_source(name, filter)), prefix)
-            for name, part in store.parts.items()
-        ]
-    if isinstance(exclude, Mapping) or isinstance(filter, Mapping):
-        raise ConfigError(f"{prefix}exclude and {prefix}filter have names, which only a mixture's stores have")
-    if store is None:
-        read_bad_list(exclude, None, f"{prefix}exclude")
-        if filter:
-            raise ConfigError(f"{prefix}filter: there is {filter!r}, and no store to filter")
-        return []
-    return [_selected(store, exclude, str(filter), prefix)]
+    is_mixture = isinstance(train, JoinedStore)
+    parts = train.parts if isinstance(train, JoinedStore) else {"train": train}
+    lists = _by_name("store.exclude", exclude, parts, val, for_all=not is_mixture)
+    filters = _by_name("store.filter", filter, parts, val, for_all=True)
+
+    def selected(name: str, store: Store) -> Selection:
+        return _selected(store, lists.get(name, ""), str(filters.get(name, "")))
+
+    return [selected(name, part) for name, part in parts.items()], selected("val", val) if val else None
 
 
-def _selected(store: Store, exclude: str | Path, filter: str, prefix: str) -> Selection:
-    left_out = read_bad_list(exclude, store, f"{prefix}exclude")
+def _by_name(
+    setting: str, wanted: PerSource, parts: Mapping[str, Store], val: Store | None, for_all: bool
+) -> Mapping[str, str | Path]:
+    """Each store's own value of a setting; `for_all`: one value may be for all training stores."""
+    names = [*parts, "val"]
+    if not isinstance(wanted, Mapping):
+        if wanted and not for_all:
+            raise ConfigError(f"{setting} must be {{NAME: …}} by {', '.join(names)}, got {str(wanted)!r}")
+        return dict.fromkeys(parts, wanted)
+    if set(wanted) - set(names):
+        raise ConfigError(f"{setting} must be {{NAME: …}} by {', '.join(names)}, got {wanted!r}")
+    if wanted.get("val") and val is None:
+        raise ConfigError(f"{setting}: there is {wanted['val']!r} for validation, and no store.val")
+    return wanted
+
+
+def _selected(store: Store, exclude: str | Path, filter: str) -> Selection:
+    left_out = read_bad_list(exclude, store, "store.exclude")
     if not filter:
         return Selection(left_out, len(store))
     from raypipe.stores.filter import matching  # this imports pyarrow.compute
 
-    keep = matching(store, filter, f"{prefix}filter")
+    keep = matching(store, filter, "store.filter")
     keep[left_out] = False
     if not keep.any():
-        raise ConfigError(f"{prefix}exclude and {prefix}filter exclude all of {store.address}: fix one of them")
+        raise ConfigError(f"store.exclude and store.filter exclude all of {store.address}: fix one of them")
     return Selection.where(keep)
-
-
-def _check_names(store: JoinedStore, setting: str, wanted: PerSource, or_one: bool) -> None:
-    if set(wanted) - set(store.parts) if isinstance(wanted, Mapping) else wanted and not or_one:
-        raise ConfigError(
-            f"{setting} must be {{NAME: …}} by the stores of store.train, {', '.join(store.parts)}, got {wanted!r}"
-        )
-
-
-def _of_source(name: str, wanted: PerSource) -> str | Path:
-    return wanted.get(name, "") if isinstance(wanted, Mapping) else wanted

@@ -105,7 +105,7 @@ def block_row(batches: Sequence[MicroBatch], memory: BlockMemory | None = None) 
         memory: that all were made in, whose arrays are not copied; None = each in its own.
     """
     in_block = memory.arrays if memory else {}
-    places = [batch.at for batch in batches]
+    places = [batch.position for batch in batches]
     columns: dict[str, Any] = {
         "step": [at.step for at in places],
         "micro": [at.micro for at in places],

@@ -33,7 +33,7 @@ class StreamSpec:
         pool: the actor pool.
         quarantine: URI of the folder that records bad samples; empty = log only.
         run: name of the run, for metrics and logs.
-        log: format of the stream's log lines.
+        log_format: format of the stream's log lines.
         columns: columns of batches besides images, and the target if it is not a class.
     """
 
@@ -44,7 +44,7 @@ class StreamSpec:
     pool: PoolConfig
     quarantine: str = ""
     run: str = ""
-    log: LogFormat = "text"
+    log_format: LogFormat = "text"
     columns: SampleColumns = field(default=NO_COLUMNS, repr=False)
 
     @property
@@ -55,6 +55,6 @@ class StreamSpec:
 
     def readers(self) -> dict[Split, Store]:
         """The stores that the read stage reads; the actors read the others themselves."""
-        if self.pool.read == "auto":
+        if self.pool.reader == "auto":
             return {split: store for split, store in self.stores.items() if store.groups is not None}
-        return dict(self.stores) if self.pool.read == "stage" else {}
+        return dict(self.stores) if self.pool.reader == "separate" else {}

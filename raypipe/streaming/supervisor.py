@@ -73,15 +73,15 @@ class Supervisor:
     Args:
         max_attempts: most deaths at one block, see above.
         run: name of the run, for metrics and logs.
-        log: format of its log lines; empty = as this process has it.
+        log_format: format of its log lines; empty = as this process has it.
         watches: whether it ends stopped processes of the stream while the stream makes no progress.
     """
 
     def __init__(
-        self, max_attempts: int, run: str = "", log: LogFormat | Literal[""] = "", watches: bool = False
+        self, max_attempts: int, run: str = "", log_format: LogFormat | Literal[""] = "", watches: bool = False
     ) -> None:
-        if log:
-            configure_logs(log, run=run)
+        if log_format:
+            configure_logs(log_format, run=run)
         self._metrics = Recorder(run)
         self._max_attempts = max_attempts
         self._homes: dict[str, str] = {}  # actor → where it runs
@@ -283,12 +283,12 @@ def _split(at: str) -> str:
     return at.partition("-")[0]
 
 
-def start_supervisor(max_attempts: int, run: str = "", log: LogFormat = "text") -> Any:
+def start_supervisor(max_attempts: int, run: str = "", log_format: LogFormat = "text") -> Any:
     """A handle of a Supervisor that runs as an actor, on the node of the caller."""
     actor = ray.remote(Supervisor).options(
         num_cpus=0, max_restarts=-1, max_task_retries=-1, scheduling_strategy=here()
     )
-    return actor.remote(max_attempts, run, log, True)
+    return actor.remote(max_attempts, run, log_format, True)
 
 
 def end_actors(supervisor: Any, iterators: Sequence[Any], rank: int) -> None:

@@ -50,7 +50,7 @@ class TransformWorker:
         # One actor has one core. OpenCV's own threads, one per core of the machine in every actor, would
         # fight over them; unlike OpenMP's they know nothing of OMP_NUM_THREADS, which Ray sets.
         cv2.setNumThreads(1)
-        configure_logs(spec.log, run=spec.run)
+        configure_logs(spec.log_format, run=spec.run)
         self._maker = MicroBatchMaker(spec)
         self._metrics = Recorder(spec.run)
         self._guard = Guard(supervisor, spec.transform.time_limit_s)
@@ -75,7 +75,7 @@ class TransformWorker:
         return row
 
     def _count(self, outcomes: list[Outcome]) -> None:
-        split = outcomes[0].batch.at.split
+        split = outcomes[0].batch.position.split
         bad = [record for outcome in outcomes for record in outcome.bad]
         amounts = {
             "actor_micro_batches_total": len(outcomes),

@@ -77,7 +77,7 @@ def train(run: RunConfig) -> dict[str, Any]:
 
 
 def _train(run: RunConfig, run_uri: str, lease: str) -> dict[str, Any]:
-    configure_logs(run.log, run=run.name)
+    configure_logs(run.log_format, run=run.name)
     spec, num_classes = _checked(run, run_uri)
     stop_was_asked = stop_requested(run_uri)  # of the run before it was stopped, and now goes on
     newest = _newest(run, run_uri, spec)
@@ -96,7 +96,7 @@ def _train(run: RunConfig, run_uri: str, lease: str) -> dict[str, Any]:
         phase(logger, f"starting {allocation.workers} trainer{'s' if allocation.workers > 1 else ''}")
         loop = {"run": run, "spec": spec, "num_classes": num_classes, "max_actors": allocation.max_actors}
         loop |= {"run_uri": run_uri, "lease": lease, "start": start, "begun": begin_phases()}
-        console = RunConsole(spec.plan.steps_per_epoch, spec.plan.has_val, relays=run.log == "text")
+        console = RunConsole(spec.plan.steps_per_epoch, spec.plan.has_val, relays=run.log_format == "text")
         try:
             with console:
                 result = _fit(loop | {"relays": console.relays}, allocation, interrupts)
@@ -148,7 +148,7 @@ def _allocated(
     """Connect to Ray, and share out its cluster; also returns the actor that keeps other runs from starting."""
     wait = functools.partial(Wait, run.train.start_timeout_s, interrupts.check, "train.start_timeout_s")
     phase(logger, "connecting to Ray" if os.environ.get("RAY_ADDRESS") else "starting Ray on this machine")
-    connect(log=run.log, wait=wait())
+    connect(log_format=run.log_format, wait=wait())
     interrupts.stand()
     interrupts.check()
     start = None if started_here() else starting.enter_context(only_start(wait()))
@@ -240,7 +240,7 @@ def _fit(loop: dict[str, Any], allocation: Allocation, interrupts: Interrupts) -
         train_loop,
         per_step=run.plan.per_step,
         run_uri=run_uri,
-        log=run.log,
+        log_format=run.log_format,
         timeout_s=run.pool.stall_timeout_s,
         take_signals=lambda: interrupts.hand_over(on_interrupt, lambda: stop_answered(run_uri)),
         train_loop_config=loop,

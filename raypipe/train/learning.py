@@ -96,7 +96,7 @@ class Learner:
             self._model.compile()
         self._parallel: nn.Module = self._model
         self._gradients: OrderedGradients | None = None
-        if config.ordered_sum == "yes" or (config.ordered_sum == "auto" and not on_cuda):
+        if config.deterministic_reduce is True or (config.deterministic_reduce == "auto" and not on_cuda):
             self._gradients = OrderedGradients(self._model, self._per_rank, world_size)
         elif world_size > 1:
             # StepBatchNorm keeps the only buffers that training changes the same on all ranks.
@@ -121,13 +121,13 @@ class Learner:
             raise ConfigError(f"transform.train {NO_VIEWS}")
         # On the host: a label out of range would otherwise end a GPU run in a device-side assertion.
         if self.has_classes:
-            check_labels(batch.label, self._num_classes, lambda row: f"sample {batch.index[row]}")
+            check_labels(batch.target_host, self._num_classes, lambda row: f"sample {batch.index[row]}")
         torch.manual_seed(batch.seed)  # dropout, too, is a function of the micro-batch
         synchronise = last or self._parallel is self._model
         with contextlib.nullcontext() if synchronise else self._parallel.no_sync():  # type: ignore[operator]
             logits = self._logits(self._parallel, batch)
             self._batch_norm.take()  # what it sends to other ranks is under way during the backward
-            losses = self._checked(mixed_losses(self._loss, logits, batch.target, batch.mixed), len(batch.weight))
+            losses = self._checked(mixed_losses(self._loss, logits, batch.target, batch.mix), len(batch.weight))
             loss = (losses * batch.weight).sum() / len(losses)
             # DDP averages over ranks, the ordered sum adds.
             share = self._per_step if self._gradients else self._per_rank

@@ -55,7 +55,7 @@ def train_loop(config: dict[str, Any]) -> None:
     is_first = rank == 0
     relays = options.pop("relays")
     relay_progress(relays)
-    configure_logs(options["run"].log, run=options["spec"].run, rank=rank)
+    configure_logs(options["run"].log_format, run=options["spec"].run, rank=rank)
     begin_phases(options.pop("begun"))
     if is_first:
         phase(logger, "starting the stream and the model")
@@ -187,14 +187,14 @@ class Trainer:
         begins_step, first, lr = True, not self.loader.times().images, 0.0
         for batch in batches:
             if begins_step:
-                lr, samples = self._schedule(plan.global_step(batch.at), total, warmup, config.lr), []
+                lr, samples = self._schedule(plan.global_step(batch.position), total, warmup, config.lr), []
                 self.learner.begin_step(lr)
             begins_step = batch.ends_step
-            samples.append((batch.at, batch.index.tolist()))
+            samples.append((batch.position, batch.index.tolist()))
             losses.append(self.learner.backward(batch, last=batch.ends_step))
             if not batch.ends_step:
                 continue
-            done, step = self.loader.global_step, batch.at.step + 1
+            done, step = self.loader.global_step, batch.position.step + 1
             self.learner.end_step(done)
             if config.log_samples:
                 self._log_samples(samples)
@@ -283,7 +283,7 @@ class Trainer:
             # Bad samples and padding: their pixels are zeros, their losses must not even be NaN.
             real = batch.weight > 0
             sums += torch.stack([torch.where(real, x, 0.0).sum() for x in (losses, correct, batch.weight)])
-            if batch.ends_step and batch.at.step + 1 < batches.segment.num_steps:
+            if batch.ends_step and batch.position.step + 1 < batches.segment.num_steps:
                 is_due = self._look()
                 if self.stopping:  # the checkpoint is that of the training: the validation is made again
                     return

@@ -29,7 +29,7 @@ Schedule = Callable[[int, int, int, float], float]
 
 def check_code(config: TrainConfig, channels: int) -> None:
     """Raise ConfigError if a setting names a model or a function that does not exist."""
-    for name in ("model", "loss", "optimizer", "schedule"):
+    for name in ("model", "loss", "optimizer", "lr_schedule"):
         if ":" in (address := getattr(config, name)):
             import_name(address, f"train.{name}")
         elif name == "model":
@@ -130,7 +130,9 @@ def fit_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def build_schedule(config: TrainConfig) -> Schedule:
-    return learning_rate if config.schedule == "cosine" else import_name(config.schedule, "train.schedule")
+    return (
+        learning_rate if config.lr_schedule == "cosine" else import_name(config.lr_schedule, "train.lr_schedule")
+    )
 
 
 def build_loss(config: TrainConfig, *, smooth: bool = True) -> Loss:
@@ -165,7 +167,7 @@ def num_classes_of(run: RunConfig, spec: StreamSpec) -> int:
             raise ConfigError(f"transform.{split} {NO_VIEWS}")
     if not spec.columns.has_target:
         raise ConfigError(
-            "a run trains on targets, and store.label_column is '': name a column, or write a loop of your own "
+            "a run trains on targets, and store.target_column is '': name a column, or write a loop of your own "
             "around raypipe.loader, as docs/transforms.md does"
         )
     if target := spec.columns.target:

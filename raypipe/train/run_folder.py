@@ -106,7 +106,7 @@ def located(run: RunConfig, prefix: str = "") -> Iterator[tuple[RunConfig, str, 
         now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
         run = dataclasses.replace(run, name=f"{prefix}{now}-{secrets.token_hex(2)}")
     if run.resume:
-        check_owner(run.resume, run.trust)
+        check_owner(run.resume, run.trust_run_code)
         parent, name = split(run.resume)
         run = dataclasses.replace(run, storage_path=parent or ".", name=name)
     run_uri = join(as_uri(run.storage_path), run.name)
@@ -183,7 +183,7 @@ def store_config(run: RunConfig, run_uri: str) -> None:
 
 
 def as_plain(run: RunConfig) -> dict[str, Any]:
-    """A configuration as dicts, lists and scalars, as YAML has it; `resume` and `trust` left out."""
+    """A configuration as dicts, lists and scalars, as YAML has it; `resume` and `trust_run_code` left out."""
     plain = dataclasses.asdict(run)
-    del plain["resume"], plain["trust"]
+    del plain["resume"], plain["trust_run_code"]
     return json.loads(json.dumps(plain))  # tuples become lists

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -92,7 +92,7 @@ class MicroBatchTransform:
 
     Args:
         content: contents of samples.
-        on_bad_sample: "raise", or "substitute" another sample.
+        tolerant: a bad sample is replaced by another one; otherwise its error is raised.
         exact: for validation: a bad sample is not substituted, its row has weight 0.
         store_address: named in errors and records.
         sample_name: returns the store's name of a sample by its index, for errors and records.
@@ -105,7 +105,7 @@ class MicroBatchTransform:
         self,
         content: Content,
         *,
-        on_bad_sample: Literal["substitute", "raise"] = "substitute",
+        tolerant: bool = True,
         exact: bool = False,
         store_address: str = "",
         sample_name: Callable[[int], str] = lambda _: "",
@@ -114,7 +114,7 @@ class MicroBatchTransform:
         probe: Callable[[], Iterable[EncodedSample]] = tuple,
     ) -> None:
         self.content, self._columns, self._probe = content, columns, probe
-        self._on_bad_sample, self._exact, self._decoded = on_bad_sample, exact, decoded
+        self._tolerant, self._exact, self._decoded = tolerant, exact, decoded
         self._store_address, self._sample_name = store_address, sample_name
 
     @property
@@ -164,7 +164,7 @@ class MicroBatchTransform:
             except SampleError as error:
                 record = self._record(index, error)
                 bad.append(record)
-                if self._exact and self._on_bad_sample != "raise":
+                if self._exact and self._tolerant:
                     rows.leave_out(row, index)
                     continue
                 for other, substitute, other_key in self._substitutes(index, error, substitutes, row):
@@ -255,8 +255,8 @@ class MicroBatchTransform:
     ) -> Iterable[Candidate]:
         """The stand-ins for a bad sample; raises its error where there are to be none."""
         bad = f"{self._title(index)}: {error}"
-        if self._on_bad_sample == "raise":
-            hint = f"transform.on_bad_sample='substitute' would go on without it; or {error.advice}"
+        if not self._tolerant:
+            hint = f"with a transform.max_bad_fraction above 0 the run would use another one; or {error.advice}"
             raise type(error)(f"{bad} ({hint})") from error
         if substitutes is None:
             raise SampleError(f"{bad} (and there is nothing to read a substitute with)") from error

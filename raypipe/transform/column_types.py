@@ -51,7 +51,9 @@ def find_columns(
         StoreError: a store cannot be read.
     """
     if LABEL in declared and not label:
-        raise ConfigError("store.columns names 'label', the target, and label_column is '': leave one of them out")
+        raise ConfigError(
+            "store.columns names 'label', the target, and target_column is '': leave one of them out"
+        )
     by_store = [
         (part.address, _of_store(part, declared, function, indices, label))
         for split, store in stores.items()
@@ -128,7 +130,7 @@ def _of_store(
         if name == LABEL and kind.kind != "array":
             raise ConfigError(
                 f"{where} is the target, and is {kind}: targets are numbers, or lists of one length; declare "
-                "store.columns={label: {length: …}}, or name another store.label_column"
+                "store.columns={label: {length: …}}, or name another store.target_column"
             )
         if name == LABEL and name not in options and not kind.shape and np.dtype(kind.dtype).kind in "iu":
             kind = CLASS  # any width

@@ -127,7 +127,7 @@ class MicroBatch:
     """A micro-batch in host memory, possibly read-only. Padding, and bad samples of a validation, have weight 0.
 
     Attributes:
-        at: its place.
+        position: its place.
         index: int64 (B,), the sample that was delivered, so a substitute's own; -1 for padding.
         weight: float32 (B,), 1 or 0.
         fields: by name: arrays (B, …), and `Ragged`.
@@ -135,7 +135,7 @@ class MicroBatch:
         read_s, work_s: seconds that were spent on reading it, and on it in all.
     """
 
-    at: MicroBatchId
+    position: MicroBatchId
     index: np.ndarray
     weight: np.ndarray
     fields: dict[str, np.ndarray | Ragged]

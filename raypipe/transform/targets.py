@@ -205,20 +205,20 @@ def _check_number(name: str, number: int, field: Field) -> None:
     most = (field.shape or (0,))[0]
     if number > most:
         raise ConfigError(
-            f"it has {number} {name}, and transform.max_{name} is {most}: raise it, or leave the sample out"
+            f"it has {number} {name}, and transform.max_targets is {most}: raise it, or leave the sample out"
         )
 
 
-def _rows_of(width: int, limit: str) -> Callable[[TransformConfig], Field]:
-    """A field of up to as many rows of numbers as a setting says, the last of which is a label."""
+def _rows_of(width: int) -> Callable[[TransformConfig], Field]:
+    """A field of up to transform.max_targets rows of numbers, the last of which is a label."""
     fill = (*([0.0] * (width - 1)), float(NO_BOX))
-    return lambda config: Field("array", "float32", (getattr(config, limit), width), fill, is_padded=True)
+    return lambda config: Field("array", "float32", (config.max_targets, width), fill, is_padded=True)
 
 
 TARGETS = {
     "mask": Target("mask", decode_mask, lambda _: Field("array", "uint8", None, IGNORE), _finish_mask),
-    "boxes": Target("bboxes", decode_boxes, _rows_of(5, "max_boxes"), _finish_boxes),
-    "keypoints": Target("keypoints", decode_keypoints, _rows_of(3, "max_keypoints"), _finish_keypoints),
+    "boxes": Target("bboxes", decode_boxes, _rows_of(5), _finish_boxes),
+    "keypoints": Target("keypoints", decode_keypoints, _rows_of(3), _finish_keypoints),
 }
 """By name; `TransformConfig` has a setting NAME_column for each."""
 

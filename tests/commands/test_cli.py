@@ -53,7 +53,7 @@ def convert(
         ("a --plan.micro-batch-size=8", {"src": "a", "plan.micro_batch_size": "8"}),
         ("a --plan.micro_batch_size -8", {"src": "a", "plan.micro_batch_size": "-8"}),
         ("a --transform.train=my-mod:f=x-y", {"src": "a", "transform.train": "my-mod:f=x-y"}),
-        ("a --big --no-trust", {"src": "a", "big": "true", "trust": "false"}),
+        ("a --big --no-trust-run-code", {"src": "a", "big": "true", "trust_run_code": "false"}),
         ("--big=false a", {"src": "a", "big": "false"}),
         ("--no-big a --transform.apply-exif", {"src": "a", "big": "false", "transform.apply_exif": "true"}),
         ("a --no-transform.apply-exif", {"src": "a", "transform.apply_exif": "false"}),
@@ -426,10 +426,10 @@ def test_help_loads_no_library_that_the_work_itself_needs() -> None:
 def test_numbers_and_words_of_a_file_are_those_of_yaml_1_2(tmp_path: Path) -> None:
     file = tmp_path / "my.yaml"
     file.write_text(
-        "train: {lr: 1e-3, weight_decay: 5.e-5, amp: off, ordered_sum: no, use_gpu: true}\nname: 2026-11-25\n"
+        "train: {lr: 1e-3, weight_decay: 5.e-5, amp: off, model: no, use_gpu: true}\nname: 2026-11-25\n"
     )
     run = parse(f"--config={file}")
-    assert (run.train.lr, run.train.weight_decay, run.train.amp, run.train.ordered_sum) == (
+    assert (run.train.lr, run.train.weight_decay, run.train.amp, run.train.model) == (
         0.001,
         5e-5,
         "off",

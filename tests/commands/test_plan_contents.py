@@ -38,7 +38,7 @@ def test_the_classes_of_a_balanced_plan_are_drawn_alike() -> None:
 
 
 @pytest.mark.parametrize(
-    "config", [{"weights": "weight"}, {"class_balance": 0.5, "repeats": 2, "repeats_in": "micro_batch"}]
+    "config", [{"weights": "weight"}, {"class_balance": 0.5, "aug_repeats": 2, "global_batch_size": 8}]
 )
 def test_draws_that_are_too_many_to_count_are_those_of_a_pass(
     config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -58,11 +58,11 @@ def test_sources_have_the_draws_that_the_stream_has() -> None:
     plan = plan_of(
         joined,
         mixture={0: {"long": 3, "small": 1}, 1: {"long": 1, "small": 1}},
-        repeats=2,
-        repeats_in="micro_batch",
+        aug_repeats=2,
+        global_batch_size=8,
     )
     sources = _of_sources(plan, joined)
-    positions = np.arange(plan.steps_per_epoch * 4)
+    positions = np.arange(plan.steps_per_epoch * 8)
     drawn = [np.bincount(plan.source_of(plan.draw_epoch(epoch, positions).indices)) for epoch in (0, 2)]
     assert list(zip(*(source["share"] for source in sources.values()), strict=True)) == [
         tuple((counts / len(positions)).tolist()) for counts in drawn

@@ -89,10 +89,8 @@ def test_the_left_overs_of_buckets_are_told() -> None:
         "16x99": {"samples": 0, "micro_batches": 0, "left_over": 0, "share": [0, 0]},
     }
     assert (found["steps"], found["buckets_left_over"], found["left_over"]) == (6, 0, 5)
-    found = bucketed(sized(30, 23), repeats=2)
+    found = bucketed(sized(30, 23), aug_repeats=2)
     assert (found["steps"], found["buckets"]["16x24"]["micro_batches"], found["buckets_left_over"]) == (12, 10, 0)
-    found = bucketed(sized(30, 23), repeats=2, repeats_in="micro_batch")
-    assert (found["steps"], found["buckets_left_over"]) == (13, 0)
     found = bucketed(sized(30, 23), epoch_samples=20)
     assert (found["steps"], found["buckets_left_over"]) == (2, None)
     found = bucketed(sized(30, 23), global_batch_size=20)

@@ -245,7 +245,7 @@ def scenes(bad: int = -1) -> MemoryStore:
 
 
 def test_masks_and_boxes_are_on_the_tiles_where_the_stream_has_them() -> None:
-    settings = TransformConfig(train="resize", size=24, mask_column="seg", boxes_column="objects", max_boxes=2)
+    settings = TransformConfig(train="resize", size=24, mask_column="seg", boxes_column="objects", max_targets=2)
     shown = made(scenes(bad=5), AugmentConfig(), settings)
     for index in (3, 5):
         decoded, *others = shown.tiles([index], [0])[0][0]

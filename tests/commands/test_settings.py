@@ -108,12 +108,12 @@ NAMED: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("settings", NAMED)
 def test_code_named_by_a_targets_configuration_needs_trust(settings: dict[str, Any], tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", store={"train": "a.lmdb"}, trust=True, **settings)
+    folder = write_run(tmp_path / "run", store={"train": "a.lmdb"}, trust_run_code=True, **settings)
     with pytest.raises(
-        ConfigError, match=r"run names code \(.*: planted:make.*\), which would run: .* add --trust"
+        ConfigError, match=r"run names code \(.*: planted:make.*\), which would run: .* add --trust-run-code"
     ):
         parse(str(folder))
-    run = parse(str(folder), "--trust")
+    run = parse(str(folder), "--trust-run-code")
     assert run.store.train == "a.lmdb" and "planted:make" in str(run)
     assert "planted" not in sys.modules
 
@@ -152,8 +152,8 @@ COMMANDS = [
     ["report", "."],
     ["bench", "."],
     ["train", "--resume", "."],
-    ["train", "--resume", ".", "--trust"],
-    ["digest", ".", "--pool.engine=inline", "--trust"],
+    ["train", "--resume", ".", "--trust-run-code"],
+    ["digest", ".", "--pool.engine=inline", "--trust-run-code"],
     ["digest", "--store.train=.", "--pool.engine=inline", "--transform.train=planted:make", *SMALL],
     ["convert", ".", "../a.lmdb", "--layout=planted:make"],
 ]

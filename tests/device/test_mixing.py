@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 
 from raypipe.config import AugmentConfig
 from raypipe.device.mixing import (
-    Mixed,
+    Mix,
     MixPlan,
     check_mixable,
     draw_mix,
@@ -60,7 +60,7 @@ def test_cutmix_by_hand() -> None:
 
 
 def test_soft_targets_with_label_smoothing_by_hand() -> None:
-    target, mixed = torch.tensor([0]), Mixed(torch.tensor([3]), 0.75, False)
+    target, mixed = torch.tensor([0]), Mix(torch.tensor([3]), 0.75, False)
     found = soft_targets(target, mixed, 4, smoothing=0.2)
     # 0.8 · (0.75, 0, 0, 0.25) + 0.05
     torch.testing.assert_close(found, torch.tensor([[0.65, 0.05, 0.05, 0.25]]))
@@ -73,7 +73,7 @@ def test_the_loss_of_two_halves_is_that_of_the_soft_targets(num_classes: int, sm
     torch.manual_seed(0)
     logits = torch.randn(6, num_classes, dtype=torch.float64)
     target = torch.randint(num_classes, (6,))
-    mixed = Mixed(torch.randint(num_classes, (6,)), 0.3, True)
+    mixed = Mix(torch.randint(num_classes, (6,)), 0.3, True)
     soft = soft_targets(target, mixed, num_classes, smoothing)
     expected = cross_entropy(logits, soft.double(), reduction="none")
     found = mixed_cross_entropy(logits, target, mixed, smoothing)
@@ -154,7 +154,7 @@ def test_floats_and_vectors_of_0_and_1_are_mixed_by_hand() -> None:
 
 def test_squared_error_of_two_halves_has_the_mixed_targets_gradient() -> None:
     target, partner = torch.tensor([1.0, 3]), torch.tensor([2.0, -1])
-    mixed = Mixed(partner, 0.3, False)
+    mixed = Mix(partner, 0.3, False)
     gradients = []
     for loss in (
         lambda outputs: mixed_losses(lambda x, y: (x - y) ** 2, outputs, target, mixed),

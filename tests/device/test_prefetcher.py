@@ -42,12 +42,16 @@ def on_cpu(batches: list[MicroBatch], **more: Any) -> Iterator[Batch]:
 
 
 def assert_same(batch: Batch, host: MicroBatch) -> None:
-    assert batch.at == host.at and batch.num_bad == host.num_bad and batch.seed == 100 + host.at.step
+    assert (
+        batch.position == host.position
+        and batch.num_bad == host.num_bad
+        and batch.seed == 100 + host.position.step
+    )
     assert batch.image.is_contiguous(memory_format=torch.channels_last)
     assert (batch.image.numpy() == host["image"].transpose(0, 3, 1, 2)).all() and batch.image.dtype == torch.uint8
     assert (batch.target.numpy() == host["label"]).all() and batch.target.dtype == torch.int64
     assert (batch.weight.numpy() == host.weight).all() and batch.weight.dtype == torch.float32
-    assert (batch.label == host["label"]).all() and (batch.index == host.index).all()
+    assert (batch.target_host == host["label"]).all() and (batch.index == host.index).all()
 
 
 # Micro-batches

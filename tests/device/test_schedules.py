@@ -178,7 +178,7 @@ class Consumer:
 
 
 def use_batch(consumer: Consumer, batch: Any, host: MicroBatch) -> None:
-    assert batch.at == host.at and batch.index.tolist() == host.index.tolist()
+    assert batch.position == host.position and batch.index.tolist() == host.index.tolist()
     host = host.in_rgb()
     consumer.use(batch.image, host["image"].transpose(0, 3, 1, 2))
     consumer.use(batch.target, host["label"])

@@ -117,13 +117,15 @@ def spec_of(store: str, max_actors: int, kind: str = "") -> StreamSpec:
         transform=TransformConfig(),
         train_transform=crop,
         val_transform=crop,
-        pool=PoolConfig(min_actors=min_actors, max_actors=max_actors, block=block, stall_timeout_s=60),
+        pool=PoolConfig(
+            min_actors=min_actors, max_actors=max_actors, micro_batches_per_block=block, stall_timeout_s=60
+        ),
     )
 
 
 def digest_of(batch: Batch) -> bytes:
-    fields = {"image": batch.image.permute(0, 2, 3, 1).numpy(), "label": batch.label}
-    return batch_digest(MicroBatch(batch.at, batch.index, batch.weight.numpy(), {**fields}))
+    fields = {"image": batch.image.permute(0, 2, 3, 1).numpy(), "label": batch.target_host}
+    return batch_digest(MicroBatch(batch.position, batch.index, batch.weight.numpy(), {**fields}))
 
 
 def without_ray(spec: StreamSpec) -> list[tuple[str, bytes]]:
@@ -171,7 +173,7 @@ def consume(spec: StreamSpec, damage: Damage, after: int) -> tuple[list[tuple[st
     for batch in every_batch(stream):
         if rows:
             longest = max(longest, time.monotonic() - asked)
-        rows.append((str(batch.at), digest_of(batch)))
+        rows.append((str(batch.position), digest_of(batch)))
         if len(rows) == after:
             hurting.append(_background.submit(damage.hurt))
             if damage.mend:
@@ -203,14 +205,16 @@ def train_fn(config: dict[str, Any]) -> None:
         rows = [row for row in seen if int(row[0][-3:]) % stream.world_size == stream.rank]
     steps = 0
     for batch in every_batch(stream):
-        rows.append((str(batch.at), digest_of(batch).hex()))
+        rows.append((str(batch.position), digest_of(batch).hex()))
         time.sleep(config["consume_s"])
         with (folder / f"done-{stream.rank}").open("a") as file:
-            file.write(json.dumps([time.monotonic(), attempt, str(batch.at)]) + "\n")
+            file.write(json.dumps([time.monotonic(), attempt, str(batch.position)]) + "\n")
         steps += batch.ends_step
-        if batch.ends_step and (batch.at.split == "train" or stream.cursor.step == 0):  # a step, or a validation
+        if batch.ends_step and (
+            batch.position.split == "train" or stream.cursor.step == 0
+        ):  # a step, or a validation
             noticed = config["heeds_notices"] and getattr(stream, "should_checkpoint", lambda: False)()
-            if noticed or (batch.at.split == "train" and steps % CHECKPOINT_EVERY == 0):
+            if noticed or (batch.position.split == "train" and steps % CHECKPOINT_EVERY == 0):
                 report(stream, rows)
     report(stream, rows)
 

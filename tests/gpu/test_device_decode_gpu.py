@@ -171,7 +171,7 @@ def test_a_consumer_on_its_own_stream_gets_every_micro_batch_whole() -> None:
     def host_batches() -> Iterator[MicroBatch]:
         for step in range(16):
             at, label = MicroBatchId("train", 0, step, 0), np.full(10, step)
-            yield replace(with_fields(images[step % 4], {"label": label}), at=at)
+            yield replace(with_fields(images[step % 4], {"label": label}), position=at)
 
     def consumed(stream: torch.cuda.Stream) -> list[tuple[torch.Tensor, ...]]:
         kept = []

@@ -44,7 +44,7 @@ def hashes(spec: StreamSpec, **options: Any) -> dict[str, str]:
     for batch in every_batch(loader(spec, **options)):
         parts = (batch.image, batch.target, batch.weight)
         content = b"".join(part.cpu().contiguous().numpy().tobytes() for part in parts)
-        found[str(batch.at)] = hashlib.blake2b(content + batch.index.tobytes()).hexdigest()
+        found[str(batch.position)] = hashlib.blake2b(content + batch.index.tobytes()).hexdigest()
         assert options.get("device", "cpu") == "cpu" or batch.image.is_cuda
     assert found
     return found
@@ -111,7 +111,7 @@ def test_masks_and_boxes_reach_the_device(tmp_path: Path) -> None:
             boxes = np.array([[x, y, x + side, y + side, 0]], "<f4").tobytes()
             image = png(np.repeat(mask[:, :, None] * 200, 3, 2))
             writer.append({"image": image, "seg": png(mask), "objects": boxes})
-    targets = {"mask_column": "seg", "boxes_column": "objects", "max_boxes": 4}
+    targets = {"mask_column": "seg", "boxes_column": "objects", "max_targets": 4}
     spec = open_stream(
         tmp_path / "squares.parquet",
         plan=PlanConfig(epochs=1, micro_batch_size=6),

@@ -81,7 +81,7 @@ def test_the_job_trains_on_the_gpu_without_being_asked_to(stores: dict[str, Path
 def test_a_run_whose_trainer_is_killed_learns_what_an_unbroken_one_does(
     amp: Any, stores: dict[str, Path], tmp_path: Path
 ) -> None:
-    run, killed = run_of(stores, tmp_path, amp=amp, ordered_sum="yes", max_failures=0), list[int]()
+    run, killed = run_of(stores, tmp_path, amp=amp, deterministic_reduce=True, max_failures=0), list[int]()
     unbroken = train(dataclasses.replace(run, name="unbroken"))
     killer = threading.Thread(target=kill_a_worker_at, args=(tmp_path / "killed", 7, killed), daemon=True)
     killer.start()
@@ -110,7 +110,7 @@ def test_more_trainers_than_gpus_are_refused_at_once_with_the_settings(
 def test_a_process_for_each_of_two_gpus_learns_by_nccl_what_one_does(
     optimizer: Any, amp: Any, stores: dict[str, Path], tmp_path: Path
 ) -> None:
-    run, found = run_of(stores, tmp_path, amp=amp, ordered_sum="yes"), []
+    run, found = run_of(stores, tmp_path, amp=amp, deterministic_reduce=True), []
     for num_workers in (1, 2):
         settings = dataclasses.replace(run.train, optimizer=optimizer, num_workers=num_workers)
         found.append(losses(train(dataclasses.replace(run, train=settings, name=f"{num_workers}-workers"))))

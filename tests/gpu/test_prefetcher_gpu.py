@@ -57,7 +57,7 @@ def test_a_busy_compute_stream_still_sees_each_batch_whole(depth: int) -> None:
     # The host is far ahead of the device: only the events keep transfers from overwriting what is yet to be read.
     kept = []
     for batch in on_device(host_batches(30), CUDA, lambda at: at.step, depth):
-        assert batch.image.device.type == "cuda" and batch.seed == batch.at.step
+        assert batch.image.device.type == "cuda" and batch.seed == batch.position.step
         assert batch.image.is_contiguous(memory_format=torch.channels_last)
         torch.cuda._sleep(BUSY)
         kept.append((batch.image.clone(), batch.target.clone()))

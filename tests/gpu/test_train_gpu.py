@@ -37,7 +37,7 @@ KINDS = [
     {"optimizer": "adamw", "amp": "fp16", "ema_decay": 0.9, "max_grad_norm": 1.0},
 ]
 kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind['optimizer']}-{kind['amp']}")
-ordered = pytest.mark.parametrize("ordered_sum", ["yes", "no"])
+ordered = pytest.mark.parametrize("deterministic_reduce", [True, False])
 
 
 @pytest.fixture(autouse=True)
@@ -112,8 +112,8 @@ def assert_same_update(before: dict[str, Any], one: dict[str, Any], other: dict[
 
 @kinds
 @ordered
-def test_repeated_and_resumed_runs_end_with_the_same_bits(kind: Any, ordered_sum: Any) -> None:
-    settings = kind | {"ordered_sum": ordered_sum}
+def test_repeated_and_resumed_runs_end_with_the_same_bits(kind: Any, deterministic_reduce: Any) -> None:
+    settings = kind | {"deterministic_reduce": deterministic_reduce}
     unbroken = learn(learner(**settings), range(6))
     assert_same_bits(learn(learner(**settings), range(6)), unbroken)
     state, resumed = learn(learner(**settings), range(3)), learner(**settings)
@@ -143,14 +143,14 @@ def test_the_whole_device_side_gives_the_same_bits_on_any_stream() -> None:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for batch in on_device(host_batches(), CUDA, lambda at: 7 * at.step + at.micro):
-                if batch.at.micro == 0:
+                if batch.position.micro == 0:
                     learning.begin_step(0.01)
                 counts = batch.index >= 0
                 image, mixed = augment(batch.image, batch.target, counts, seed=batch.seed)
-                last = batch.at.micro == PER_STEP - 1
-                learning.backward(batch.with_fields({"image": image}, mixed=mixed), last)
+                last = batch.position.micro == PER_STEP - 1
+                learning.backward(batch.with_fields({"image": image}, mix=mixed), last)
                 if last:
-                    learning.end_step(batch.at.step + 1)
+                    learning.end_step(batch.position.step + 1)
             return checkpoint(learning)
 
     assert_same_bits(trained(torch.cuda.Stream()), trained(torch.cuda.default_stream()))
@@ -159,12 +159,14 @@ def test_the_whole_device_side_gives_the_same_bits_on_any_stream() -> None:
 # Two ranks: on one device by gloo, which NCCL refuses, and on two by NCCL
 
 
-def two_ranks(rank: int, folder: str, backend: str, ordered_sum: Any) -> None:
+def two_ranks(rank: int, folder: str, backend: str, deterministic_reduce: Any) -> None:
     """Runs in a process for each rank."""
     device = torch.device("cuda", rank if backend == "nccl" else 0)
     torch.cuda.set_device(device)
     dist.init_process_group(backend, init_method=f"file://{folder}/ranks", rank=rank, world_size=2)
-    state = learn(learner(device, world_size=2, ordered_sum=ordered_sum), range(3), device, rank, 2)
+    state = learn(
+        learner(device, world_size=2, deterministic_reduce=deterministic_reduce), range(3), device, rank, 2
+    )
     torch.save(state, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
@@ -174,14 +176,14 @@ several = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CU
 
 @ordered
 @pytest.mark.parametrize("backend", ["gloo", pytest.param("nccl", marks=several)])
-def test_two_ranks_learn_what_one_does(ordered_sum: Any, backend: str, tmp_path: Path) -> None:
+def test_two_ranks_learn_what_one_does(deterministic_reduce: Any, backend: str, tmp_path: Path) -> None:
     """By ordered sums to the bit, by DistributedDataParallel to rounding."""
-    torch.multiprocessing.spawn(two_ranks, (str(tmp_path), backend, ordered_sum), nprocs=2)
+    torch.multiprocessing.spawn(two_ranks, (str(tmp_path), backend, deterministic_reduce), nprocs=2)
     before = checkpoint(learner())
-    alone = learn(learner(ordered_sum=ordered_sum), range(3))
+    alone = learn(learner(deterministic_reduce=deterministic_reduce), range(3))
     first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2))
     assert_same_bits(first["model"], second["model"])
-    if ordered_sum == "yes":
+    if deterministic_reduce:
         assert_same_bits(first["model"], alone["model"])
         assert_same_bits(first["optimizer"], alone["optimizer"])
     assert_same_update(before, alone, first, to=0.02)
@@ -254,7 +256,7 @@ def test_the_fused_optimizer_does_what_the_plain_one_does(optimizer: Any) -> Non
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_an_fp16_overflow_in_the_very_first_step_leaves_no_trace(optimizer: Any) -> None:
     """The fused SGD of torch would go on with a momentum of uninitialised memory: here that memory is NaN."""
-    settings = {"optimizer": optimizer, "amp": "fp16", "ordered_sum": "no"}
+    settings = {"optimizer": optimizer, "amp": "fp16", "deterministic_reduce": False}
     found = []
     for fused in (True, False):
         junk = [torch.full((size,), float("nan"), device=CUDA) for size in range(32, 200_000, 1000)]
@@ -279,8 +281,14 @@ def test_an_fp16_overflow_in_the_very_first_step_leaves_no_trace(optimizer: Any)
 
 @pytest.mark.parametrize("amp", ["off", "bf16", "fp16"])
 @ordered
-def test_the_gradient_is_clipped_to_its_true_norm(amp: Any, ordered_sum: Any) -> None:
-    settings = {"optimizer": "sgd", "momentum": 0.0, "weight_decay": 0.0, "amp": amp, "ordered_sum": ordered_sum}
+def test_the_gradient_is_clipped_to_its_true_norm(amp: Any, deterministic_reduce: Any) -> None:
+    settings = {
+        "optimizer": "sgd",
+        "momentum": 0.0,
+        "weight_decay": 0.0,
+        "amp": amp,
+        "deterministic_reduce": deterministic_reduce,
+    }
     for norm in (1e-3, 1e-2):
         learning = learner(**settings, max_grad_norm=norm)
         before = [parameter.detach().clone() for parameter in learning._model.parameters()]
@@ -295,15 +303,15 @@ def test_the_gradient_is_clipped_to_its_true_norm(amp: Any, ordered_sum: Any) ->
 
 @kinds
 @ordered
-def test_the_host_never_waits_for_a_step(kind: Any, ordered_sum: Any) -> None:
-    learning = learner(**kind, ordered_sum=ordered_sum)
+def test_the_host_never_waits_for_a_step(kind: Any, deterministic_reduce: Any) -> None:
+    learning = learner(**kind, deterministic_reduce=deterministic_reduce)
     steps = [[micro_batch(step, micro, CUDA) for micro in range(PER_STEP)] for step in range(8)]
     total = torch.zeros((), device=CUDA)
 
     def run(number: int) -> None:
         learning.begin_step(0.01)
         for batch in steps[number]:
-            total.add_(learning.backward(batch, last=batch.at.micro == PER_STEP - 1))
+            total.add_(learning.backward(batch, last=batch.position.micro == PER_STEP - 1))
         learning.end_step(number + 1)
 
     for number in range(3):
@@ -340,7 +348,7 @@ def test_a_compiled_model_learns_what_the_plain_one_does(amp: Any) -> None:
 @several
 def test_a_device_that_is_not_the_current_one_learns_the_same() -> None:
     second = torch.device("cuda", 1)
-    settings = {"optimizer": "adamw", "amp": "fp16", "ema_decay": 0.9, "ordered_sum": "yes"}
+    settings = {"optimizer": "adamw", "amp": "fp16", "ema_decay": 0.9, "deterministic_reduce": True}
     one, other = learn(learner(**settings), range(3)), learn(learner(second, **settings), range(3), second)
     assert torch.cuda.current_device() == 0
     assert_same_bits(one, other)

@@ -47,7 +47,7 @@ class Rank:
 
     def given(self, batch: Batch) -> dict[str, Any]:
         """What the loops get of a batch, which is written down."""
-        at = batch.at
+        at = batch.position
         with (self.folder / f"seen-{self.rank}").open("a") as file:
             file.write(json.dumps([at.split, at.epoch, at.step, at.micro, *batch.index.tolist()]) + "\n")
         counts = batch.weight > 0
@@ -107,7 +107,7 @@ class Rank:
     def accelerate(self, loader: Loader) -> None:
         from accelerate import Accelerator
 
-        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=loader.accumulation)
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=loader.accumulation_steps)
         loaders, net = raypipe.plain_loaders(loader, self.given), Net()
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         model, optimizer, train, val = accelerator.prepare(net, optimizer, *loaders)
@@ -156,7 +156,7 @@ class Rank:
             disable_tqdm=True,
             ddp_backend="gloo",
         )
-        trainer = StreamTrainer(Net(), arguments, loader=loader, form=self.given, callbacks=[Watch()])
+        trainer = StreamTrainer(Net(), arguments, loader=loader, format=self.given, callbacks=[Watch()])
         trainer.train(get_last_checkpoint(str(self.folder)))
         losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
         (self.folder / "eval_loss").write_text(str(losses[-1]))

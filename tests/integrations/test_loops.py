@@ -134,10 +134,10 @@ def test_a_trainer_is_not_given_batches_that_are_gone_when_it_uses_them(
 
     from raypipe.integrations.transformers import StreamTrainer
 
-    one = loader(ranks.spec_of(str(stores["train"])), keep=2)
+    one = loader(ranks.spec_of(str(stores["train"])), keep_batches=2)
     one.device = torch.device("cuda")
     arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
-    with pytest.raises(ConfigError, match=r"takes all 4 batches of a step .* keep=3"):
+    with pytest.raises(ConfigError, match=r"takes all 4 batches of a step .* keep_batches=3"):
         StreamTrainer(ranks.Net(), arguments, loader=one)
 
 
@@ -174,7 +174,7 @@ def trainer_of(model: torch.nn.Module, store: Path, folder: Path, **more: Any) -
         model,
         arguments,
         loader=loader(ranks.spec_of(str(store))),
-        form=lambda batch: {"pixel_values": batch.image.float() / 255, "labels": counted_target(batch)},
+        format=lambda batch: {"pixel_values": batch.image.float() / 255, "labels": counted_target(batch)},
         compute_metrics=compute_metrics,
     )
 

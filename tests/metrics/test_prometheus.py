@@ -85,7 +85,7 @@ def spec(ray_cluster: None) -> StreamSpec:
         # A limit is part of what a cache is known by: this one is new.
         pool=PoolConfig(max_in_flight=6, cache="disk", cache_bytes=(8 << 20) + os.getpid()),
         run=RUN,
-        log="json",
+        log_format="json",
     )
 
 

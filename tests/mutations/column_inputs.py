@@ -94,7 +94,7 @@ def rows_of(case: Case, written: Any, damaged: int, through_row: bool) -> dict[i
     spec = open_stream(
         store,
         plan=PlanConfig(epochs=1, micro_batch_size=NUM, shuffle="off"),
-        transform=TransformConfig(train="none", max_boxes=40, max_keypoints=40, **case.transform),
+        transform=TransformConfig(train="none", max_targets=40, **case.transform),
         columns=case.columns,
     )
     given = None

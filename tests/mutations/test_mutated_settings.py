@@ -82,7 +82,7 @@ VALUES = [*INTS, *FLOATS, *TEXTS, *OTHERS, *NESTED]
 # What else is set, so that a value of one field meets the code that another one switches on.
 PLANS: list[dict[str, Any]] = [
     {"micro_batch_size": 4},
-    {"micro_batch_size": 4, "global_batch_size": 8, "repeats": 2, "epochs": 1 << 30},
+    {"micro_batch_size": 4, "global_batch_size": 8, "aug_repeats": 2, "epochs": 1 << 30},
     {"micro_batch_size": 4, "weights": "weight", "epoch_samples": 16},
     {"micro_batch_size": 4, "class_balance": 1.0, "window_groups": 2, "shuffle": "off"},
     {"micro_batch_size": 2, "buckets": ["192x256", "256x192"], "val_buckets": True, "epoch_samples": 8},

@@ -112,7 +112,7 @@ def test_buckets_are_part_of_the_fingerprint_and_plain_plans_keep_theirs() -> No
             {"buckets": THREE[:2]},
             {"buckets": THREE[::-1]},
             {"buckets": ["192x256", "224x224", "264x192"]},
-            {"repeats": 2},
+            {"aug_repeats": 2},
             {"epoch_samples": 40},
             {"exclude": [5]},
             {"buckets": []},
@@ -151,7 +151,9 @@ def test_stores_without_sizes_or_with_parts_are_told_what_to_do() -> None:
     with pytest.raises(ConfigError, match=r"no column 'width' for plan\.buckets; .*add-sizes .*` adds it"):
         plan_of(MemoryStore([b"x"] * 20, [0] * 20))
     unknown = store([5] * 17 + [-1, 0, 3], [5] * 19 + [-1])
-    with pytest.raises(ConfigError, match=r"none for 3 samples, the first of them 17: .*store.filter='width > 0'"):
+    with pytest.raises(
+        ConfigError, match=r"none for 3 samples, the first of them 17: set store\.filter to width > 0"
+    ):
         plan_of(unknown)
     assert plan_of(unknown, [17, 18, 19]).steps_per_epoch == 2
     with pytest.raises(ConfigError, match=r"none for 1 samples, the first of them 1"):
@@ -165,9 +167,7 @@ def test_validation_buckets_need_buckets_and_errors_name_the_validation() -> Non
     with pytest.raises(ConfigError, match=r"plan\.val_buckets must be false without plan\.buckets"):
         PlanConfig(val_buckets=True)
     config = PlanConfig(micro_batch_size=4, buckets=THREE, val_buckets=True)
-    with pytest.raises(
-        ConfigError, match=r"none for 1 samples, .*: leave such out by store\.val_filter='width > 0'"
-    ):
+    with pytest.raises(ConfigError, match=r"none for 1 samples, .*: set store\.filter to \{val: width > 0\}"):
         make_plan(config, varied(50), store([4, 0], [4, 4]))
     assert make_plan(config, varied(50), store([4, 0], [4, 4]), val_selection=Selection([1], 2)).num_val == 1
     assert make_plan(config, varied(50)).val_steps == 0

@@ -74,11 +74,10 @@ def test_balanced_classes_are_drawn_equally_often() -> None:
 
 
 def test_repeats_draw_each_sample_so_often_and_no_more() -> None:
-    for where in ("step", "micro_batch"):
-        for drawn in epochs(plan_of(store(20), repeats=2, repeats_in=where)):
-            assert set(Counter(index for index, _ in drawn).values()) == {2} and len(drawn) == 40
+    for drawn in epochs(plan_of(store(20), aug_repeats=2)):
+        assert set(Counter(index for index, _ in drawn).values()) == {2} and len(drawn) == 40
     # As in Hoffer et al. and timm, an epoch may draw fewer samples instead.
-    drawn = epochs(plan_of(store(20), repeats=2, epoch_samples=20))
+    drawn = epochs(plan_of(store(20), aug_repeats=2, epoch_samples=20))
     assert [len(each) for each in drawn] == [16] * 3
     assert max(Counter(index for each in drawn for index, _ in each).values()) <= 4
 
@@ -99,7 +98,7 @@ def mixed(**config: Any) -> Plan:
         ({"mixture": {"a": 2, "b": 1, "c": 1}}, 8),  # b ends after 16
         ({"mixture": {"a": 2, "b": 0, "c": 1}}, 12),  # a after 64
         ({"mixture": {"a": 2, "b": 1, "c": 1}, "epoch_samples": "longest"}, 100),
-        ({"mixture": {"a": 2, "b": 1, "c": 1}, "repeats": 2}, 16),
+        ({"mixture": {"a": 2, "b": 1, "c": 1}, "aug_repeats": 2}, 16),
         ({"mixture": {"a": 2, "b": 1, "c": 1}, "epoch_samples": 100}, 12),
     ],
 )
@@ -121,8 +120,7 @@ def test_each_global_batch_of_a_mixture_has_its_weights() -> None:
 def test_every_setting_of_what_is_drawn_is_part_of_the_fingerprint() -> None:
     single: list[dict[str, Any]] = [
         {},
-        {"repeats": 2},
-        {"repeats": 2, "repeats_in": "micro_batch"},
+        {"aug_repeats": 2},
         {"epoch_samples": 16},
         {"epoch_samples": 24},
         {"weights": "weight"},

@@ -89,8 +89,7 @@ def compositions(draw: st.DrawFn) -> Composition:
     def whole(least: int, most: int) -> int:
         return draw(st.integers(least, most))
 
-    per_step, micro_batch, repeats_in = pick(1, 2, 4, 6), pick(1, 2, 4, 8), pick("step", "micro_batch")
-    of = per_step if repeats_in == "step" else micro_batch
+    per_step, micro_batch = pick(1, 2, 4, 6), pick(1, 2, 4, 8)
     buckets = draw(st.lists(st.sampled_from(BUCKETS), min_size=0, max_size=3, unique=True))
     group_size = None if buckets else pick(None, 3, 10)
     stores = [store_of(whole(2, 50), whole(0, 99), group_size) for _ in range(pick(1, 2, 3))]
@@ -109,8 +108,7 @@ def compositions(draw: st.DrawFn) -> Composition:
         global_batch_size=micro_batch * per_step,
         seed=whole(0, 2**40),
         shuffle=pick("auto", "global", "off"),
-        repeats=draw(st.sampled_from([k for k in (1, 2, 4) if of % k == 0])),
-        repeats_in=repeats_in,
+        aug_repeats=draw(st.sampled_from([k for k in (1, 2, 4) if per_step % k == 0])),
         epoch_samples=pick(0, "shortest", "longest", whole(per_step * micro_batch, 60)),
         mixture=mixture,
         buckets=buckets,
@@ -187,16 +185,11 @@ def declared_steps(made: Composition) -> int:
         ends = [Fraction(n * sum(of_store), w) // 1 for n, w in zip(sizes, of_store, strict=True) if w]
         draws = max(ends) if wanted == "longest" else min(ends)
     elif len(sizes) == 1 and config.buckets and made.weights is None:
-        unit = unit_of(config)
+        unit = config.micro_batch_size
         draws = sum(n // unit * unit for n in Counter(made.buckets[made.kept[0]].tolist()).values())
     else:
         draws = sum(sizes)
-    return draws * config.repeats // plan.global_batch_size
-
-
-def unit_of(config: PlanConfig) -> int:
-    """Draws in a micro-batch, copies in it left out."""
-    return config.micro_batch_size // (config.repeats if config.repeats_in == "micro_batch" else 1)
+    return draws * config.aug_repeats // plan.global_batch_size
 
 
 def check_is_share(count: int, exact: Fraction | float) -> None:
@@ -215,11 +208,11 @@ def steps_of(found: Found, per_step: int) -> Iterator[tuple[int, list[list[Draw]
 
 def without_copies(step: list[list[Draw]], config: PlanConfig) -> list[list[Draw]]:
     """Places of a step that are copied, without the copies; each draw has as many as declared, where declared."""
-    times = config.repeats
+    times = config.aug_repeats
     units = Counter((index, lap, repeat // times) for drawn in step for index, lap, repeat in drawn)
     assert set(units.values()) == {times}
     spread = Counter(each for drawn in step for each in {(i, lap, repeat // times) for i, lap, repeat in drawn})
-    assert set(spread.values()) == {times if config.repeats_in == "step" else 1}
+    assert set(spread.values()) == {times}
     first = [[(i, lap, repeat // times) for i, lap, repeat in drawn if repeat % times == 0] for drawn in step]
     return [drawn for drawn in first if drawn]
 
@@ -252,7 +245,7 @@ def check_draws(made: Composition, found: Found) -> None:
 def check_one_store(made: Composition, epochs: dict[int, list[list[list[Draw]]]]) -> None:
     """Each sample once in a pass, or, in each epoch, as often as its weight says."""
     plan, config, (kept,) = made.plan, made.plan.config, made.kept
-    unit, sizes = unit_of(config), Counter(made.buckets[kept].tolist())
+    unit, sizes = config.micro_batch_size, Counter(made.buckets[kept].tolist())
     drawn = {
         epoch: [index for step in steps for place in step for index, _, _ in place]
         for epoch, steps in epochs.items()
@@ -269,7 +262,7 @@ def check_one_store(made: Composition, epochs: dict[int, list[list[list[Draw]]]]
             if len(of_pass) == size:  # all but what fills no micro-batch of its bucket
                 counts = Counter(made.buckets[of_pass].tolist())
                 assert not config.buckets or counts == {b: n // unit * unit for b, n in sizes.items() if n >= unit}
-            assert walks or size - len(of_pass) < config.samples_per_step // config.repeats
+            assert walks or size - len(of_pass) < config.samples_per_step // config.aug_repeats
         return
     total = made.weights[kept].sum()
     for of_epoch in drawn.values():

@@ -48,27 +48,26 @@ PLAIN: dict[str, dict[str, Any]] = {
 }
 OTHERS: dict[str, dict[str, Any]] = {
     "global, seed 2^40": {**ONE, "seed": 2**40},
-    "repeats": {**ONE, "repeats": 2},
-    "repeats in a micro-batch": {**ONE, "repeats": 2, "repeats_in": "micro_batch", "exclude": [5]},
+    "repeats": {**ONE, "aug_repeats": 2},
     "epoch of 40": {**ONE, "epoch_samples": 40},
-    "window, epoch of 40, repeats": {**GROUPED, "epoch_samples": 40, "repeats": 2},
+    "window, epoch of 40, repeats": {**GROUPED, "epoch_samples": 40, "aug_repeats": 2},
     "weights": {**ONE, "weights": "weight"},
     "weights, window": {**GROUPED, "weights": "weight", "window_groups": 3, "epoch_samples": 50},
-    "weights, off, excluded": {**ONE, "weights": "weight", "shuffle": "off", "exclude": [2, 9], "repeats": 2},
+    "weights, off, excluded": {**ONE, "weights": "weight", "shuffle": "off", "exclude": [2, 9], "aug_repeats": 2},
     "class balance": {**ONE, "class_balance": 0.5},
     "buckets": {**ONE, "buckets": BUCKETS, "val_buckets": True},
-    "buckets, off, repeats": {**ONE, "buckets": BUCKETS, "shuffle": "off", "repeats": 2, "exclude": [1]},
+    "buckets, off, repeats": {**ONE, "buckets": BUCKETS, "shuffle": "off", "aug_repeats": 2, "exclude": [1]},
     "buckets, epoch of 40": {**ONE, "buckets": BUCKETS, "epoch_samples": 40},
     "buckets, weights": {**ONE, "buckets": BUCKETS, "weights": "weight"},
-    "buckets, class balance": {**ONE, "buckets": BUCKETS, "class_balance": 1.0, "repeats": 2},
+    "buckets, class balance": {**ONE, "buckets": BUCKETS, "class_balance": 1.0, "aug_repeats": 2},
     "mixture by sizes": {},
     "mixture": MIXTURE,
     "mixture, longest": {**MIXTURE, "epoch_samples": "longest", "exclude": [5, 70, 79], "group_size": 9},
-    "mixture, weights, repeats": {**MIXTURE, "weights": "weight", "repeats": 2, "epoch_samples": 100},
+    "mixture, weights, repeats": {**MIXTURE, "weights": "weight", "aug_repeats": 2, "epoch_samples": 100},
     "mixture, buckets": {**MIXTURE, "buckets": BUCKETS},
     "mixture, buckets, weights, repeats": {
         **MIXTURE,
-        **{"buckets": BUCKETS, "weights": "weight", "repeats": 2, "repeats_in": "micro_batch"},
+        **{"buckets": BUCKETS, "weights": "weight", "aug_repeats": 2},
     },
 }
 
@@ -119,7 +118,6 @@ HASHES = {
     "window, excluded": ("2f076ed2c999a3b1", "3c2c4886c6a46a3a"),
     "global, seed 2^40": ("0253f91642ed0091", "78a58f6fdd4604f1"),
     "repeats": ("444f05aa0afb5cc3", "c1afee49497390aa"),
-    "repeats in a micro-batch": ("b8b09015a31c80c3", "23960c7380207802"),
     "epoch of 40": ("2a538b55f209c6d1", "37cf184994c29d64"),
     "window, epoch of 40, repeats": ("a67051186e96eecd", "d2c26689e49d9425"),
     "weights": ("c4cbcd02fc7fd36a", "bf222bfcf7d28468"),
@@ -136,7 +134,7 @@ HASHES = {
     "mixture, longest": ("9795cf41f6ce0375", "0bb95d003f792684"),
     "mixture, weights, repeats": ("2d1c354a3d1ae288", "a14f7acaec211d6f"),
     "mixture, buckets": ("7f6e0206aa7def45", "bfaa90e69d286c5a"),
-    "mixture, buckets, weights, repeats": ("3a99a152dfa03436", "4be5f483122e2e3a"),
+    "mixture, buckets, weights, repeats": ("69fd43ab95f0765a", "fe5b526fdfef5156"),
 }
 
 

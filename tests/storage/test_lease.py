@@ -239,12 +239,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delitem(sys.modules, "planted", raising=False)  # of the test before
-    run = RunConfig(trust=True)
+    run = RunConfig(trust_run_code=True)
     run = dataclasses.replace(run, augment=dataclasses.replace(run.augment, module="planted:module"))
     store_config(run, (tmp_path / "run").as_uri())
     config = tmp_path / "run" / "config.yaml"
-    assert "trust" not in config.read_text()
-    config.write_text(config.read_text() + "trust: true\n")
+    assert "trust_run_code" not in config.read_text()
+    config.write_text(config.read_text() + "trust_run_code: true\n")
     return tmp_path / "run"
 
 
@@ -261,13 +261,13 @@ def test_a_resume_from_another_users_run_needs_trust(
     with pytest.raises(SystemExit):
         _finish(lambda: train(parse_run([f"--resume={folder}"], None)))
     shown = capfd.readouterr().err
-    assert f"{folder}" in shown and "belongs to user" in shown and "add --trust" in shown
+    assert f"{folder}" in shown and "belongs to user" in shown and "add --trust-run-code" in shown
     with pytest.raises(ConfigError, match="belongs to user"):
         train(RunConfig(resume=str(folder)))
     assert not (folder.parent / "ran").exists()
     # The word is the user's, and then it goes on: to what the configuration names.
     with pytest.raises(SystemExit):
-        _finish(lambda: train(parse_run([f"--resume={folder}", "--trust"], None)))
+        _finish(lambda: train(parse_run([f"--resume={folder}", "--trust-run-code"], None)))
     assert (folder.parent / "ran").exists() and "planted:module" in capfd.readouterr().err
 
 

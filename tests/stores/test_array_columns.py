@@ -89,14 +89,14 @@ def test_labels_are_any_numbers_and_integers_are_classes(write: Any, name: str, 
         ("kind", np.array([3, 2, 1, 0]), True),
         ("embedding", EMBEDDINGS, False),
     ):
-        store = open_store(path, label_column=column)
+        store = open_store(path, target_column=column)
         found = store.read(ORDER)["label"]
         assert is_class(store) == of_class and found.dtype == expected.dtype
         assert np.array_equal(found, expected[ORDER])
-    assert open_store(path, label_column="ragged").read(ORDER)["label"] == [[4], [1], [2, 3], [2, 3]]
+    assert open_store(path, target_column="ragged").read(ORDER)["label"] == [[4], [1], [2, 3], [2, 3]]
     with pytest.raises(StoreError, match="a label is a number, or a list of numbers"):
-        len(open_store(write(tmp_path / f"b{name}", text=pa.array(list("abcd"))), label_column="text"))
-    nulls = open_store(write(tmp_path / f"c{name}", score=pa.array([0.5, None, 2, 3])), label_column="score")
+        len(open_store(write(tmp_path / f"b{name}", text=pa.array(list("abcd"))), target_column="text"))
+    nulls = open_store(write(tmp_path / f"c{name}", score=pa.array([0.5, None, 2, 3])), target_column="score")
     with pytest.raises(StoreError, match="a label is null"):
         nulls.read(np.arange(2))
 
@@ -114,7 +114,7 @@ def test_writers_keep_arrays(name: str, tmp_path: Path) -> None:
     assert np.array_equal(found["embedding"], EMBEDDINGS[ORDER]) and found["embedding"].dtype == np.float32
     assert np.array_equal(found["grid"], GRIDS[ORDER]) and found["grid"].dtype == np.uint8
     assert found["label"].tolist() == ORDER.tolist() and is_class(store)
-    as_target = open_store(tmp_path / name, label_column="embedding")
+    as_target = open_store(tmp_path / name, target_column="embedding")
     assert "embedding" not in as_target.columns and not is_class(as_target)
     assert np.array_equal(as_target.read(ORDER)["label"], EMBEDDINGS[ORDER])
     assert as_target.fingerprint != store.fingerprint
@@ -133,14 +133,14 @@ def test_lmdb_has_its_label_by_name(tmp_path: Path) -> None:
     with open_writer(tmp_path / "a.lmdb", {"image": "binary", "score": "float64", "name": "string"}) as writer:
         for row in range(4):
             writer.append({"image": b"x", "score": row / 2, "name": "a"})
-    store = open_store(tmp_path / "a.lmdb", label_column="score")
+    store = open_store(tmp_path / "a.lmdb", target_column="score")
     assert store.columns == ("image", "label", "name") and not is_class(store)
     assert store.read(ORDER)["label"].tolist() == (ORDER / 2).tolist()
     with pytest.raises(
         StoreError,
-        match=r"column 'name' is string; a label is .*; set label_column, of image, score, name",
+        match=r"column 'name' is string; a label is .*; set target_column, of image, score, name",
     ):
-        len(open_store(tmp_path / "a.lmdb", label_column="name"))
+        len(open_store(tmp_path / "a.lmdb", target_column="name"))
 
 
 @pytest.mark.parametrize("name", ["b.lmdb", "b.parquet"])
@@ -173,10 +173,10 @@ def test_mds_has_arrays_of_one_shape_and_float_labels(tmp_path: Path) -> None:
     ]
     write_mds(tmp_path / "a", columns, [rows[:3], rows[3:]])
     for label, expected in (("score", np.arange(4, dtype=np.float32) / 2), ("embedding", EMBEDDINGS)):
-        store = open_store(tmp_path / "a", label_column=label)
+        store = open_store(tmp_path / "a", target_column=label)
         found = store.read(ORDER)["label"]
         assert found.dtype == np.float32 and np.array_equal(found, expected[ORDER]) and not is_class(store)
-    assert is_class(open_store(tmp_path / "a", label_column="kind")) and is_class(open_store(tmp_path / "a"))
+    assert is_class(open_store(tmp_path / "a", target_column="kind")) and is_class(open_store(tmp_path / "a"))
     assert np.array_equal(open_store(tmp_path / "a").read(ORDER, ("embedding",))["embedding"], EMBEDDINGS[ORDER])
 
 

@@ -53,7 +53,7 @@ def test_one_file_is_a_store_in_either_of_arrows_formats(tmp_path: Path) -> None
 
 def test_columns_are_renamed(tmp_path: Path) -> None:
     path = write(tmp_path / "a.arrow", {"img": COLUMNS["image"], "fine": COLUMNS["label"]})
-    assert open_store(path, image_column="img", label_column="fine").columns == ("image", "label")
+    assert open_store(path, image_column="img", target_column="fine").columns == ("image", "label")
     with pytest.raises(
         StoreError, match=r"no column 'image' for image_column; did you mean img\? .* are img, fine"
     ):

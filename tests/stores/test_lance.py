@@ -117,7 +117,7 @@ def test_the_fingerprint_is_that_of_the_files(tmp_path: Path) -> None:
 
 def test_columns_are_renamed_and_checked(tmp_path: Path) -> None:
     address = write(tmp_path / "a.lance", {"img": IMAGES, "fine": list(range(10))})
-    assert open_store(address, image_column="img", label_column="fine").columns == ("image", "label")
+    assert open_store(address, image_column="img", target_column="fine").columns == ("image", "label")
     with pytest.raises(
         StoreError, match=r"no column 'image' for image_column; did you mean img\? .* are img, fine"
     ):

@@ -86,7 +86,7 @@ def test_pickled_columns_are_refused_and_the_others_are_read() -> None:
     ):
         store.read(np.array([0]), ("image", "secret"))
     with pytest.raises(StoreError, match=r"column 'secret' is pickled"):
-        len(open_store(DATA / "mds", label_column="secret"))
+        len(open_store(DATA / "mds", target_column="secret"))
     assert store.read(np.array([1]))["label"].tolist() == [1]
 
 
@@ -94,9 +94,9 @@ def test_pickled_columns_are_refused_and_the_others_are_read() -> None:
     ("options", "message"),
     [
         ({"image_column": "x"}, r"no column 'x' for image_column; its columns are big \(str_int\), "),
-        ({"label_column": "y"}, "no column 'y' for label_column"),
+        ({"target_column": "y"}, "no column 'y' for target_column"),
         ({"image_column": "name"}, "'name' has the encoding 'str'; image is jpeg, png or bytes"),
-        ({"label_column": "name"}, "'name' has the encoding 'str'; label is a number, or an array of them"),
+        ({"target_column": "name"}, "'name' has the encoding 'str'; label is a number, or an array of them"),
     ],
 )
 def test_columns_that_are_no_images_or_labels_are_named(options: dict[str, str], message: str) -> None:
@@ -275,7 +275,7 @@ def test_a_damaged_text_has_no_value_and_its_neighbors_keep_theirs(
     label = struct.pack("<q", 1)
     write_mds(tmp_path / "a", columns, [[(b"x", label, good), (b"y", label, bad)]])
     assert open_store(tmp_path / "a").read(np.arange(2), ("number",))["number"] == [2, None]
-    as_label = open_store(tmp_path / "a", label_column="number").read(np.arange(2))
+    as_label = open_store(tmp_path / "a", target_column="number").read(np.arange(2))
     assert as_label == {"image": [b"x", b"y"], "label": [2, None]}
 
 

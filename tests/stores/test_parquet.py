@@ -108,7 +108,7 @@ def test_renamed_columns(tmp_path: Path) -> None:
     metadata = {"info": {"features": {"fine": {"names": ["x", "y"]}}}}
     columns = {"coarse": pa.array([7, 8, 9]), "img": IMAGES, "fine": pa.array([0, 1, 1])}
     path = write_table(tmp_path / "a.parquet", metadata, **columns)
-    store = ParquetStore(path, image_column="img", label_column="fine")
+    store = ParquetStore(path, image_column="img", target_column="fine")
     assert store.columns == ("image", "label", "coarse")
     assert store.classes == ("x", "y")
     assert store.read(np.array([1]))["label"].tolist() == [1]
@@ -118,12 +118,12 @@ def test_renamed_columns(tmp_path: Path) -> None:
         match=r"a\.parquet has no column 'image' .*; did you mean img\? .* coarse, img, fine",
     ):
         len(ParquetStore(path))
-    with pytest.raises(StoreError, match="no column 'fien' for label_column; did you mean fine"):
-        len(ParquetStore(path, image_column="img", label_column="fien"))
+    with pytest.raises(StoreError, match="no column 'fien' for target_column; did you mean fine"):
+        len(ParquetStore(path, image_column="img", target_column="fien"))
     without_label = ParquetStore(path, image_column="img")
     assert without_label.columns == ("image", "coarse", "fine")
     assert without_label.fingerprint != store.fingerprint
-    with pytest.raises(StoreError, match="no column 'label' for label_column; its columns are image, "):
+    with pytest.raises(StoreError, match="no column 'label' for target_column; its columns are image, "):
         without_label.read(np.array([0]))
 
 

@@ -93,11 +93,9 @@ def test_a_list_of_all_samples(tmp_path: Path) -> None:
         read(tmp_path / "list.json")
 
 
-def test_a_list_that_is_not_there_or_has_no_store(tmp_path: Path) -> None:
+def test_a_list_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"store.exclude: .*none.json cannot be read"):
         read(tmp_path / "none.json")
-    with pytest.raises(ConfigError, match=r"store.exclude: there is list.json, but no store"):
-        read("list.json", None)
 
 
 # A run
@@ -110,16 +108,17 @@ def test_a_spec_leaves_out_what_its_lists_name(tmp_path: Path) -> None:
         STORE,
         OTHER,
         plan=PlanConfig(epochs=1, micro_batch_size=2),
-        exclude=tmp_path / "train.json",
-        val_exclude=str(tmp_path / "val.json"),
+        exclude={"train": tmp_path / "train.json", "val": str(tmp_path / "val.json")},
     )
     assert (spec.plan.num_train, spec.plan.num_val) == (8, 9)
     stream = [(at.split, spec.plan.indices(at)) for at in spec.plan.micro_batches(spec.plan.start())]
     train, val = (np.concatenate([found for split, found in stream if split == name]) for name in ("train", "val"))
     assert sorted(train.tolist()) == [0, 1, 3, 4, 5, 6, 8, 9]
     assert val.tolist() == [0, 1, 2, 3, 4, 5, 6, 8, 9, -1]
-    with pytest.raises(ConfigError, match=r"store.val_exclude: there is .*, but no store"):
-        open_stream(STORE, val_exclude=tmp_path / "val.json")
+    with pytest.raises(
+        ConfigError, match=r"store.exclude: there is .*val\.json.* for validation, and no store\.val"
+    ):
+        open_stream(STORE, exclude={"val": tmp_path / "val.json"})
 
 
 def test_the_size_of_a_validation_is_not_told_by_excluded_samples(tmp_path: Path) -> None:
@@ -139,7 +138,7 @@ def test_the_size_of_a_validation_is_not_told_by_excluded_samples(tmp_path: Path
         plan=PlanConfig(epochs=1, micro_batch_size=2, global_batch_size=4),
         train_transform=None,
         val_transform=None,
-        val_exclude=tmp_path / "val.json",
+        exclude={"val": tmp_path / "val.json"},
     )
     batch = MicroBatchMaker(spec).batch(MicroBatchId("val", 0, 0, 1))  # nothing but padding
     assert batch["image"].shape == (2, 40, 48, 3) and batch.index.tolist() == [-1, -1]

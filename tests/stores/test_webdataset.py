@@ -74,8 +74,8 @@ def test_the_fingerprint_shows_every_label(tmp_path: Path) -> None:
     ("options", "labels"),
     [
         ({}, [3, -4]),
-        ({"label_column": "id"}, [7, 8]),
-        ({"label_column": "index"}, [10, 11]),
+        ({"target_column": "id"}, [7, 8]),
+        ({"target_column": "index"}, [10, 11]),
     ],
 )
 def test_labels_are_of_cls_of_another_member_or_of_json(
@@ -195,7 +195,7 @@ def test_options_are_of_the_webdataset_layout_only(tmp_path: Path) -> None:
 
 def test_an_unknown_suffix_or_field_is_told_with_the_known_ones(tmp_path: Path) -> None:
     members = [("1.jpg", b"j"), ("1.seg.png", b"s"), ("1.json", b'{"species": 3}')]
-    with pytest.raises(StoreError, match=r"no column 'spcies' for label_column; did you mean species\? its"):
-        len(make(tmp_path / "a.tar", *members, label_column="spcies"))
+    with pytest.raises(StoreError, match=r"no column 'spcies' for target_column; did you mean species\? its"):
+        len(make(tmp_path / "a.tar", *members, target_column="spcies"))
     with pytest.raises(StoreError, match=r"no column 'seg\.pgn' for image_column; did you mean seg\.png"):
-        len(make(tmp_path / "b.tar", *members, image_column="seg.pgn", label_column="species"))
+        len(make(tmp_path / "b.tar", *members, image_column="seg.pgn", target_column="species"))

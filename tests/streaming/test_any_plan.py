@@ -37,7 +37,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 NUM_KILLS = 10
 # In 8 micro-batches of a step, so that 1, 2 and 4 workers share it.
-PLAN: dict[str, Any] = {"epochs": 3, "micro_batch_size": 4, "global_batch_size": 32, "repeats": 2, "seed": 7}
+PLAN: dict[str, Any] = {"epochs": 3, "micro_batch_size": 4, "global_batch_size": 32, "aug_repeats": 2, "seed": 7}
 
 
 def slowly(columns: dict[str, Any]) -> dict[str, Any]:
@@ -95,7 +95,7 @@ def test_the_digest_is_one_for_any_workers_any_actors_and_ten_kills(plan: Any) -
     assert len(alone) == len(set(alone))
     cases = [(workers, actors) for workers in (1, 2, 4) for actors in (1, 2, 3)]
     for number, (workers, actors) in enumerate(cases):
-        pool = PoolConfig(min_actors=actors, cpus_per_actor=0.5, block=(1, 3, 0)[number % 3])
+        pool = PoolConfig(min_actors=actors, cpus_per_actor=0.5, micro_batches_per_block=(1, 3, 0)[number % 3])
         start = spec.plan.start()
         iterators = splits(replace(spec, pool=pool), start, max_actors=actors, world_size=workers)
         found, ended = list[bytes](), threading.Event()

@@ -135,7 +135,7 @@ def test_a_damaged_array_is_substituted_and_one_in_a_validation_is_black() -> No
     store = store_of("uint16", 4)
     store._columns["image"][7] = store._columns["image"][7][:-1]
     batches = list(without_ray.host_batches(spec_of(store, val=store)))
-    train, val = ([batch for batch in batches if batch.at.split == split] for split in ("train", "val"))
+    train, val = ([batch for batch in batches if batch.position.split == split] for split in ("train", "val"))
     assert sum(batch.num_bad for batch in train) == 1 and 7 not in np.concatenate([each.index for each in train])
     (black,) = (batch["image"][batch.weight == 0] for batch in val if (batch.weight == 0).any())
     assert black.shape == (1, 16, 16, 4) and not black.any()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from full_disk import fill
 from raypipe.config import PlanConfig, TransformConfig
 from raypipe.errors import BadSamplesError, SampleError, TransformError
 from raypipe.plan.places import MicroBatchId
+from raypipe.streaming import maker
 from raypipe.streaming.bad_samples import BadSampleBudget, record_bad
 from raypipe.streaming.inline import inline_batches
 from raypipe.streaming.opening import open_stream
@@ -100,13 +102,16 @@ def test_a_stream_with_a_bad_sample_is_the_same_where_the_disk_is_full(
     assert len(warnings(caplog)) == 1
 
 
-def test_bad_samples_are_named_without_control_characters(folder: Path, tmp_path: Path) -> None:
+def test_bad_samples_are_named_without_control_characters(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     name = f"{folder}/a/07\\x1b[31m.jpg"
     digests(spec_of(folder, tmp_path / "quarantine"))
     records = [json.loads(line) for file in (tmp_path / "quarantine").iterdir() for line in file.open()]
     assert sorted(record["split"] for record in records) == ["train", "val"]
     assert {(record["index"], record["name"]) for record in records} == {(7, name)}
-    for error, config in ((SampleError, {"on_bad_sample": "raise"}), (BadSamplesError, {"bad_grace": 0})):
+    monkeypatch.setattr(maker, "BadSampleBudget", partial(BadSampleBudget, grace=0))
+    for error, config in ((SampleError, {"max_bad_fraction": 0}), (BadSamplesError, {})):
         with pytest.raises(error) as failure:
             digests(spec_of(folder, tmp_path / "quarantine", **config))
         assert f"{folder} sample 7 ({name}): not an image" in str(failure.value)
@@ -130,7 +135,7 @@ def test_budget_lets_a_few_pass_and_stops_a_rate() -> None:
 
 
 def test_faulty_user_code_is_named_by_line_in_error_record_and_log(
-    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def picky(image: np.ndarray) -> np.ndarray:
         if image.mean() > 0:
@@ -139,19 +144,20 @@ def test_faulty_user_code_is_named_by_line_in_error_record_and_log(
 
     place = r"test_bad_samples\.py:\d+ in picky: LookupError: too bright"
     given: Any = {"train_transform": picky, "val_transform": None, "plan": PlanConfig(micro_batch_size=4)}
-    for error, config, advice in (
-        (TransformError, {"on_bad_sample": "raise"}, "pool.engine=inline"),
-        (TransformError, {"bad_grace": 100}, "8 substitutes were bad as well.*pool.engine=inline"),
+    for fraction, advice in (
+        (0, "pool.engine=inline"),
+        (1, "8 substitutes were bad as well.*pool.engine=inline"),
     ):
-        spec = open_stream(str(folder), transform=TransformConfig(size=16, **config), **given)
-        with pytest.raises(error, match=rf"sample \d+ .*the transform failed at .*{place}.*{advice}"):
+        spec = open_stream(str(folder), transform=TransformConfig(size=16, max_bad_fraction=fraction), **given)
+        with pytest.raises(TransformError, match=rf"sample \d+ .*the transform failed at .*{place}.*{advice}"):
             digests(spec)
 
     def now_and_then(image: np.ndarray) -> np.ndarray:
         return picky(image) if image[0, 0, 0] % 2 else image[:16, :16]
 
     given |= {"train_transform": now_and_then, "quarantine": (tmp_path / "records").as_uri()}
-    spec = open_stream(str(folder), transform=TransformConfig(size=16, bad_grace=1), **given)
+    monkeypatch.setattr(maker, "BadSampleBudget", partial(BadSampleBudget, grace=1))
+    spec = open_stream(str(folder), transform=TransformConfig(size=16), **given)
     with pytest.raises(BadSamplesError, match=rf"{place}\. Raise .*, or fix the transform: .*pool.engine=inline"):
         digests(spec)
     records = [json.loads(line) for file in (tmp_path / "records").iterdir() for line in file.open()]

@@ -27,7 +27,7 @@ from bucketed import BUCKETS, SIDES, pictures, spec_of  # isort: skip
 
 
 def shapes(batches: list[MicroBatch], split: str = "train") -> set[tuple[int, ...]]:
-    return {batch["image"].shape[1:3] for batch in batches if batch.at.split == split}
+    return {batch["image"].shape[1:3] for batch in batches if batch.position.split == split}
 
 
 def test_micro_batches_have_their_buckets_shape_and_validations_their_own() -> None:
@@ -35,7 +35,9 @@ def test_micro_batches_have_their_buckets_shape_and_validations_their_own() -> N
     found = list(host_batches(spec))
     assert shapes(found) == SIDES and shapes(found, "val") == {(8, 8)}
     assert all(
-        batch["image"].shape[1:3] == spec.plan.bucket_of(batch.at) for batch in found if batch.at.split == "train"
+        batch["image"].shape[1:3] == spec.plan.bucket_of(batch.position)
+        for batch in found
+        if batch.position.split == "train"
     )
     assert _micro_batch_bytes(spec) == 4 * 14 * 14 * 3
     tail = digests(spec_of(), 4)
@@ -87,15 +89,15 @@ def test_the_loader_hands_out_images_of_each_shape(decode: str) -> None:
     spec = spec_of(decode=decode)
     found = set()
     for epoch in loader(spec, augment=AugmentConfig(preset="light", mixup_alpha=1.0)).epochs():
-        found |= {(batch.at.split, tuple(batch.image.shape[2:])) for batch in epoch.train}
-        found |= {(batch.at.split, tuple(batch.image.shape[2:])) for batch in epoch.val}
+        found |= {(batch.position.split, tuple(batch.image.shape[2:])) for batch in epoch.train}
+        found |= {(batch.position.split, tuple(batch.image.shape[2:])) for batch in epoch.val}
     assert found == {*(("train", sides) for sides in SIDES), ("val", (8, 8))}
 
 
 def test_a_schedule_of_sizes_makes_the_buckets_smaller() -> None:
     found = list(host_batches(spec_of(size={0: 4, 1: 8})))
-    assert shapes([batch for batch in found if batch.at.epoch == 0]) == {(6, 8), (7, 7), (8, 6)}
-    assert shapes([batch for batch in found if batch.at.epoch == 1]) == SIDES
+    assert shapes([batch for batch in found if batch.position.epoch == 0]) == {(6, 8), (7, 7), (8, 6)}
+    assert shapes([batch for batch in found if batch.position.epoch == 1]) == SIDES
 
 
 def test_a_bad_sample_is_replaced_by_one_of_its_bucket_and_source() -> None:
@@ -105,12 +107,12 @@ def test_a_bad_sample_is_replaced_by_one_of_its_bucket_and_source() -> None:
         columns = spec.stores["train"].read(np.arange(len(spec.stores["train"])), ("width", "height"))
         for batch in host_batches(spec):
             num_bad += batch.num_bad
-            if batch.at.split == "train":
+            if batch.position.split == "train":
                 assert not bad & set(batch.index.tolist()) and batch.weight.all()
                 (sides,) = set(zip(columns["height"][batch.index], columns["width"][batch.index], strict=True))
                 expected = {(40, 60): (12, 16), (50, 50): (14, 14), (60, 40): (16, 12)}[sides]
                 assert batch["image"].shape[1:3] == expected
-                planned = spec.plan.indices(batch.at)
+                planned = spec.plan.indices(batch.position)
                 assert ((planned < 50) == (batch.index < 50)).all()
     assert num_bad >= 4
 

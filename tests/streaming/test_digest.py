@@ -27,7 +27,7 @@ from raypipe.transform.fields import MicroBatch
 from pictures import CLASSES, samples  # isort: skip
 
 BATCH = MicroBatch(
-    at=MicroBatchId("train", 0, 1, 2),
+    position=MicroBatchId("train", 0, 1, 2),
     index=np.array([7, 8]),
     weight=np.ones(2, np.float32),
     fields={"image": np.arange(24, dtype=np.uint8).reshape(2, 2, 2, 3), "label": np.array([3, 4])},
@@ -59,7 +59,7 @@ def test_masks_and_boxes_are_part_of_the_digest_where_there_are_any() -> None:
 
 
 def test_the_place_and_the_shape_are_part_of_the_digest() -> None:
-    assert batch_digest(replace(BATCH, at=MicroBatchId("val", 0, 1, 2))) != batch_digest(BATCH)
+    assert batch_digest(replace(BATCH, position=MicroBatchId("val", 0, 1, 2))) != batch_digest(BATCH)
     assert batch_digest(with_fields(BATCH, {"image": BATCH["image"].reshape(2, 1, 4, 3)})) != batch_digest(BATCH)
 
 
@@ -201,7 +201,10 @@ def test_the_command_ends_with_code_1_where_streams_differ(
         (["--output", "/nowhere/x.json"], "/nowhere/x.json cannot be written"),
         (["--compare", "/nowhere/x.json"], "/nowhere/x.json cannot be read"),
         (["--store.exclude", "/nowhere/x.json"], "store.exclude: /nowhere/x.json cannot be read"),
-        (["--store.val_exclude", "/nowhere/x.json"], "store.val_exclude: there is /nowhere/x.json, but no store"),
+        (
+            ["--store.exclude", "{val: /nowhere/x.json}"],
+            "store.exclude: there is '/nowhere/x.json' for validation",
+        ),
     ],
 )
 def test_a_range_or_a_file_that_cannot_be_is_told_before_ray_starts(
@@ -323,7 +326,7 @@ class TestRanges:
         cli_main(
             *("digest", store.address, "--store.val", store.address),
             *("--plan.epochs", 1, "--plan.micro_batch_size", 8, "--transform.size", 16),
-            *("--store.exclude", tmp_path / "bad.json", "--store.val_exclude", tmp_path / "bad.json"),
+            *("--store.exclude", f"{{train: {tmp_path}/bad.json, val: {tmp_path}/bad.json}}"),
             *("--pool.engine", "inline"),
         )
         found = json.loads(capsys.readouterr().out.splitlines()[-1])

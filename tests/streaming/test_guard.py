@@ -110,7 +110,7 @@ def spec_of(transform: Callable[..., Any], train: type[MemoryStore] = MemoryStor
         train_transform=transform,
         transform=TransformConfig(**config),
         # Three micro-batches to a block: two further blocks are at the actor that dies.
-        pool=PoolConfig(block=3),
+        pool=PoolConfig(micro_batches_per_block=3),
     )
 
 
@@ -118,8 +118,8 @@ def row_of(batch: Batch | MicroBatch) -> tuple[Any, ...]:
     if isinstance(batch, MicroBatch):
         image, label = batch["image"], batch["label"]
     else:
-        image, label = batch.image.permute(0, 2, 3, 1).numpy(), batch.label
-    return str(batch.at), batch.index.tolist(), label.tolist(), image.tobytes(), batch.num_bad
+        image, label = batch.image.permute(0, 2, 3, 1).numpy(), batch.target_host
+    return str(batch.position), batch.index.tolist(), label.tolist(), image.tobytes(), batch.num_bad
 
 
 def rows(spec: StreamSpec) -> tuple[list[Any], list[str]]:
@@ -171,4 +171,4 @@ def test_to_fetch_a_shard_may_take_longer_than_a_transform() -> None:
 
 def test_under_raise_such_a_sample_is_the_one_clear_error() -> None:
     with pytest.raises(SampleError, match=rf"sample {DEADLY}: its process died twice .*time_limit_s"):
-        rows(spec_of(crashes, on_bad_sample="raise"))
+        rows(spec_of(crashes, max_bad_fraction=0))

@@ -42,7 +42,7 @@ def spec(stores: dict[str, Path]) -> StreamSpec:
 
 @pytest.mark.parametrize("threads", [0, 1, 3])
 def test_it_has_the_bits_of_a_cluster_from_any_step(spec: StreamSpec, threads: int) -> None:
-    threaded = replace(spec, pool=PoolConfig(engine="inline", threads=threads))
+    threaded = replace(spec, pool=PoolConfig(engine="inline", max_actors=threads))
     for step in (0, 3):
         found = [batch_digest(batch) for batch in inline_batches(threaded, spec.plan.cursor_at(step))]
         assert found == without_ray.digests(spec, step)
@@ -53,7 +53,7 @@ def test_it_has_the_bits_of_a_cluster_from_any_step(spec: StreamSpec, threads: i
 
 def test_each_rank_has_its_own_micro_batches(spec: StreamSpec) -> None:
     start = spec.plan.start()
-    ranks = [[batch.at for batch in inline_batches(spec, start, rank, 2)] for rank in range(2)]
+    ranks = [[batch.position for batch in inline_batches(spec, start, rank, 2)] for rank in range(2)]
     assert sorted(map(str, ranks[0] + ranks[1])) == sorted(map(str, spec.plan.micro_batches(start)))
     assert {at.micro % 2 for at in ranks[0]} == {0}
 
@@ -106,7 +106,7 @@ def test_a_process_draws_the_same_as_if_there_were_no_stream(
     stores: dict[str, Path], name: str, threads: int
 ) -> None:
     with undisturbed():
-        train, val = plain_loaders(loader(drawing(stores, name, threads=threads)), "batch")
+        train, val = plain_loaders(loader(drawing(stores, name, max_actors=threads)), "batch")
         for _ in range(PLAN.epochs):
             assert [*train] and [*val]
 
@@ -134,7 +134,7 @@ def test_a_stream_that_is_left_early_leaves_nothing_of_itself(stores: dict[str, 
                 stores["train"],
                 transform=TransformConfig(train="heavy", size=8),
                 plan=PLAN,
-                pool=PoolConfig(engine="inline", threads=threads),
+                pool=PoolConfig(engine="inline", max_actors=threads),
             )
             batches = inline_batches(spec, spec.plan.start())
             next(batches)
@@ -145,7 +145,7 @@ def test_a_stream_that_is_left_early_leaves_nothing_of_itself(stores: dict[str, 
 def test_draws_from_shared_generators_are_made_by_the_asking_thread(
     stores: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A device's ring, its decoder, and pool.threads have threads: beside one of them the main thread may draw."""
+    """A ring, a decoder and pool.max_actors have threads: beside one of them the main thread may draw."""
     made_in, make = set(), MicroBatchMaker.make
 
     def seen(*args: Any, **named: Any) -> Any:
@@ -153,8 +153,8 @@ def test_draws_from_shared_generators_are_made_by_the_asking_thread(
         return make(*args, **named)
 
     monkeypatch.setattr(MicroBatchMaker, "make", seen)
-    for name, threads in itertools.product(DRAWING, (0, 1)):
-        spec = drawing(stores, name, threads=threads)
+    for name, threads in itertools.product(DRAWING, (0, 1, 2)):
+        spec = drawing(stores, name, max_actors=threads)
         batches = [*without_ray.every_batch(loader(spec, device="cpu" if name == "decoded" else "cuda"))]
         assert len(batches) == len([*spec.plan.micro_batches(spec.plan.start())])
         assert made_in == {threading.main_thread()}, name
@@ -171,13 +171,6 @@ def test_pixels_are_the_same_on_a_device_while_the_main_thread_draws(stores: dic
     assert number == len(expected) - 1
 
 
-def test_threads_refuse_a_transform_that_draws_from_what_they_share(stores: dict[str, Path]) -> None:
-    pool = PoolConfig(engine="inline", threads=2)
-    spec = open_stream(stores["train"], train_transform=lambda image: image[:8, :8], pool=pool)
-    with pytest.raises(ConfigError, match=r"pool\.threads is 2, and the train transform draws .*pool\.threads=0"):
-        next(inline_batches(spec, spec.plan.start()))
-
-
 @pytest.mark.parametrize("threads", [0, 2])
 def test_what_a_transform_raises_names_the_sample(stores: dict[str, Path], threads: int) -> None:
     def broken(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
@@ -186,8 +179,8 @@ def test_what_a_transform_raises_names_the_sample(stores: dict[str, Path], threa
     spec = open_stream(
         stores["train"],
         train_transform=broken,
-        transform=TransformConfig(on_bad_sample="raise"),
-        pool=PoolConfig(engine="inline", threads=threads),
+        transform=TransformConfig(max_bad_fraction=0),
+        pool=PoolConfig(engine="inline", max_actors=threads),
     )
     where = r"the transform failed at .*test_inline\.py:\d+ in broken: ValueError: no"
     with pytest.raises(TransformError, match=rf"train\.lmdb.* sample \d+ .*: {where} .*pool\.engine=inline"):

@@ -104,7 +104,7 @@ def spec_of(transform: Any = "light", **config: Any) -> StreamSpec:
     return open_stream(
         store(),
         plan=PlanConfig(epochs=2, micro_batch_size=4),
-        transform=TransformConfig(size=32, **{"keypoints_column": "joints", "max_keypoints": 5, **config}),
+        transform=TransformConfig(size=32, **{"keypoints_column": "joints", "max_targets": 5, **config}),
         train_transform=transform,
         pool=PoolConfig(engine="inline"),
     )
@@ -121,7 +121,7 @@ def test_ring_and_readers_have_the_same_keypoints_with_room() -> None:
         assert np.array_equal(one.fields["keypoints"], host["keypoints"]) and np.array_equal(
             other.fields["keypoints"], host["keypoints"]
         )
-    maker, block = MicroBatchMaker(spec), [batch.at for batch in hosts[:2]]
+    maker, block = MicroBatchMaker(spec), [batch.position for batch in hosts[:2]]
     reads = [read_samples(spec.stores["train"], spec.plan.indices(at), spec.wanted) for at in block]
     unpacked = SourceRow.unpacked(SourceRow(block, reads).packed()).reads
     all_made, memory = maker.block(block, unpacked)
@@ -140,8 +140,8 @@ def test_a_reader_ships_keypoints_only_where_there_are_any() -> None:
 
 
 def test_what_does_not_go_with_keypoints_ends_the_run() -> None:
-    with pytest.raises(ConfigError, match=r"it has 3 keypoints, and transform\.max_keypoints is 2"):
-        next(without_ray.host_batches(spec_of(max_keypoints=2)))
+    with pytest.raises(ConfigError, match=r"it has 3 keypoints, and transform\.max_targets is 2"):
+        next(without_ray.host_batches(spec_of(max_targets=2)))
     with pytest.raises(
         ConfigError, match=r"masks, boxes and keypoints are transformed by an albumentations.Compose"
     ):

@@ -100,7 +100,7 @@ def delivered(
     found = {}
     for rank in range(world_size):
         one = loader_of(InProcess(spec, rank, world_size), augment=augment, **options)
-        found |= {str(batch.at): batch for batch in every_batch(one)}
+        found |= {str(batch.position): batch for batch in every_batch(one)}
     return found
 
 
@@ -108,10 +108,10 @@ def test_a_micro_batch_is_augmented_as_it_would_be_alone(spec: StreamSpec) -> No
     plain = delivered(spec, None)
     one, two = delivered(spec, AUGMENT), delivered(spec, AUGMENT, world_size=2)
     assert set(one) == set(two) == set(plain)
-    train = [place for place in plain if plain[place].at.split == "train"]
+    train = [place for place in plain if plain[place].position.split == "train"]
     num_mixed = 0
     for place in train:
-        at, raw = plain[place].at, plain[place]
+        at, raw = plain[place].position, plain[place]
         progress = (at.epoch * spec.plan.steps_per_epoch + at.step) / (2 * spec.plan.steps_per_epoch)
         expected, mixed = DeviceAugment(AUGMENT, CPU)(
             raw.image,
@@ -122,20 +122,20 @@ def test_a_micro_batch_is_augmented_as_it_would_be_alone(spec: StreamSpec) -> No
         )
         for found in (one[place], two[place]):
             assert torch.equal(found.image, expected)
-            assert (found.mixed is None) == (mixed is None)
-            if mixed is not None and found.mixed is not None:
-                assert found.mixed.lam == mixed.lam and torch.equal(found.mixed.target, mixed.target)
+            assert (found.mix is None) == (mixed is None)
+            if mixed is not None and found.mix is not None:
+                assert found.mix.lam == mixed.lam and torch.equal(found.mix.target, mixed.target)
         num_mixed += mixed is not None
     assert 0 < num_mixed < len(train)
 
 
 def test_validation_is_normalised_and_nothing_else(spec: StreamSpec) -> None:
     plain, augmented = delivered(spec, None), delivered(spec, AUGMENT)
-    places = [place for place in plain if plain[place].at.split == "val"]
+    places = [place for place in plain if plain[place].position.split == "val"]
     assert places
     for place in places:
         assert torch.equal(augmented[place].image, Normalize(AUGMENT, CPU)(plain[place].image))
-        assert augmented[place].mixed is None
+        assert augmented[place].mix is None
 
 
 def test_without_augmentation_batches_stay_uint8(spec: StreamSpec) -> None:
@@ -198,21 +198,21 @@ def test_the_device_shows_what_the_boxes_cut(encoded_spec: StreamSpec) -> None:
     plain = delivered(encoded_spec, None)
     maker, decoder = MicroBatchMaker(encoded_spec), DeviceDecoder(16, CPU)
     for batch in plain.values():
-        alone = maker.batch(batch.at)
+        alone = maker.batch(batch.position)
         assert torch.equal(decoder.decode(**to_decode(alone)).image, batch.image)
         assert np.array_equal(alone.index, batch.index)
 
 
 def test_bad_samples_are_substituted_or_have_no_weight_and_are_recorded(encoded_spec: StreamSpec) -> None:
     batches = delivered(encoded_spec, AUGMENT).values()
-    train = [batch for batch in batches if batch.at.split == "train"]
+    train = [batch for batch in batches if batch.position.split == "train"]
     # What the header tells is substituted in training, and has no weight in validation.
     assert 7 not in np.concatenate([batch.index for batch in train])
     failed = [(batch, row) for batch in batches for row in batch.failed]
     assert failed and all(batch.index[row] == 11 and batch.weight[row] == 0 for batch, row in failed)
     for batch, row in failed:
-        if batch.mixed:  # it was its own partner, and nobody's
-            assert batch.mixed.target[row] == batch.target[row]
+        if batch.mix:  # it was its own partner, and nobody's
+            assert batch.mix.target[row] == batch.target[row]
     folder = Path(encoded_spec.quarantine.removeprefix("file://"))
     device = [json.loads(line) for file in folder.glob("*-device.jsonl") for line in file.open()]
     assert {record["index"] for record in device} == {11} and all(record["error"] for record in device)
@@ -232,7 +232,7 @@ def test_damage_that_only_the_device_finds_costs_one_image(encoded_spec: StreamS
     assert set(batch.failed) == {1} and batch.weight.tolist() == [1, 0, 1, 1, 1, 1]
     assert not batch.image[1].any() and all(batch.image[row].any() for row in (0, 2, 3, 4, 5))
     assert (batch.num_fallback, batch.num_bad) == (1, 1)
-    strict = dataclasses.replace(encoded_spec.transform, on_bad_sample="raise")
+    strict = dataclasses.replace(encoded_spec.transform, max_bad_fraction=0)
     with pytest.raises(SampleError, match="sample 1: damaged JPEG"):
         delivered(open_stream(store, plan=plan, transform=strict), None)
     # An actor that decodes it finds the same, and has a substitute.
@@ -253,7 +253,7 @@ def test_what_decodes_is_named_and_its_time_is_counted(encoded_spec: StreamSpec)
 
 
 def test_a_bad_sample_that_only_the_device_finds_can_end_the_run(encoded_spec: StreamSpec) -> None:
-    strict = dataclasses.replace(encoded_spec.transform, on_bad_sample="raise")
+    strict = dataclasses.replace(encoded_spec.transform, max_bad_fraction=0)
     store: Any = MemoryStore([encoded_spec.stores["train"].read(np.array([11]))["image"][0]] * 6, [0] * 6)
     spec = open_stream(store, plan=PlanConfig(micro_batch_size=6), transform=strict)
     with pytest.raises(SampleError, match=r"sample [0-5]: "):
@@ -303,8 +303,8 @@ def test_an_epoch_trains_then_validates_and_tells_where_steps_end(inline: Stream
     for epoch in one.epochs():
         assert (len(epoch.train), len(epoch.val)) == (4 * 4, 4)
         for batch in chain(epoch.train, epoch.val):
-            places.append(batch.at)
-            assert batch.ends_step == (batch.at.micro == 3) and batch.at.epoch == epoch.number
+            places.append(batch.position)
+            assert batch.ends_step == (batch.position.micro == 3) and batch.position.epoch == epoch.number
             cursors.append((one.cursor.epoch, one.cursor.step))
     assert places == list(inline.plan.micro_batches(inline.plan.start()))
     # A step counts once its last micro-batch is handed out, a validation likewise.
@@ -316,8 +316,8 @@ def test_an_epoch_trains_then_validates_and_tells_where_steps_end(inline: Stream
 def test_what_a_loop_leaves_over_is_skipped_and_cannot_be_asked_for_later(inline: StreamSpec) -> None:
     one, seen = loader(inline), []
     for epoch in one.epochs():
-        seen.append(next(epoch.train).at)
-        seen.append(next(epoch.val).at)
+        seen.append(next(epoch.train).position)
+        seen.append(next(epoch.val).position)
         with pytest.raises(
             RaypipeError, match=r"the rest of epoch \d's train batches was skipped .* end of an epoch"
         ):
@@ -341,7 +341,7 @@ def test_a_state_goes_on_at_the_next_step_with_any_number_of_workers(inline: Str
         for rank in range(world_size):
             rest = ranked(inline, rank, world_size)
             rest.load_state_dict(state)
-            places = [batch.at for batch in every_batch(rest)]
+            places = [batch.position for batch in every_batch(rest)]
             assert places == sorted(places, key=places.index) and len(places) == len(left) / (world_size - rank)
             left -= set(places)
         assert not left
@@ -362,9 +362,9 @@ def test_a_loader_does_not_begin_anew_in_silence(
 def test_a_loader_that_was_iterated_can_be_set_back(inline: StreamSpec) -> None:
     one = loader(inline)
     start = one.state_dict()
-    first = [(batch.at, batch.index.tolist()) for batch in every_batch(one)]
+    first = [(batch.position, batch.index.tolist()) for batch in every_batch(one)]
     one.load_state_dict(start)
-    assert [(batch.at, batch.index.tolist()) for batch in every_batch(one)] == first
+    assert [(batch.position, batch.index.tolist()) for batch in every_batch(one)] == first
 
 
 @pytest.mark.parametrize(
@@ -379,7 +379,7 @@ def test_a_state_of_something_else_is_refused(inline: StreamSpec, state: Any, me
     one = loader(inline)
     with pytest.raises(CursorError, match=message):
         one.load_state_dict(state)
-    assert next(every_batch(one)).at.step == 0
+    assert next(every_batch(one)).position.step == 0
 
 
 def test_what_a_loader_saves_in_a_checkpoint_is_its_cursor(inline: StreamSpec, tmp_path: Path) -> None:
@@ -469,14 +469,14 @@ def test_a_stream_ends_when_nothing_holds_it_without_the_collector(inline: Strea
 def test_a_stream_that_has_ended_says_why_and_can_be_started_anew(inline: StreamSpec) -> None:
     one = loader(inline)
     for epoch in one.epochs():
-        places = [batch.at for batch in islice(epoch.train, 6)]
+        places = [batch.position for batch in islice(epoch.train, 6)]
         break
     for ask in (lambda: next(one.epochs()), lambda: next(epoch.train)):
         with pytest.raises(RaypipeError, match="has ended, since the loop over its epochs was left"):
             ask()
     one.load_state_dict(one.state_dict())
     again = next(next(one.epochs()).train)
-    assert places[4] == again.at  # the first of the step that was begun
+    assert places[4] == again.position  # the first of the step that was begun
     one.close()
     with pytest.raises(RaypipeError, match="has ended, since the loader was closed"):
         next(one.epochs())
@@ -518,8 +518,8 @@ def test_an_argument_of_a_stream_that_is_of_another_type_is_named(argument: Any,
     [
         ({"augment": {"preset": "light"}}, "raypipe.loader: augment must be an AugmentConfig or none"),
         ({"cursor": 3}, "raypipe.loader: cursor must be a Cursor or none, got 3"),
-        ({"depth": 0}, "raypipe.loader: depth must be a whole number of at least 1, got 0"),
-        ({"keep": 1.5}, "raypipe.loader: keep must be a whole number of at least 0, got 1.5"),
+        ({"prefetch_factor": 0}, "raypipe.loader: prefetch_factor must be a whole number of at least 1, got 0"),
+        ({"keep_batches": 1.5}, "raypipe.loader: keep_batches must be a whole number of at least 0, got 1.5"),
         ({"max_actors": "8"}, "raypipe.loader: max_actors must be a whole number of at least 1 or none, got '8'"),
     ],
 )

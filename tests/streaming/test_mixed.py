@@ -26,17 +26,15 @@ def mixed(stores: dict[str, Path], config: dict[str, Any], **options: Any) -> St
 def test_mixed_batches_say_their_sources_and_copies_differ(
     stores: dict[str, Path],
 ) -> None:
-    spec = mixed(stores, {"mixture": {"big": 2, "small": 1}, "repeats": 2, "repeats_in": "micro_batch"})
+    spec = mixed(stores, {"mixture": {"big": 2, "small": 1}, "aug_repeats": 2})
     sources = []
-    for batch in next(loader(spec).epochs()).train:
-        assert batch.source is not None
-        assert batch.source.tolist() == spec.plan.source_of(batch.index).tolist()
-        assert batch.index[::2].tolist() == batch.index[1::2].tolist()
-        pairs = [
-            bool((one == other).all()) for one, other in zip(batch.image[::2], batch.image[1::2], strict=True)
-        ]
-        assert not all(pairs)
-        sources += batch.source.tolist()
+    batches = list(next(loader(spec).epochs()).train)
+    for one, other in zip(batches[::2], batches[1::2], strict=True):
+        assert one.source is not None
+        assert one.source.tolist() == spec.plan.source_of(one.index).tolist()
+        assert one.index.tolist() == other.index.tolist()
+        assert not all(bool((a == b).all()) for a, b in zip(one.image, other.image, strict=True))
+        sources += one.source.tolist()
     assert np.bincount(sources).tolist() == [len(sources) * 2 // 3, len(sources) // 3]
 
 
@@ -60,10 +58,13 @@ def test_filters_of_one_source_or_of_all_leave_the_others_as_they_are(stores: di
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"exclude": "bad.json"}, r"store\.exclude must be \{NAME: …\} by the stores of store\.train, big, small"),
-        ({"filter": {"large": "label > 1"}}, r"store\.filter must be .* big, small, got \{'large'"),
+        ({"exclude": "bad.json"}, r"store\.exclude must be \{NAME: …\} by big, small, val, got 'bad.json'"),
+        ({"filter": {"large": "label > 1"}}, r"store\.filter must be .* big, small, val, got \{'large'"),
         ({"filter": "labl > 1"}, r"no column 'labl' for store\.filter; did you mean label"),
-        ({"val_filter": "label > 1"}, r"store\.val_filter: there is 'label > 1', and no store to filter"),
+        (
+            {"filter": {"val": "label > 1"}},
+            r"store\.filter: there is 'label > 1' for validation, and no store\.val",
+        ),
     ],
 )
 def test_what_is_given_for_sources_that_are_not_there_is_named(
@@ -74,10 +75,12 @@ def test_what_is_given_for_sources_that_are_not_there_is_named(
 
 
 def test_a_filter_by_names_is_for_mixtures(stores: dict[str, Path]) -> None:
-    with pytest.raises(ConfigError, match="which only a mixture's stores have"):
+    with pytest.raises(ConfigError, match=r"store\.filter must be .* by train, val, got \{'big'"):
         open_stream(stores["train"], filter={"big": "label > 1"})
     with pytest.raises(ConfigError, match=r"store\.train names no store"):
         open_stream({})
+    with pytest.raises(ConfigError, match=r"store\.train: 'val' is the name of the validation store"):
+        open_stream({"a": stores["train"], "val": stores["val"]})
 
 
 def test_settings_of_a_mixture_come_from_yaml_and_the_command_line(
@@ -88,9 +91,7 @@ def test_settings_of_a_mixture_come_from_yaml_and_the_command_line(
         "plan: {micro_batch_size: 6, epoch_samples: longest,\n"
         "  mixture: {0: {big: 1, small: 1}, 3: {big: 3, small: 1}}}\n"
     )
-    run = parse_run(
-        [f"--config={tmp_path}/run.yaml", "--plan.class_balance=0.5", "--plan.repeats_in=micro_batch"], None
-    )
+    run = parse_run([f"--config={tmp_path}/run.yaml", "--plan.class_balance=0.5"], None)
     assert run.plan.mixture_by_epoch == {0: {"big": 1, "small": 1}, 3: {"big": 3, "small": 1}}
     plan = spec_of(run).plan
     assert plan.sources == ("big", "small") and plan.kept["train"].num_left_out > 0

@@ -60,7 +60,9 @@ def digests_of(spec: StreamSpec, cursor: Cursor, **options: int) -> list[bytes]:
 def digests(
     spec: StreamSpec, *, actors: int = 1, workers: int = 1, from_step: int = 0, block: int = 0
 ) -> list[bytes]:
-    spec = dataclasses.replace(spec, pool=PoolConfig(min_actors=actors, cpus_per_actor=0.5, block=block))
+    spec = dataclasses.replace(
+        spec, pool=PoolConfig(min_actors=actors, cpus_per_actor=0.5, micro_batches_per_block=block)
+    )
     return digests_of(spec, spec.plan.cursor_at(from_step), max_actors=actors, world_size=workers)
 
 
@@ -155,7 +157,7 @@ def in_host_memory(batch: Batch) -> MicroBatch:
     fields = {name: values.numpy() for name, values in batch.fields.items()}
     assert fields.keys() == {"image", "label", "mask", "boxes"}
     fields["image"] = batch.image.permute(0, 2, 3, 1).numpy()
-    return MicroBatch(batch.at, batch.index, batch.weight.numpy(), fields, batch.num_bad)
+    return MicroBatch(batch.position, batch.index, batch.weight.numpy(), fields, batch.num_bad)
 
 
 def test_masks_and_boxes_are_the_same_for_any_pool_and_whoever_reads(tmp_path: Path) -> None:
@@ -167,16 +169,16 @@ def test_masks_and_boxes_are_the_same_for_any_pool_and_whoever_reads(tmp_path: P
             objects = json.dumps(rng.integers([0, 0, 20, 20, 0], [20, 20, 48, 40, 9], (number % 3, 5)).tolist())
             seg = b"bad" if number == 5 else mask
             writer.append({"image": picture(number), "seg": seg, "objects": objects})
-    settings = dataclasses.replace(SMALL, mask_column="seg", boxes_column="objects", max_boxes=3)
+    settings = dataclasses.replace(SMALL, mask_column="seg", boxes_column="objects", max_targets=3)
     plan = dataclasses.replace(PLAN, epochs=1)
-    spec = open_stream(path, path, plan=plan, transform=settings, label_column="")
+    spec = open_stream(path, path, plan=plan, transform=settings, target_column="")
     alone = without_ray.digests(spec)
-    in_actors = dataclasses.replace(spec, pool=PoolConfig(read="actor", cpus_per_actor=0.5))
+    in_actors = dataclasses.replace(spec, pool=PoolConfig(reader="actors", cpus_per_actor=0.5))
     assert digests_of(in_actors, spec.plan.start(), max_actors=1, world_size=2) == alone
     # Of Parquet a task of its own reads.
     seen = list(without_ray.every_batch(loader(spec, max_actors=1)))
     assert [batch_digest(in_host_memory(batch)) for batch in seen] == alone
-    train, val = ([batch for batch in seen if batch.at.split == split] for split in ("train", "val"))
+    train, val = ([batch for batch in seen if batch.position.split == split] for split in ("train", "val"))
     for batch in train:
         assert batch.fields["mask"].shape == (8, 24, 24) and batch.fields["boxes"].shape == (8, 3, 5)
         assert set(batch.fields["mask"].unique().tolist()) <= {0, 1, 2}
@@ -192,10 +194,10 @@ def test_training_samples_come_at_most_once_and_validations_once(
     seen: dict[tuple[str, int], list[int]] = {}
     for batch in without_ray.host_batches(spec):
         real = batch.weight > 0
-        seen.setdefault((batch.at.split, batch.at.epoch), []).extend(batch.index[real].tolist())
+        seen.setdefault((batch.position.split, batch.position.epoch), []).extend(batch.index[real].tolist())
         assert batch["image"].dtype == np.uint8 and batch["image"].shape == (8, 24, 24, 3)
         assert not batch["image"][~real].any()
-        if batch.at.split == "train":
+        if batch.position.split == "train":
             assert np.array_equal(batch["label"], labels[batch.index])
     for epoch in (0, 1):
         assert len(seen["train", epoch]) == len(set(seen["train", epoch])) == 96
@@ -208,13 +210,13 @@ def test_stream_is_a_plain_dataset_of_blocks_of_micro_batches(stores: dict[str, 
         stores["train"],
         plan=PlanConfig(epochs=1, micro_batch_size=25, shuffle="off"),
         train_transform=lambda image: np.ascontiguousarray(image[:10, :12]),
-        pool=PoolConfig(max_actors=1, block=3),
+        pool=PoolConfig(max_actors=1, micro_batches_per_block=3),
     )
     rows = list(made.iter_batches(batch_size=None))
     assert [row["step"].tolist() for row in rows] == [[[0, 1, 2]], [[3]]]
     assert [row["image"].shape for row in rows] == [(1, 3, 25, 10, 12, 3), (1, 1, 25, 10, 12, 3)]
     batches = [batch for row in rows for batch in batches_of(row)]
-    assert [batch.at.step for batch in batches] == [0, 1, 2, 3]
+    assert [batch.position.step for batch in batches] == [0, 1, 2, 3]
     assert np.concatenate([batch.index for batch in batches]).tolist() == list(range(100))
 
 
@@ -266,7 +268,7 @@ def test_bad_samples_are_substituted_by_the_plan_and_quarantined(tmp_path: Path)
     )
 
     def rows_of(batches: Iterable[MicroBatch]) -> list[Any]:
-        return [(b.at, b.index.tolist(), b["label"].tolist(), b.weight.tolist(), b.num_bad) for b in batches]
+        return [(b.position, b.index.tolist(), b["label"].tolist(), b.weight.tolist(), b.num_bad) for b in batches]
 
     rows = rows_of(host_batches(splits(spec, spec.plan.start(), max_actors=2)[0]))
     other = dataclasses.replace(spec, quarantine=(tmp_path / "two").as_uri())
@@ -289,7 +291,7 @@ def test_an_error_of_user_code_names_its_line_and_opencv_has_one_thread() -> Non
     def broken(image: np.ndarray) -> np.ndarray:
         raise LookupError(f"{cv2.getNumThreads()} thread")
 
-    config = dataclasses.replace(SMALL, on_bad_sample="raise")
+    config = dataclasses.replace(SMALL, max_bad_fraction=0)
     spec = open_stream(with_bad({}), plan=ONE_EPOCH, transform=config, train_transform=broken)
     place = r"the transform failed at .*test_pipeline\.py:\d+ in broken: LookupError: 1 thread "
     with pytest.raises(TransformError, match=rf"memory:\w+ sample \d+: {place}.*pool\.engine=inline") as caught:
@@ -298,22 +300,20 @@ def test_an_error_of_user_code_names_its_line_and_opencv_has_one_thread() -> Non
 
 
 @pytest.mark.parametrize(
-    ("transform", "error", "message"),
+    ("transform", "num_bad", "error", "message"),
     [
-        (dataclasses.replace(SMALL, on_bad_sample="raise"), SampleError, r"memory:\w+ sample \d+: .*"),
+        (dataclasses.replace(SMALL, max_bad_fraction=0), 1, SampleError, r"memory:\w+ sample \d+: .*"),
         # Of another transform the same, by tests without a cluster.
+        pytest.param(SMALL, 12, BadSamplesError, "max_bad_fraction", marks=pytest.mark.soak),
         pytest.param(
-            dataclasses.replace(SMALL, bad_grace=1), BadSamplesError, "max_bad_fraction", marks=pytest.mark.soak
-        ),
-        pytest.param(
-            dataclasses.replace(SMALL, train="none"), ConfigError, "crop or resize", marks=pytest.mark.soak
+            dataclasses.replace(SMALL, train="none"), 1, ConfigError, "crop or resize", marks=pytest.mark.soak
         ),
     ],
 )
 def test_an_error_in_an_actor_reaches_the_consumer_as_one_clear_error(
-    transform: TransformConfig, error: type[Exception], message: str
+    transform: TransformConfig, num_bad: int, error: type[Exception], message: str
 ) -> None:
-    store = with_bad({**BAD, 5: picture(5, 30, 30)})
+    store = with_bad({**BAD, 5: picture(5, 30, 30), **dict.fromkeys(range(6, 6 + num_bad), b"")})
     spec = open_stream(store, plan=ONE_EPOCH, transform=transform)
     with pytest.raises(error, match=message) as caught:
         list(host_batches(splits(spec, spec.plan.start(), max_actors=1)[0]))
@@ -343,7 +343,7 @@ def test_more_in_flight_than_the_object_store_holds_is_refused_at_once(stores: d
         stream(
             stores["train"],
             plan=PlanConfig(micro_batch_size=50),
-            pool=PoolConfig(max_in_flight=500, block=1),
+            pool=PoolConfig(max_in_flight=500, micro_batches_per_block=1),
             transform=TransformConfig(),
         )
 

@@ -42,8 +42,8 @@ def test_each_iteration_is_the_next_epoch_and_the_validation_after_it(spec: Stre
     seen = []
     for _ in range(3):
         iter(train)  # that is never asked for a batch
-        seen += [batch.at for batch in train]
-        seen += [batch.at for batch in val]
+        seen += [batch.position for batch in train]
+        seen += [batch.position for batch in val]
     assert seen == list(spec.plan.micro_batches(spec.plan.start()))
 
 
@@ -105,7 +105,7 @@ def test_tuples_of_a_validation_hold_its_samples_and_nothing_else(
 def test_tuples_that_ranks_would_not_have_equally_many_of_are_refused(
     per_step: int, num_ranks: int, stores: dict[str, Path]
 ) -> None:
-    message = f"2 .* are padding, .* {num_ranks} workers .*use form='dict'"
+    message = f"2 .* are padding, .* {num_ranks} workers .*use format='dict'"
     for one in ranks_of(stores["train"], stores["val"], per_step, num_ranks):
         with pytest.raises(ConfigError, match=message):
             plain_loaders(one, "tuple")
@@ -128,7 +128,7 @@ def test_tuples_have_no_row_of_a_bad_sample_nor_a_batch_of_them(
     if num_ranks == 1:
         assert [len(target) for _, target in first] == [4] * 4
     else:
-        with pytest.raises(SampleError, match=r"val-e0000-s000001-m001.* use form='dict'"):
+        with pytest.raises(SampleError, match=r"val-e0000-s000001-m001.* use format='dict'"):
             list(last)
 
 
@@ -156,19 +156,19 @@ def test_a_state_that_either_of_them_saves_goes_on_in_both(spec: StreamSpec) -> 
     for _ in range(8):
         next(seen)
     state = val.state_dict()
-    rest = [batch.at for batch in seen]
+    rest = [batch.position for batch in seen]
     train, val = plain_loaders(loader(spec), "batch")
     next(iter(train))
     val.load_state_dict(state)
     assert train.state_dict() == state
-    assert [batch.at for batch in train] == rest and len(list(val)) == 4
+    assert [batch.position for batch in train] == rest and len(list(val)) == 4
 
 
 def test_a_resume_before_a_validation_has_it_and_may_leave_it_out(spec: StreamSpec) -> None:
     val = validation_of(spec, "batch")
-    assert {batch.at.epoch for batch in val} == {0}
+    assert {batch.position.epoch for batch in val} == {0}
     train, _ = plain_loaders(loader(spec, cursor=pending(spec)), "batch")
-    assert {batch.at.epoch for batch in train} == {1}
+    assert {batch.position.epoch for batch in train} == {1}
 
 
 def ask(spec: StreamSpec, *turns: str) -> None:
@@ -209,7 +209,7 @@ def test_mixed_targets_need_a_function(spec: StreamSpec) -> None:
         plain_loaders(loader(spec, augment=mixing))
 
     def form(batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        return batch.image, soft_targets(batch.target, batch.mixed, 10)
+        return batch.image, soft_targets(batch.target, batch.mix, 10)
 
     train, _ = plain_loaders(loader(spec, augment=mixing), form)
     image, target = next(iter(train))

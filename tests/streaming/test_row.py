@@ -72,7 +72,9 @@ def test_a_finished_row_copies_no_array_that_lies_in_one_piece(
         all_made.append(made(at, arrays))
     found = list(batches_of(block_row(all_made, memory)))
     assert_same(found, all_made)
-    assert [(batch.at, batch.num_bad, batch.work_s) for batch in found] == [(at, at.micro, 0.5) for at in BLOCK]
+    assert [(batch.position, batch.num_bad, batch.work_s) for batch in found] == [
+        (at, at.micro, 0.5) for at in BLOCK
+    ]
     for name in names:
         assert all(np.shares_memory(memory.arrays[name], batch[name]) for batch in found)
 

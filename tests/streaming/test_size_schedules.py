@@ -29,7 +29,7 @@ def spec_of(stores: dict[str, Path], plan: dict[str, Any] | None = None, **optio
 
 
 def sides(batches: list[MicroBatch]) -> set[tuple[str, int, tuple[int, ...]]]:
-    return {(batch.at.split, batch.at.epoch, batch["image"].shape[1:3]) for batch in batches}
+    return {(batch.position.split, batch.position.epoch, batch["image"].shape[1:3]) for batch in batches}
 
 
 def test_images_grow_over_the_epochs_and_validations_have_the_last_size(stores: dict[str, Path]) -> None:
@@ -96,4 +96,4 @@ def test_a_function_of_the_user_is_called_with_each_size_and_must_make_it(
     with pytest.raises(ConfigError, match=r"made an image of \(8, 8\), .* it must be \(16, 16\)"):
         try_samples(stays, 5)
     with pytest.raises(ConfigError, match=r"must be \(12, 12\)"):
-        next(batch for batch in host_batches(stays) if batch.at.epoch == 1)
+        next(batch for batch in host_batches(stays) if batch.position.epoch == 1)

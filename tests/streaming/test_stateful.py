@@ -188,7 +188,7 @@ def test_an_own_loop_goes_on_from_a_checkpoint_of_a_run(trained: tuple[RunConfig
     for name, part in {"model": model, "optimizer": optimizer}.items():
         torch.testing.assert_close(part.state_dict(), state[name], rtol=0, atol=0)
     batch = next(iter(next(own.epochs()).train))
-    assert (batch.at.epoch, batch.at.step) == (1, 3)
+    assert (batch.position.epoch, batch.position.step) == (1, 3)
     with pytest.raises(ConfigError, match="has model, optimizer, scaler, ema, and no ema"):
         own.restore(ema=model)
 

@@ -59,7 +59,7 @@ def test_any_number_of_ranks_threads_and_any_start_have_the_same_bits(
     start = spec.plan.start()
     ranks = [[batch_digest(each) for each in inline_batches(spec, start, rank, 2)] for rank in range(2)]
     assert [digest for pair in zip(*ranks, strict=True) for digest in pair] == expected
-    threads = replace(spec, pool=PoolConfig(engine="inline", threads=2))
+    threads = replace(spec, pool=PoolConfig(engine="inline", max_actors=2))
     resumed = [batch_digest(each) for each in inline_batches(threads, spec.plan.cursor_at(5))]
     assert resumed == expected[10:]
     assert len(set(expected)) > 32, "but for the validations', they all differ"

@@ -47,7 +47,7 @@ def closed(spec: StreamSpec, kept: dict[str, Any]) -> None:
 def dropped(spec: StreamSpec, kept: dict[str, Any]) -> None:
     """No name is left of it; what it made may be held."""
     epoch = next(raypipe.loader(spec).epochs())
-    kept["place"] = next(epoch.train).at
+    kept["place"] = next(epoch.train).position
 
 
 def failed(spec: StreamSpec, kept: dict[str, Any]) -> None:
@@ -74,7 +74,7 @@ def cell(spec: StreamSpec, kept: dict[str, Any]) -> None:
 def held(spec: StreamSpec, kept: dict[str, Any]) -> None:
     """It is in use: an epoch of it is held, and all CPUs are its pool's."""
     epoch = next(raypipe.loader(replace(spec, pool=PoolConfig(min_actors=2))).epochs())
-    kept[next(epoch.train).at.split + str(len(kept))] = epoch
+    kept[next(epoch.train).position.split + str(len(kept))] = epoch
 
 
 WAYS = {way.__name__: way for way in (closed, dropped, failed, cell, held)}

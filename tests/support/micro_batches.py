@@ -26,7 +26,9 @@ FIRST = 20
 def transform_of(transform: Any, config: TransformConfig | None = None, **of_a_split: Any) -> MicroBatchTransform:
     """By a user's transform, settings of a run, and options of a split."""
     config = config or TransformConfig()
-    return MicroBatchTransform(build_content(transform, config), on_bad_sample=config.on_bad_sample, **of_a_split)
+    return MicroBatchTransform(
+        build_content(transform, config), tolerant=config.max_bad_fraction > 0, **of_a_split
+    )
 
 
 def samples_of(images: Iterable[bytes | None]) -> list[EncodedSample]:

@@ -271,7 +271,7 @@ def test_an_error_of_the_loop_waits_for_the_checkpoint_under_way(
     backward = loop.Learner.backward
 
     def fail(self: Any, batch: Any, last: bool) -> torch.Tensor:
-        if batch.at.step == 1:
+        if batch.position.step == 1:
             raise RaypipeError("of the second step")
         return backward(self, batch, last)
 

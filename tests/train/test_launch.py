@@ -64,14 +64,14 @@ def spec(train: MemoryStore, val: MemoryStore | None = None) -> StreamSpec:
 @pytest.mark.parametrize(
     "setting",
     [
-        "store.train",
-        "store.val",
-        "store.exclude",
-        "store.val_exclude",
-        "transform.val",
-        "storage_path",
-        "resume",
-        "plan",
+        "store.train={}",
+        "store.val={}",
+        "store.exclude={}",
+        "store.exclude={{val: {}}}",
+        "transform.val={}",
+        "storage_path={}",
+        "resume={}",
+        "plan={}",
     ],
 )
 def test_credentials_in_an_address_are_neither_shown_nor_kept(
@@ -81,12 +81,12 @@ def test_credentials_in_an_address_are_neither_shown_nor_kept(
     config.write_text(
         f"store: {{train: {stores['train']}, val: {stores['val']}}}\nstorage_path: {tmp_path}/runs\n"
     )
-    given = [f"--config={config}", f"--{setting}=s3://AKIA:SE/CRET@bucket/a.yaml"]
+    given = [f"--config={config}", "--" + setting.format("s3://AKIA:SE/CRET@bucket/a.yaml")]
     with pytest.raises(SystemExit):
         _finish(lambda: train(parse_run(given, None)))
     shown = "".join(capfd.readouterr())
-    assert "CRET@" not in shown and (setting == "plan" or "s3://…@bucket/a.yaml" in shown)
-    assert setting == "plan" or "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the environment" in shown
+    assert "CRET@" not in shown and (setting == "plan={}" or "s3://…@bucket/a.yaml" in shown)
+    assert setting == "plan={}" or "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the environment" in shown
     kept = [path for path in tmp_path.rglob("*") if path.is_file() and "CRET@" in path.read_text()]
     assert not kept
 
@@ -98,7 +98,7 @@ def test_as_plain_is_safe_yaml_without_the_resume() -> None:
     plain = as_plain(RUN)
     assert yaml.safe_load(yaml.safe_dump(plain)) == plain
     assert plain["augment"]["mean"] == [0.1, 0.2, 0.3]
-    assert plain.keys() == {field.name for field in dataclasses.fields(RunConfig)} - {"resume", "trust"}
+    assert plain.keys() == {field.name for field in dataclasses.fields(RunConfig)} - {"resume", "trust_run_code"}
 
 
 def test_the_stored_configuration_is_the_one_that_a_resume_reads(tmp_path: Path) -> None:
@@ -152,8 +152,7 @@ def test_the_lists_of_bad_samples_are_settings_of_the_stores(stores: dict[str, P
     settings = StoreConfig(
         train=str(stores["train"]),
         val=str(stores["val"]),
-        exclude=str(tmp_path / "train.json"),
-        val_exclude=str(tmp_path / "val.json"),
+        exclude={name: str(tmp_path / f"{name}.json") for name in ("train", "val")},
     )
     run = dataclasses.replace(RUN, store=settings)
     found = spec_of(run, (tmp_path / "run").as_uri())

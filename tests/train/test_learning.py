@@ -148,7 +148,7 @@ def test_model_loss_optimizer_and_schedule_may_be_code_of_the_users() -> None:
     for name, value in net.state_dict().items():
         assert torch.allclose(found["model"][name], value, atol=1e-6), name
     learner(**config).load(found)
-    assert build_schedule(TrainConfig(schedule=own("half")))(3, 10, 2, 0.4) == 0.2
+    assert build_schedule(TrainConfig(lr_schedule=own("half")))(3, 10, 2, 0.4) == 0.2
 
 
 def test_a_validation_has_the_users_loss_or_plain_cross_entropy() -> None:

@@ -64,9 +64,9 @@ def test_auto_takes_the_runs_settings_and_those_given_again(tmp_path: Path) -> N
     command = [f"--storage_path={tmp_path}", "--name=mine", "--resume=auto", "--plan.seed=7"]
     first = parse_run(command, None)
     assert first.resume == "auto" and first.plan.seed == 7 and first.train.model == "small"
-    store_config(dataclasses.replace(first, log="json"), (tmp_path / "mine").as_uri())
+    store_config(dataclasses.replace(first, log_format="json"), (tmp_path / "mine").as_uri())
     again = parse_run([*command, "--train.log_interval=3"], None)
-    assert again.resume == str(tmp_path / "mine") and (again.log, again.train.log_interval) == ("json", 3)
+    assert again.resume == str(tmp_path / "mine") and (again.log_format, again.train.log_interval) == ("json", 3)
 
 
 def test_starts_of_one_second_get_their_own_names(tmp_path: Path) -> None:

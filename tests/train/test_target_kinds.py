@@ -57,7 +57,7 @@ def run(folder: Path, runs: Path, label: str, columns: Any = (), **train: Any) -
     given = {"loss": f"{__name__}:squared", **train}
     plain = small_run(runs, folder / "train.lmdb", folder / "val.lmdb", 4, 2, **given)
     stores = [str(folder / f"{name}.lmdb") for name in ("train", "val")]
-    return dataclasses.replace(plain, store=StoreConfig(*stores, label_column=label, columns=columns or []))
+    return dataclasses.replace(plain, store=StoreConfig(*stores, target_column=label, columns=columns or []))
 
 
 @pytest.mark.parametrize(("label", "mixup"), [("score", 0.0), ("both", 0.4)])
@@ -80,7 +80,7 @@ def outputs_of(config: RunConfig) -> int:
 
 
 def test_a_run_without_a_target_is_refused(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"trains on targets, and store\.label_column is ''"):
+    with pytest.raises(ConfigError, match=r"trains on targets, and store\.target_column is ''"):
         outputs_of(run(folder, tmp_path, ""))
 
 

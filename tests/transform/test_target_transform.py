@@ -54,7 +54,7 @@ def both(transform: Any, columns: dict[str, str] = BOTH, **options: Any) -> Micr
     """By a user's transform, and settings of a run or options of a split."""
     of_a_split = {name: options.pop(name) for name in OF_A_SPLIT if name in options}
     named = {f"{name}_column": column for name, column in columns.items()}
-    config = TransformConfig(**{"max_boxes": 4} | named | options)
+    config = TransformConfig(**{"max_targets": 4} | named | options)
     return transform_of(transform, config, **of_a_split)
 
 
@@ -198,7 +198,7 @@ def test_a_substitute_brings_its_own_mask_and_boxes(name: str, preset: str) -> N
     np.testing.assert_array_equal(batch["boxes"][1, : len(alone["boxes"])], alone["boxes"])
     assert (batch["boxes"][1, len(alone["boxes"]) :, 4] == -1).all()
     with pytest.raises(SampleError, match=rf"sample 21: .*{message}"):
-        run(both(made, on_bad_sample="raise"), [SCENES[0], sample], KEYS)
+        run(both(made, max_bad_fraction=0), [SCENES[0], sample], KEYS)
 
 
 def test_a_bad_sample_of_a_validation_has_neither_mask_nor_boxes() -> None:
@@ -212,7 +212,7 @@ def test_more_boxes_than_there_is_room_for_end_the_run() -> None:
     far = other("objects", [[0, 0, 3, 3, 1]] * 5)
     transform = both(A.Compose([A.Crop(50, 50, 100, 100)]), store_address="x.lmdb")
     with pytest.raises(
-        ConfigError, match=r"x.lmdb sample 21: it has 5 boxes, .* transform.max_boxes is 4: raise it"
+        ConfigError, match=r"x.lmdb sample 21: it has 5 boxes, .* transform.max_targets is 4: raise it"
     ):
         run(transform, [SCENES[1], far], KEYS)
 
@@ -237,8 +237,10 @@ def test_a_transform_that_cannot_move_boxes_is_named_by_bad_samples() -> None:
 
 
 def test_boxes_that_a_transform_cuts_into_more_than_there_is_room_for() -> None:
-    cut = both(A.Compose([A.RandomGridShuffle((6, 6), p=1)]), max_boxes=1)
-    with pytest.raises(ConfigError, match=r"sample 20: it has \d+ boxes, and transform.max_boxes is 1: raise it"):
+    cut = both(A.Compose([A.RandomGridShuffle((6, 6), p=1)]), max_targets=1)
+    with pytest.raises(
+        ConfigError, match=r"sample 20: it has \d+ boxes, and transform.max_targets is 1: raise it"
+    ):
         run(cut, SCENES[:1], KEYS)
 
 
@@ -256,7 +258,7 @@ def test_without_targets_there_are_none() -> None:
         ({"decode": "gpu"}, "transform.decode must be 'cpu' with transform.mask_column"),
         ({"decode_min_side": 256}, "transform.decode_min_side must be 0 with transform.mask_column"),
         ({"apply_exif": True}, "transform.apply_exif must be False with transform.mask_column"),
-        ({"max_boxes": 0}, "transform.max_boxes must be a whole number of at least 1"),
+        ({"max_targets": 0}, "transform.max_targets must be a whole number of at least 1"),
     ],
 )
 def test_settings_that_do_not_go_with_targets(changes: dict[str, Any], message: str) -> None:

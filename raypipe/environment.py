@@ -1,4 +1,4 @@
-"""The environment variables of raypipe. Each process reads its own, so every node of a cluster needs them."""
+"""Environment variables of raypipe. Each process reads its own environment, so every node needs the variables."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Variable(NamedTuple):
-    """A variable: its default, in words, and its meaning."""
+    """A variable: its default, as text, and its meaning."""
 
     default: str
     meaning: str
@@ -44,7 +44,7 @@ VARIABLES = {
         "`http://169.254.169.254`", "for tests of deploy/notice.py: address of the cloud's metadata server"
     ),
 }
-"""By name; docs/reference.md lists them."""
+"""Name → variable; docs/reference.md lists them."""
 
 
 def variable(name: str) -> str:

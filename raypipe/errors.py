@@ -1,37 +1,37 @@
-"""Every error that raypipe raises on purpose.
+"""Errors that raypipe raises on purpose.
 
     RaypipeError
     ├── ConfigError        a setting is wrong, or two settings contradict each other
-    ├── StoreError         a store is missing, broken, of an unknown layout, or was asked for what it lacks
-    ├── SampleError        one sample cannot be read, decoded or transformed
-    │   └── TransformError  the user's code failed on it
-    ├── BadSamplesError    more bad samples than the run was told to tolerate
-    ├── ResourceError      the cluster lacks what the run needs
-    ├── OutageError        storage has been waited for in vain; a run goes back to its last checkpoint
-    ├── RunError           a run was ended by an error of other code, or by the death of its trainers
+    ├── StoreError         a store is missing or broken, has an unknown layout, or lacks a column
+    ├── SampleError        a sample cannot be read, decoded or transformed
+    │   └── TransformError  the user's code failed on a sample
+    ├── BadSamplesError    the number of bad samples exceeds the run's limit
+    ├── ResourceError      the cluster lacks resources for the run
+    ├── OutageError        storage was unavailable for too long; a run returns to its last checkpoint
+    ├── RunError           an error of other code, or the death of its trainers, ended a run
     └── CursorError        a checkpoint belongs to another plan
 
-Each message names the file, key, field or resource, and what to do about it. All of them survive
-pickling, since most are raised in one process and read in another. None shows a credential.
+Each message names the file, key, field or resource, and a remedy. All errors survive pickling, since most are
+raised in one process and read in another. None shows a credential.
 """
 
 from __future__ import annotations
 
 import re
 
-# The part before a host: a login, whose password may hold slashes, but for anonymous@ and Azure's container@.
+# A login before a host, whose password may contain slashes; anonymous@ and Azure's container@ are not logins.
 _LOGIN = re.compile(r"://[^\s@/:]*:\S*@|(?<!abfs)(?<!abfss)://(?!anonymous@)[^\s@/]+@")
 # The value of an option, such as a token's `sig`.
 _OPTION = re.compile(r"(?<=[?&])([\w.-]+=)[^\s&'\"]+")
 
 
 def without_credentials(text: str) -> str:
-    """Replace with … the logins and the options of addresses in a text."""
+    """Replace logins and option values of addresses in a text with …."""
     return _OPTION.sub(r"\1…", _LOGIN.sub("://…@", text))
 
 
 class RaypipeError(Exception):
-    """Base class of all errors that raypipe raises on purpose; its message shows no credentials of an address."""
+    """Base class of the errors that raypipe raises on purpose; messages never show credentials of an address."""
 
     def __init__(self, *args: object) -> None:
         super().__init__(*(without_credentials(arg) if isinstance(arg, str) else arg for arg in args))
@@ -42,14 +42,14 @@ class ConfigError(RaypipeError, ValueError):
 
 
 class StoreError(RaypipeError):
-    """A store is missing, broken, of an unknown layout, or was asked for what it lacks."""
+    """A store is missing or broken, has an unknown layout, or lacks a column."""
 
 
 class SampleError(RaypipeError):
     """A sample cannot be read, decoded or transformed.
 
     Attributes:
-        fault: whose fault it is, for records of bad samples.
+        fault: cause of the failure, for records of bad samples: store or transform.
         advice: the remedy.
     """
 
@@ -65,19 +65,19 @@ class TransformError(SampleError):
 
 
 class BadSamplesError(RaypipeError):
-    """More bad samples than the run was told to tolerate."""
+    """The number of bad samples exceeds the run's limit."""
 
 
 class ResourceError(RaypipeError):
-    """The cluster lacks what the run needs."""
+    """The cluster lacks resources for the run."""
 
 
 class OutageError(RaypipeError):
-    """Storage has been waited for in vain. Unlike the others, it counts as something that died."""
+    """Storage was unavailable for too long. Unlike other errors, this one is retried like a death."""
 
 
 class RunError(RaypipeError):
-    """A run was ended by an error of other code, or by the death of its trainers."""
+    """An error of other code, or the death of its trainers, ended a run."""
 
 
 class CursorError(RaypipeError):

@@ -3,8 +3,8 @@
     {"time": "2026-11-21T10:46:00.123Z", "level": "WARNING", "logger": "raypipe.train.loop", "message": "…",
      "run": "resnet", "rank": 0, "split": "train", "epoch": 3, "step": 1250}
 
-`step` is counted through the run, as in metrics.jsonl; during validation through the validation. A process
-leaves out what it does not know. Lines of progress go to standard output, all others to standard error.
+`step` counts through the run, as in metrics.jsonl; during validation, through the validation. Fields that do not
+apply to a process are omitted. Lines of progress go to standard output, all others to standard error.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from typing import Any, Literal
 LogFormat = Literal["text", "json"]
 
 STAGES = ("wait", "transfer", "decode", "augment", "compute", "checkpoint")
-"""What a trainer's time goes by: NAME_s in progress, records, `StageTimes` and exported metrics."""
+"""Stages of a trainer's time: NAME_s in progress, records, `StageTimes` and exported metrics."""
 
 _ROOT = logging.getLogger("raypipe")
-# They write to standard error with their own handlers.
-_RAYS_OWN = ("ray.data", "ray.train")
-# Of this process: it is at one place of one run.
+# Loggers that write to standard error with their own handlers.
+_RAY_LOGGERS = ("ray.data", "ray.train")
+# This process's place in its run.
 _place: dict[str, Any] = {}
-_RELAY = "\x02"  # before a line of progress on its way to the process that shows it
+_RELAY = "\x02"  # prefix of a line of progress that another process shows
 _relays = False
-_begun = 0.0  # by time.time(); 0 = before any run
+_begun = 0.0  # time.time(); 0 = before any run
 
 
 class JsonFormatter(logging.Formatter):
-    """A log record as one line of JSON."""
+    """Formatter of log records as one line of JSON each."""
 
     def format(self, record: logging.LogRecord) -> str:
         time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
@@ -58,8 +58,8 @@ _handler.setFormatter(JsonFormatter())
 def configure_logs(log: LogFormat, **place: Any) -> None:
     """Set the format of this process's lines, and its place: run, rank.
 
-    Text lines are left to the handlers of whoever owns the process, and have no place. With JSON, lines that Ray
-    Data and Ray Train write to this process's standard error are the same, from then on.
+    Text lines go to the handlers of the process's owner, and have no place. With JSON, the lines that Ray Data and
+    Ray Train write to this process's standard error become JSON too.
     """
     is_json = log == "json"
     if is_json != (_handler in _ROOT.handlers):
@@ -67,10 +67,10 @@ def configure_logs(log: LogFormat, **place: Any) -> None:
         _ROOT.setLevel(logging.INFO if is_json else logging.NOTSET)
         _ROOT.propagate = not is_json
     if is_json:
-        # Ray Data sets up its handlers again when it starts something, so each call does this again.
-        for theirs in (handler for name in _RAYS_OWN for handler in logging.getLogger(name).handlers):
-            if isinstance(theirs, logging.StreamHandler) and not isinstance(theirs, logging.FileHandler):
-                theirs.setFormatter(_handler.formatter)
+        # Ray Data recreates its handlers at each start, so each call repeats this.
+        for ray_handler in (handler for name in _RAY_LOGGERS for handler in logging.getLogger(name).handlers):
+            if isinstance(ray_handler, logging.StreamHandler) and not isinstance(ray_handler, logging.FileHandler):
+                ray_handler.setFormatter(_handler.formatter)
     log_place(**place)
 
 
@@ -80,7 +80,7 @@ def is_json() -> bool:
 
 
 def log_place(**place: Any) -> None:
-    """From now on this process is at split, epoch, step, …; other values stay."""
+    """Update this process's place: split, epoch, step, …; other values stay."""
     _place.update(place)
 
 
@@ -88,9 +88,9 @@ def progress(logger: logging.Logger, text: str, **values: Any) -> None:
     """Print a line of progress, on standard output.
 
     Args:
-        logger: of the module.
-        text: for people.
-        values: what it says, by names; for JSON, and for who shows what this process relays.
+        logger: the module's logger.
+        text: the line for people.
+        values: its values by name, for JSON, and for the process that shows relayed lines.
     """
     if is_json():
         record = logger.makeRecord(logger.name, logging.INFO, "", 0, text, (), None, extra={"values": values})
@@ -101,13 +101,13 @@ def progress(logger: logging.Logger, text: str, **values: Any) -> None:
 
 
 def relay_progress(relays: bool) -> None:
-    """From now on lines of progress of this process are for another one to show, which Ray brings them to."""
+    """Set whether another process, to which Ray forwards them, shows this process's lines of progress."""
     global _relays
     _relays = relays
 
 
 def relayed(line: str) -> tuple[str, dict[str, Any]] | None:
-    """A line of progress that a process relays: its text and values. None for any other line."""
+    """Return text and values of a relayed line of progress; None for any other line."""
     if not line.startswith(_RELAY):
         return None
     text, values = json.loads(line.removeprefix(_RELAY))
@@ -115,9 +115,9 @@ def relayed(line: str) -> tuple[str, dict[str, Any]] | None:
 
 
 def begin_phases(begun: float = 0.0) -> float:
-    """Begin the phases of a run's start: each is shown with its seconds since this time.time(), which is returned.
+    """Begin the phases of a run's start, and return their time.time(), from which each shows its seconds.
 
-    By default they have begun with the first that was shown, or begin now.
+    By default they begin with the first phase, or now.
     """
     global _begun
     _begun = begun or _begun or time.time()
@@ -125,36 +125,36 @@ def begin_phases(begun: float = 0.0) -> float:
 
 
 def end_phases() -> None:
-    """End the phases of a run: the next one belongs to another run."""
+    """End the phases of a run; the next phase belongs to another run."""
     global _begun
     _begun = 0.0
 
 
 def phase(logger: logging.Logger, text: str) -> None:
-    """Print what the start of a run is at, from now on."""
+    """Print the current phase of a run's start."""
     begun = begin_phases()
     progress(logger, f"{time.time() - begun:5.1f} s  {text}", phase=text)
 
 
-# What a terminal obeys or a page cannot hold: control characters but tab and newline, those that turn the
-# direction of writing, line separators, and halves of characters, as Python has bytes that are no UTF-8.
+# Characters that control a terminal or are invalid in a page: control characters except tab and newline, changes
+# of the writing direction, line separators, and surrogates, which Python uses for bytes that are not UTF-8.
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def printable(text: str) -> str:
-    """Text for people, in which names may come from anywhere: control characters are written as escapes."""
+    """Return a text with control characters as escapes, since names in it may come from anywhere."""
     return _UNPRINTABLE.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 def number(value: float) -> str:
-    """A figure as people write it, of about four digits."""
+    """Format a number for people, with about four digits."""
     if not math.isfinite(value):
         return "none"
     return f"{value:,.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.4g}"
 
 
 def shown(value: Any) -> str:
-    """A value of a command's result: [least, median, most], a tuple of two values, a dict of counts or words."""
+    """Format a value of a command's result: [least, median, most], two values, or a dict of counts or words."""
     if isinstance(value, dict):
         named = ((name.replace("_", " "), part) for name, part in value.items())
         return ", ".join(f"{n:,} {name}" if type(n) is int else f"{name} ({shown(n)})" for name, n in named)

@@ -1,4 +1,4 @@
-"""Look-ups of user code and installed packages, by name, and of CPUs."""
+"""Lookups of user code and installed packages, by name, and of CPUs."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ import raypipe
 from raypipe.errors import ConfigError
 
 DISTRIBUTION = "raypipe-data"
-"""What pip calls raypipe. The package `raypipe` of PyPI is another one."""
+"""Name of raypipe on PyPI, where the package `raypipe` is another project."""
 
-# Whatever reads, decodes, transforms or draws at random on the CPU, besides raypipe.
+# Packages that read, decode, transform or draw random numbers on the CPU.
 _PACKAGES = (
     "ray",
     "numpy",
@@ -34,27 +34,24 @@ _PACKAGES = (
 
 
 def search_here() -> bool:
-    """Let modules be found in the current folder, after all other places; False where it is closed.
-
-    PYTHONSAFEPATH and `python -P` close it.
-    """
-    here = str(Path.cwd())
+    """Append the current folder to the module search path; False if PYTHONSAFEPATH or `python -P` forbids it."""
+    folder = str(Path.cwd())
     if sys.flags.safe_path or os.environ.get("PYTHONSAFEPATH"):
         return False
-    if here not in sys.path:
-        sys.path.append(here)
+    if folder not in sys.path:
+        sys.path.append(folder)
     return True
 
 
 def import_name(address: str, setting: str) -> Any:
     """Import the value of `module:name`; the name may have dots.
 
-    The module is looked for where Python looks, and then in the current folder, unless that is closed: a script's
-    own folder, or that of a command, is where Python begins, and not where the user is.
+    The search path of Python comes first. Then comes the current folder, see `search_here`: Python's path has the
+    folder of the script or command, not the user's.
 
     Args:
         address: `module:name`.
-        setting: whose value it is, for the error.
+        setting: the setting with the address, for the error.
 
     Raises:
         ConfigError: it does not exist.
@@ -66,26 +63,26 @@ def import_name(address: str, setting: str) -> Any:
         for part in name.split("."):
             value = getattr(value, part)
     except (ImportError, AttributeError, ValueError) as error:
-        why = f"{type(error).__name__}: {error}"
+        reason = f"{type(error).__name__}: {error}"
         if not is_open and isinstance(error, ModuleNotFoundError):
-            why += (
-                "; the current folder is not searched: it holds the store or the run, or PYTHONSAFEPATH is set. "
-                "Set PYTHONPATH to the folder of your code"
+            reason += (
+                "; the current folder is not searched, since it contains the store or the run, or PYTHONSAFEPATH "
+                "is set. Set PYTHONPATH to the folder of your code"
             )
-        raise ConfigError(f"{setting} {address!r} cannot be imported: {why}") from error
+        raise ConfigError(f"{setting} {address!r} cannot be imported: {reason}") from error
     return value
 
 
-def choices(name: str, known: Collection[str], those: str = "known are") -> str:
-    """The names that could have been meant by a name, and all that there are, to end a message with.
+def choices(name: str, known: Collection[str], those: str = "choose from") -> str:
+    """Return the end of a message about an unknown name: similar names, and all known names.
 
     Args:
-        known: names, or name → the words behind it in parentheses.
+        known: names, or name → text in parentheses after it.
     """
-    close = get_close_matches(name, known, cutoff=0.65)  # so that label is near fine_label
-    meant = f"did you mean {' or '.join(close)}? " if close else ""
-    shown = [f"{one} ({kind})" for one, kind in known.items()] if isinstance(known, Mapping) else known
-    return f"; {meant}{those} {', '.join(shown)}"
+    close = get_close_matches(name, known, cutoff=0.65)  # makes label close to fine_label
+    question = f"did you mean {' or '.join(close)}? " if close else ""
+    listed = [f"{entry} ({kind})" for entry, kind in known.items()] if isinstance(known, Mapping) else known
+    return f"; {question}{those} {', '.join(listed)}"
 
 
 def to_install(extra: str) -> str:
@@ -94,7 +91,7 @@ def to_install(extra: str) -> str:
 
 
 def version_of(package: str) -> str | None:
-    """The version of an installed package; None where it is not installed."""
+    """Return the version of a package; None if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -102,12 +99,12 @@ def version_of(package: str) -> str | None:
 
 
 def num_cpus() -> int:
-    """CPUs that this process may run on; where the system does not say, as on macOS, those of the machine."""
+    """Return the number of CPUs that this process may use; the machine's, if unknown, as on macOS."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def versions() -> dict[str, str | None]:
-    """The versions of all that pixels may depend on; None = it is not installed."""
-    # raypipe's is that of the sources that run: Ray may have put a folder of them before an installed one.
+    """Return the versions of all packages that pixels may depend on; None = not installed."""
+    # raypipe's version comes from the running sources, since Ray may put a folder of them before an installed one.
     own: dict[str, str | None] = {"raypipe": raypipe.__version__}
     return own | {name: version_of(name) for name in _PACKAGES} | {"python": platform.python_version()}

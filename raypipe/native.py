@@ -1,4 +1,4 @@
-"""The compiled extension: where it comes from, and why it is not there."""
+"""Access to the compiled extension, and the reason if it is missing."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ import importlib
 from types import ModuleType
 
 INTERFACE_VERSION = 5
-"""Of the extension that this program can call; csrc/kernel.c has the same."""
+"""Version of the extension's interface that this program calls; the same as in csrc/kernel.c."""
 
 
 @functools.cache
 def why_missing() -> str:
-    """Why there is no extension; empty = there is."""
+    """Return the reason for a missing extension; empty = it is available."""
     try:
-        found = importlib.import_module("_raypipe_kernel").INTERFACE_VERSION
+        version = importlib.import_module("_raypipe_kernel").INTERFACE_VERSION
     except ImportError as error:
         return f"not built, or its libjpeg-turbo is missing ({error})"
-    if found != INTERFACE_VERSION:
-        return f"built from another version of raypipe ({found}, not {INTERFACE_VERSION})"
+    if version != INTERFACE_VERSION:
+        return f"built from another version of raypipe ({version}, not {INTERFACE_VERSION})"
     return ""
 
 
 def module() -> ModuleType | None:
-    """The extension; None: `why_missing` says why."""
+    """Return the extension; None if it is missing, see `why_missing`."""
     return None if why_missing() else importlib.import_module("_raypipe_kernel")

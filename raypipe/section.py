@@ -1,15 +1,15 @@
-"""A section of settings: a frozen dataclass whose fields are checked by their types, as the command line does.
+"""Sections of settings: frozen dataclasses whose fields are checked by their types, as on the command line.
 
-    kind            takes                                       gives
-    int             whole numbers, numpy's too, and no bools    int, by default in [0, 2^31)
-    float           numbers, numpy's too, and no bools          int or float, by default finite and at least 0
+    kind            accepts                                     converts to
+    int             whole numbers, also numpy's, not bools      int, by default in [0, 2^31)
+    float           numbers, also numpy's, not bools            int or float, by default finite and at least 0
     str             strings without NUL, and paths              str
-    bool, Literal   those values, of that very type             the value
+    bool, Literal   these values, of exactly this type          the value
     list, tuple     lists, tuples and arrays                    list or tuple
     dict            mappings                                    dict
     a class         its instances                               the value
 
-`Annotated[int, Limits(…)]` has its own limits, unions are tried in order, and Any takes what there is.
+`Annotated[int, Limits(…)]` sets other limits, unions are tried in order, and Any accepts everything.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from raypipe.errors import ConfigError
 
 MAX_INT = (1 << 31) - 1
 _MAX_FLOAT = sys.float_info.max
-# A limit beyond this keeps memory and other types from overflowing: a message has it where it is passed.
-_MEANT = 1000
+# Limits beyond this only prevent overflows, so messages show them only to values that exceed them.
+_SHOWN = 1000
 
 
 class Limits(NamedTuple):
-    """The numbers that a setting may be; NaN never is one.
+    """Range of a setting's numbers, which never includes NaN.
 
     Attributes:
-        least, most: of them.
-        above, below: these two are none of them.
+        least, most: the bounds.
+        above, below: whether the range excludes these bounds.
     """
 
     least: float = 0
@@ -55,15 +55,15 @@ class Limits(NamedTuple):
     def words(self, kind: type, value: object) -> str:
         """Describe the limits, for the message about a value."""
         number = value if type(value) in (int, float) else math.nan
-        low = self.least > -_MEANT or number < self.least  # type: ignore[operator]
-        high = self.most < _MEANT or math.inf > number > self.most  # type: ignore[operator]
+        low = self.least > -_SHOWN or number < self.least  # type: ignore[operator]
+        high = self.most < _SHOWN or math.inf > number > self.most  # type: ignore[operator]
         if low and high and not (self.above or self.below):
             within = f" from {self.least} to {self.most}"
         else:
             ends = [f"above {self.least}" if self.above else f"of at least {self.least}"] * low
             ends += [f"below {self.most}" if self.below else f"at most {self.most}"] * high
             within = f" {' and '.join(ends)}" if ends else ""
-        noun = "a whole number" if kind is int else "a number" if self.most < _MEANT else "a finite number"
+        noun = "a whole number" if kind is int else "a number" if self.most < _SHOWN else "a finite number"
         return noun + within
 
 
@@ -72,20 +72,20 @@ ANY_NUMBER = Limits(-math.inf, math.inf)
 
 
 class _UnfitError(Exception):
-    """A value within another, at a path such as `[0]['size']`, is not of its kind."""
+    """A value, or an item of it at a path such as `[0]['size']`, has the wrong kind."""
 
     def __init__(self, kind: Any, value: object, path: tuple[object, ...]) -> None:
         self.kind, self.value, self.path = kind, value, path
 
 
 def check(name: str, value: object, kind: Any) -> Any:
-    """The value as the kind has it, see the module's table; raises ConfigError, which names it, if it is none."""
+    """Convert a value to a kind, see the module's table; raise ConfigError, with the name, if it does not fit."""
     try:
         return _as_kind(value, kind)
     except _UnfitError as error:
         place = "".join(f"[{shown(key)}]" for key in error.path)
-        words = expected(error.kind, error.value)
-        raise ConfigError(f"{name}{place} must be {words}, got {shown(error.value)}") from None
+        description = expected(error.kind, error.value)
+        raise ConfigError(f"{name}{place} must be {description}, got {shown(error.value)}") from None
 
 
 def _as_kind(value: Any, kind: Any, path: tuple[object, ...] = ()) -> Any:
@@ -120,13 +120,13 @@ def _as_kind(value: Any, kind: Any, path: tuple[object, ...] = ()) -> Any:
 
 
 def _parts(kind: Any) -> tuple[Any, Limits | None]:
-    """A kind without its limits, and these; None = not a number."""
+    """Return a kind without its limits, and the limits; None = not a number."""
     plain, *own = get_args(kind) if get_origin(kind) is Annotated else [kind]
     return plain, own[0] if own else _DEFAULT.get(plain)
 
 
 def fits(value: Any, kind: Any) -> bool:
-    """Return whether `check` takes a value."""
+    """Return whether `check` accepts a value."""
     try:
         _as_kind(value, kind)
     except _UnfitError:
@@ -135,7 +135,7 @@ def fits(value: Any, kind: Any) -> bool:
 
 
 def _as_one_of(value: Any, kind: Any, parts: tuple[Any, ...], path: tuple[object, ...]) -> Any:
-    """Convert to the first alternative that fits; else raise the error of one that fits but for a part."""
+    """Convert to the first alternative that fits; else raise the error of one that fits except for an item."""
     nearest = _UnfitError(kind, value, path)
     for part in parts:
         try:
@@ -146,7 +146,7 @@ def _as_one_of(value: Any, kind: Any, parts: tuple[Any, ...], path: tuple[object
 
 
 def expected(kind: Any, value: object = None) -> str:
-    """Describe what a value must be; those of a number's limits that it does not pass are left out if large."""
+    """Describe what a value must be; a number's large limits are omitted unless the value exceeds them."""
     *others, last = dict.fromkeys(_alternatives(kind, value))
     return f"{', '.join(others)} or {last}" if others else last
 
@@ -180,24 +180,24 @@ class _Shown(reprlib.Repr):
         self.maxlevel, self.maxstring, self.maxother, self.maxlong = 4, 200, 200, 60
 
     def repr_int(self, x: int, level: int) -> str:
-        # Python refuses to write integers of more digits, in whose place an error would stand.
+        # Python refuses to format longer integers, and the message would contain that error.
         return super().repr_int(x, level) if x.bit_length() < 10_000 else f"an integer of {x.bit_length()} bits"
 
 
 shown = _Shown().repr
-"""A value in a message: its repr, cut short where it is long, and of any value at all."""
+"""Format a value for a message: its repr, shortened if long, safe for any value."""
 
 
 @cache
 def kinds_of(section: type) -> dict[str, Any]:
-    """The type of each field of a section."""
+    """Return the type of each field of a section."""
     hints = get_type_hints(section, include_extras=True)
     return {setting.name: hints[setting.name] for setting in fields(section)}
 
 
 @dataclass(frozen=True)
 class Section:
-    """Settings that are checked by their types: a script that builds them has no command line that would."""
+    """Base class of settings that are checked by their types, also in scripts without the command line."""
 
     _prefix: ClassVar[str]
 
@@ -240,7 +240,7 @@ def settings_of(section: type[Section]) -> dict[str, Setting]:
 
 
 def build(section: type[Section], values: Mapping[str, Any]) -> Any:
-    """A section with settings by their whole names, and defaults for others; ConfigError where one is wrong."""
+    """Build a section from settings by whole name, with defaults for others; raise ConfigError for a wrong one."""
     own: dict[str, Any] = {}
     for name, kind in kinds_of(section).items():  # type: ignore[arg-type]
         if is_section(kind):

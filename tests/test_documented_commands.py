@@ -146,7 +146,7 @@ def test_docs_quickstart_stops_a_run_and_tells_where_it_stands(capsys: pytest.Ca
     filesystem.open_input_stream(f"{path}/stop").close()
     chronicle = Chronicle(1, 0, (filesystem, path))
     chronicle.begin(False, lambda: {"to_step": 90}, None)
-    with chronicle.waiting("train-e0000-s000000-m000", lambda: "the reader is awaited"):
+    with chronicle.waiting("train-e0000-s000000-m000", lambda: "idle and wait for the reader"):
         chronicle._look(time.time())
         assert run(status, capsys)["waits_for"] == "train-e0000-s000000-m000"
         (elsewhere,) = of("failures.md", "status")

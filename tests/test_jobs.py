@@ -185,7 +185,7 @@ def test_a_killed_trainer_is_in_record_and_status_and_lines_are_json(ray_folder:
     found = status(str(folder))
     assert found["state"] == "ended" and found["step"] == STEPS and found["checkpoint"]
     (fault,) = found["faults"]
-    assert fault.startswith(f"the trainers are started again: trainer 1 died: process {killed} on ")
+    assert fault.startswith(f"restarting the trainers: trainer 1 died: process {killed} on ")
     assert any(line.get("message") == fault and line["run"] == "digits" for line in said)
 
 
@@ -213,7 +213,7 @@ def test_a_command_killed_at_random_and_repeated_ends_with_equal_weights(
             time.sleep(moments.uniform(0, 0.3))
             running.kill()
         assert running.returncode == -signal.SIGKILL
-    for said in ("resumed from checkpoint_", "this run has ended already, with checkpoint_0004_0000000_"):
+    for said in ("resumed from checkpoint_", "this run has already ended, with checkpoint_0004_0000000_"):
         with started(command, ray_folder, environment) as running:
             shown, _ = running.communicate(timeout=200)
         result = json.loads(shown.splitlines()[-1])
@@ -240,7 +240,7 @@ def test_two_runs_of_one_second_train_in_turn_and_a_lost_head_is_named(
         running = [start(f"--name={name}") for name in ("one", "other")]
         said = [each.communicate(timeout=200)[0] for each in running]
         assert [each.returncode for each in running] == [0, 0], said
-        waited = [text for text in said if " more at most (train.start_timeout_s) for " in text]
+        waited = [text for text in said if " more (train.start_timeout_s) for " in text]
         assert len(waited) == 1 and re.search("for another run, until .*|for room: 1 trainer and 1 ", waited[0])
 
         endless = start("--name=lost", "--plan.epochs=100000", "--train.checkpoint_interval=1")
@@ -251,8 +251,8 @@ def test_two_runs_of_one_second_train_in_turn_and_a_lost_head_is_named(
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         text, _ = endless.communicate(timeout=200)
-    assert endless.returncode == 1 and "error: the head of the Ray cluster does not answer any more (" in text
-    assert f"go on by: jobs/train.py --resume {tmp_path / 'lost'}" in text
+    assert endless.returncode == 1 and "error: the head of the Ray cluster no longer answers (" in text
+    assert f"continue with: jobs/train.py --resume {tmp_path / 'lost'}" in text
 
 
 @pytest.mark.soak

@@ -174,7 +174,7 @@ def test_names_from_an_archive_do_not_command_the_terminal(
     (tmp_path / os.fsdecode(b"c\x1b[2J\xff")).mkdir()
     with pytest.raises(SystemExit):
         main(["inspect", str(tmp_path / os.fsdecode(b"c\x1b[2J\xff"))])
-    assert r"c\x1b[2J\udcff holds no store" in capsys.readouterr().err
+    assert r"c\x1b[2J\udcff contains no store" in capsys.readouterr().err
 
 
 def test_a_name_that_is_no_utf_8_breaks_no_table_and_no_picture(

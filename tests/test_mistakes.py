@@ -86,7 +86,7 @@ MISTAKES = {
         "train.optimizer must be module:function or one of ['sgd', ",
     ),
     "no such loss": (["--train.loss=my_code:nothing"], "train.loss 'my_code:nothing' cannot be imported"),
-    "no run to resume": (["--resume=runs/none"], "there is no run at "),
+    "no run to resume": (["--resume=runs/none"], "no run at "),
     "a resume with another batch": (
         ["--resume=runs/old", "--plan.micro_batch_size=4"],
         "plan.micro_batch_size=4 (was 8)",

@@ -1,1 +1,1 @@
-"""Loops that others wrote, fed by the stream: a module for each of their libraries, which it imports."""
+"""Adapters that feed the stream to other libraries' training loops, one module per library."""

@@ -1,4 +1,4 @@
-"""Lightning: the stream as a data module."""
+"""Data module of Lightning for a stream."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ __all__ = ["StreamDataModule"]
 
 
 class StreamDataModule(pl.LightningDataModule):
-    """The training and the validation of this rank's loader.
+    """Data module with the training and validation of this rank's loader.
 
         loader = raypipe.loader(spec, augment=…)
         trainer = pl.Trainer(**StreamDataModule.settings(loader), strategy=…)
         trainer.fit(module, datamodule=StreamDataModule(loader), ckpt_path=…)
 
-    Its checkpoints contain the loader's place, so a run that resumes from one, even mid-epoch, continues with
-    the very next step.
+    Its checkpoints contain the loader's position, so a resumed run continues with the next step, even mid-epoch.
 
     Args:
         loader: this rank's loader.
-        format: what batches are, see `raypipe.plain_loaders`.
+        format: format of batches, see `raypipe.plain_loaders`.
     """
 
     def __init__(self, loader: Loader, format: Format = "dict") -> None:
@@ -34,13 +33,13 @@ class StreamDataModule(pl.LightningDataModule):
 
     @staticmethod
     def settings(loader: Loader) -> dict[str, Any]:
-        """Arguments of `pl.Trainer` that the plan sets: epochs, accumulation, and when to validate."""
+        """Return the arguments of `pl.Trainer` that the plan sets: epochs, accumulation, validation interval."""
         config = loader.plan.config
         return {
             "max_epochs": config.epochs,
             "accumulate_grad_batches": loader.accumulation_steps,
             "check_val_every_n_epoch": config.val_interval or 1,
-            "num_sanity_val_steps": 0,  # they would come before the first training batch
+            "num_sanity_val_steps": 0,  # these steps would come before the first training batch
             "use_distributed_sampler": False,
         }
 

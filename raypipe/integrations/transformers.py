@@ -1,4 +1,4 @@
-"""Transformers: a Trainer whose batches are the stream's."""
+"""Trainer of Transformers for a stream."""
 
 from __future__ import annotations
 
@@ -22,13 +22,12 @@ __all__ = ["StreamTrainer", "image_inputs"]
 
 
 def image_inputs(batch: Batch) -> dict[str, Any]:
-    """The inputs of models for image classification: `pixel_values` and `labels`, with -100 for rows that do not
-    count."""
+    """Return inputs of image classifiers: `pixel_values` and `labels`, with -100 for rows that do not count."""
     return {"pixel_values": batch.image, "labels": counted_target(batch)}
 
 
 class _EpochOfRun(transformers.TrainerCallback):
-    """Sets the epoch by the run's steps: in a resumed epoch, the Trainer counts from that epoch's beginning."""
+    """Callback that sets the epoch from the run's steps, since the Trainer miscounts a resumed epoch."""
 
     def __init__(self, steps_per_epoch: int) -> None:
         self._steps = steps_per_epoch
@@ -39,23 +38,23 @@ class _EpochOfRun(transformers.TrainerCallback):
 
 
 class StreamTrainer(transformers.Trainer):
-    """The Trainer of Transformers, trained and evaluated on this rank's loader.
+    """Trainer of Transformers that trains and evaluates on this rank's loader.
 
-    The plan sets its arguments for epochs, batch size, accumulation and evaluation. A run that resumes from a
-    checkpoint continues with the very next step, by the number of steps in the checkpoint, and with all of its
-    weights: a checkpoint of another model is refused.
+    The plan sets its arguments for epochs, batch size, accumulation and evaluation. A resumed run continues with
+    the next step, by the step count in the checkpoint, and with all of its weights: a checkpoint of another model
+    is rejected.
 
-    Rows of a validation that do not count have the label -100, which `compute_metrics` has to ignore as well. The
-    loss of a validation is the mean over its samples, for any number of workers.
+    Validation rows that do not count have the label -100, which `compute_metrics` must ignore too. The validation
+    loss is the mean over all samples, for any number of workers.
 
     Args:
         loader: this rank's loader.
-        format: what batches are; a Trainer wants dicts of its model's arguments.
-        args, kwargs: those of `transformers.Trainer`, except datasets and collators.
+        format: format of batches; a Trainer needs dicts of its model's arguments.
+        args, kwargs: arguments of `transformers.Trainer`, except datasets and collators.
 
     Raises:
-        ConfigError: an argument contradicts the plan; or, from `train`, the checkpoint lacks weights of the model,
-            or has others.
+        ConfigError: an argument contradicts the plan; or, from `train`, the weights in the checkpoint do not match
+            the model's.
     """
 
     def __init__(self, *args: Any, loader: Loader, format: Format = image_inputs, **kwargs: Any) -> None:
@@ -67,23 +66,23 @@ class StreamTrainer(transformers.Trainer):
         for name, allowed in needed.items():
             if (value := getattr(arguments, name)) not in allowed:
                 raise ConfigError(
-                    f"{name} is {value!r}, and the plan has the epochs, each with its validation at the end: "
-                    f"leave it at {allowed[-1]!r}, and set plan.epochs and plan.val_interval"
+                    f"{name} must be {allowed[-1]!r}, got {value!r}: the plan sets the epochs and the validation "
+                    "at their end, with plan.epochs and plan.val_interval"
                 )
         ahead = loader.accumulation_steps - 1
         if loader.device.type == "cuda" and loader.keep_batches < ahead:
             raise ConfigError(
-                f"a Trainer takes all {ahead + 1} batches of a step before it uses the first: raypipe.loader(…, "
-                f"keep_batches={ahead}) lets them stay valid"
+                f"a Trainer fetches all {ahead + 1} batches of a step before it uses the first: keep them valid "
+                f"with raypipe.loader(…, keep={ahead})"
             )
         arguments.num_train_epochs = config.epochs
         arguments.per_device_train_batch_size = arguments.per_device_eval_batch_size = config.micro_batch_size
         arguments.gradient_accumulation_steps = loader.accumulation_steps
-        arguments.ignore_data_skip = True  # it would draw the batches of the steps that are done
+        arguments.ignore_data_skip = True  # the Trainer would fetch the batches of finished steps again
         self._loader = loader
         self._stream_train, self._stream_val = plain_loaders(loader, format)
         super().__init__(*args, **{"eval_dataset": self._stream_val} | kwargs)
-        # First, so that all others see the epoch that is logged.
+        # It comes first, so that all other callbacks see the epoch that is logged.
         self.callback_handler.callbacks.insert(0, _EpochOfRun(loader.plan.steps_per_epoch))
 
     def get_train_dataloader(self) -> Any:
@@ -93,16 +92,16 @@ class StreamTrainer(transformers.Trainer):
         return self._stream_val
 
     def prediction_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """As `transformers.Trainer.prediction_step`, with the loss by its share of the whole validation."""
+        """Call `transformers.Trainer.prediction_step`, and scale the loss to its share of the whole validation."""
         loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)
         if loss is not None and "labels" in inputs:
             plan, counted = self._loader.plan, int((inputs["labels"] != NOT_COUNTED).sum())
             share = counted * plan.val_steps * plan.config.per_step / plan.num_val
-            loss = loss * share if counted else loss.new_zeros(())  # the mean of nothing is NaN
+            loss = loss * share if counted else loss.new_zeros(())  # the mean over zero rows is NaN
         return loss, logits, labels
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """As `transformers.Trainer.train`."""
+        """Call `transformers.Trainer.train`, after moving the loader to the checkpoint's position."""
         newest = resume_from_checkpoint is True
         last = get_last_checkpoint(self.args.output_dir) if newest else resume_from_checkpoint or None
         if last:
@@ -119,10 +118,10 @@ class StreamTrainer(transformers.Trainer):
         super()._load_best_model()
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """Load the weights that a checkpoint has under other names, and refuse it where any are left.
+        """Load the weights that a checkpoint has under other names, and raise ConfigError if any remain.
 
-        A Trainer saves by `save_pretrained`, which gives weights the names of the Hub's checkpoints; it loads by
-        `load_state_dict`, which does not translate them back, and leaves those weights as they are (5.23, 5.24).
+        A Trainer saves with `save_pretrained`, which renames weights to the names of the Hub's checkpoints. It
+        loads with `load_state_dict`, which does not rename them back, and skips those weights (5.23, 5.24).
         """
         missing, unexpected = load_result.missing_keys, load_result.unexpected_keys
         if (missing or unexpected) and isinstance(self.model, transformers.PreTrainedModel):
@@ -131,7 +130,7 @@ class StreamTrainer(transformers.Trainer):
             translated, report = model_class.from_pretrained(
                 self._loaded_from,
                 config=self.model.config,
-                dtype=functools.reduce(torch.promote_types, dtypes),  # each value stays as it is
+                dtype=functools.reduce(torch.promote_types, dtypes),  # changes no value
                 ignore_mismatched_sizes=True,  # the user may have replaced parts of the model
                 output_loading_info=True,
             )

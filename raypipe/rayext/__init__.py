@@ -1,1 +1,1 @@
-"""What is special to Ray's inside, behind one door: executions and their pools, trainers, clusters."""
+"""Code that depends on Ray's internals: executions and their pools, trainers, clusters."""

@@ -1,6 +1,6 @@
-"""Shares out a cluster between trainers and transform actors, or names the setting that would make room.
+"""Allocation of a cluster's resources to trainers and transform actors.
 
-A run that cannot start fails at once and names the setting to change. Ray itself would wait forever.
+A run that cannot start raises at once and names the setting to change. Without this, Ray would wait forever.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from raypipe.errors import ConfigError, ResourceError
 from raypipe.rayext.limits import autoscaler_limits
 from raypipe.rayext.waiting import Wait
 
-# CPUs of a run that has just ended come back within seconds; anything longer is another job's.
+# CPUs of a run that has just ended become free within seconds; CPUs that stay busy longer belong to another job.
 _SETTLE_S = 10.0
 
-# CPUs that a trainer gets at least, unless train.cpus_per_worker says otherwise.
+# Least CPUs of a trainer, unless train.cpus_per_worker is set.
 _LEAST_SHARE = 0.25
 
 
 class HeldError(ResourceError):
-    """The cluster has what a run needs, and other jobs hold it."""
+    """The cluster has the resources for a run, but other jobs hold them."""
 
 
 @dataclass(frozen=True)
 class Resources:
-    """What a cluster offers.
+    """Resources of a cluster.
 
     Attributes:
-        cpus, gpus: in all nodes that run, or that the autoscaler may add.
-        free_cpus, free_gpus: of these, what nobody holds.
+        cpus, gpus: total of all nodes that run or that the autoscaler may add.
+        free_cpus, free_gpus: part of the total that no job holds.
     """
 
     cpus: float
@@ -44,7 +44,7 @@ class Resources:
 
 
 def cluster_resources() -> Resources:
-    """The resources of the connected cluster, with what its autoscaler may add where it says so."""
+    """Return the resources of the connected cluster, including nodes that its autoscaler may add, if known."""
     total, free = ray.cluster_resources(), ray.available_resources()
     limit = autoscaler_limits()
 
@@ -57,20 +57,20 @@ def cluster_resources() -> Resources:
 
 
 def worker_resources(scaling_config: Any) -> dict[str, float]:
-    """The resources that each worker of Ray Train's takes, by the names of Ray's; without any it takes a CPU."""
+    """Return the resources of each Ray Train worker, by Ray's names; by default one CPU."""
     return scaling_config._resources_per_worker_not_none
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """Who gets what.
+    """Resources of a run.
 
     Attributes:
-        workers: W; where training is elastic, the most.
-        gpu, cpus_per_worker: whether each has a GPU, and CPUs that Ray reserves for each.
-        max_actors: transform actors that the pool may grow to; 0 = trainers make the stream themselves.
-        min_workers: where training is elastic, the fewest; else 0.
-        idle_gpus: that no job holds and the run has no use for, where W was derived from M.
+        workers: W; for elastic training, the largest W.
+        gpu, cpus_per_worker: whether each worker has a GPU, and the CPUs that Ray reserves for it.
+        max_actors: most transform actors of the pool; 0 = trainers make the stream themselves.
+        min_workers: for elastic training, the smallest W; else 0.
+        idle_gpus: free GPUs that the run cannot use, if W was derived from M.
     """
 
     workers: int
@@ -82,35 +82,34 @@ class Allocation:
 
 
 def allocate(offer: Resources, pool: PoolConfig, train: TrainConfig | None, per_step: int) -> Allocation:
-    """Share out a cluster between trainers and transform actors. Pure.
+    """Divide a cluster between trainers and transform actors. Pure.
 
     Args:
-        train: what the trainers need; None = there are none.
+        train: requirements of the trainers; None = no trainers.
         per_step: M, which W must divide.
 
     Raises:
-        ResourceError: something is missing; the message names it and the setting to change.
-        ConfigError: W does not divide M, or the fewest workers are more than
-            the most.
+        ResourceError: a resource is missing; the message names it, and the setting to change.
+        ConfigError: W does not divide M, or train.min_workers exceeds W.
     """
     workers, needed_workers, gpu = _trainers(offer, train, per_step) if train else (0, 0, False)
     pool_cpus = pool.least_actors * pool.cpus_per_actor
     per_worker = train.cpus_per_worker if train else 0.0
     if workers and not per_worker:
-        # Trainers of a machine with few CPUs share what the smallest pool leaves them.
+        # On a machine with few CPUs, trainers share the CPUs that the smallest pool leaves.
         share = math.floor(max(0.0, (offer.cpus - pool_cpus) / needed_workers) * 100 + 1e-9) / 100
         per_worker = min(1.0, share) if share >= _LEAST_SHARE else 1.0
     needed = needed_workers * per_worker + pool_cpus
     if needed > offer.cpus:
         settings = f"{_num_setting(train)}, train.cpus_per_worker" if train else ""
         raise _too_few_cpus(offer.cpus, needed_workers, per_worker, pool, settings)
-    for num, what, free, total, kind in (
+    for num, needs, free, total, kind in (
         (needed, _needs(needed_workers, per_worker, pool), offer.free_cpus, offer.cpus, "CPU"),
         (needed_workers * gpu, f"the trainers need {needed_workers} GPUs", offer.free_gpus, offer.gpus, "GPU"),
     ):
         if num > free:
             raise HeldError(
-                f"{what}; other jobs hold all but {max(0.0, free):g} of the cluster's {total:g} "
+                f"{needs}; other jobs hold all but {max(0.0, free):g} of the cluster's {total:g} "
                 f"{kind}s. Wait for them, stop them (`ray job list`), or add {kind} nodes"
             )
     spare = max(pool.least_actors, int((offer.cpus - workers * per_worker) / pool.cpus_per_actor + 1e-9))
@@ -123,46 +122,46 @@ def allocate(offer: Resources, pool: PoolConfig, train: TrainConfig | None, per_
 
 
 def _trainers(offer: Resources, train: TrainConfig, per_step: int) -> tuple[int, int, bool]:
-    """W, the fewest workers that a run may begin with, and whether each has a GPU."""
+    """Return W, the fewest workers that a run may start with, and whether each has a GPU."""
     gpu = train.use_gpu is True or (train.use_gpu == "auto" and offer.gpus >= 1)
     most = largest_divisor(per_step, max(1, int(offer.gpus)))
     workers = train.num_workers or (most if gpu else 1)
     needed_workers = train.min_workers or workers
     if needed_workers > workers:
         raise ConfigError(
-            f"train.min_workers={train.min_workers} is more than the {workers} workers of the run: "
+            f"train.min_workers={train.min_workers} exceeds the {workers} workers of the run: "
             "set train.num_workers"
         )
     if gpu and offer.gpus < needed_workers:
         fewer = f"set {_num_setting(train)}={most}, or " if offer.gpus >= 1 else ""
         raise ResourceError(
-            f"{needed_workers} trainers need {needed_workers} GPUs, the cluster has {offer.gpus:g}: "
+            f"{needed_workers} trainers need {needed_workers} GPUs, but the cluster has {offer.gpus:g}: "
             f"{fewer}set train.use_gpu=false to train on CPUs, or add GPU nodes"
         )
     if per_step % workers:
         raise ConfigError(
             f"train.num_workers={workers} does not divide the {per_step} micro-batches of a step "
-            "(plan.global_batch_size / plan.micro_batch_size): each rank must get as many as the others"
+            "(plan.global_batch_size / plan.micro_batch_size): all ranks must get the same number"
         )
     return workers, needed_workers, gpu
 
 
 def _num_setting(train: TrainConfig) -> str:
-    """Which sets the fewest trainers that a run needs."""
+    """Return the setting of the fewest trainers that a run needs."""
     return "train.min_workers" if train.min_workers else "train.num_workers"
 
 
 def check_elastic() -> None:
-    """Raise ConfigError where this Ray has no elastic training."""
+    """Raise ConfigError if this Ray has no elastic training."""
     if version.parse(ray.__version__) < version.parse("2.55"):
         raise ConfigError(
-            f"elastic training (train.min_workers) needs Ray 2.55 or newer, this is Ray {ray.__version__}: "
+            f"elastic training (train.min_workers) needs Ray 2.55 or newer, got Ray {ray.__version__}: "
             "update Ray, or set train.min_workers=0"
         )
 
 
 def largest_divisor(number: int, limit: int) -> int:
-    """The largest divisor of a number up to a limit; 0 where there is none."""
+    """Return the largest divisor of a number up to a limit; 0 for a limit of 0."""
     return max((d for d in range(1, limit + 1) if number % d == 0), default=0)
 
 
@@ -172,10 +171,10 @@ def preflight(
     per_step: int = 1,
     wait: Wait | None = None,
 ) -> Allocation:
-    """Share out the connected cluster, see `allocate`; fails at once where it never could be done.
+    """Divide the connected cluster, see `allocate`; raise at once if it is too small even without other jobs.
 
     Args:
-        wait: for what other jobs hold; None = some seconds.
+        wait: the wait for resources that other jobs hold; None = 10 seconds.
     """
     wait = wait or Wait(_SETTLE_S)
     while True:
@@ -186,7 +185,7 @@ def preflight(
 
 
 def _needs(workers: int, per_worker: float, pool: PoolConfig) -> str:
-    """Who needs how many CPUs."""
+    """Describe how many CPUs trainers and transform actors need."""
     parts = [(workers, per_worker, "trainer"), (pool.least_actors, pool.cpus_per_actor, "transform actor")]
     parts = [part for part in parts if part[0]]
     who = " and ".join(f"{num} {name}{'s' * (num > 1)}" for num, _, name in parts)
@@ -196,12 +195,12 @@ def _needs(workers: int, per_worker: float, pool: PoolConfig) -> str:
 
 
 def _too_few_cpus(cpus: float, workers: int, per_worker: float, pool: PoolConfig, settings: str) -> ResourceError:
-    """The error, with the settings to change; `settings` are the trainers', if there are any."""
+    """Return the error with the settings to lower; `settings` are the trainers' settings, if any."""
     names = [settings] if settings else []
     names += ["pool.min_actors", "pool.cpus_per_actor"] if pool.least_actors else []
     inline = "set pool.engine=inline, " if settings and pool.least_actors else ""
     return ResourceError(
-        f"{_needs(workers, per_worker, pool)}; the cluster has, or can scale to, {cpus:g}: lower "
+        f"{_needs(workers, per_worker, pool)}; the cluster has or can scale to {cpus:g}: lower "
         f"{', '.join(names)}, {inline}or add CPU nodes"
     )
 
@@ -209,17 +208,17 @@ def _too_few_cpus(cpus: float, workers: int, per_worker: float, pool: PoolConfig
 def check_own(
     cpus: float, workers: int, per_worker: float, pool: PoolConfig, gpus: float = 0.0, gpus_per_worker: float = 0.0
 ) -> None:
-    """Raise ResourceError where the trainers of one's own loop, or the pool beside them, would wait for room.
+    """Raise ResourceError if a custom loop's trainers, or the pool next to them, would wait for resources forever.
 
     Args:
-        cpus, gpus: as above.
-        workers, per_worker: the trainers, and the CPUs that Ray reserves for each.
-        gpus_per_worker: and the GPUs.
+        cpus, gpus: total of the cluster, see `Resources`.
+        workers, per_worker: number of trainers, and the CPUs that Ray reserves for each.
+        gpus_per_worker: the GPUs that Ray reserves for each.
     """
     if workers * gpus_per_worker > gpus:
         raise ResourceError(
             f"{workers} trainer{'s' * (workers > 1)} of {gpus_per_worker:g} GPU each need "
-            f"{workers * gpus_per_worker:g} GPUs; the cluster has, or can scale to, {gpus:g}: lower num_workers "
+            f"{workers * gpus_per_worker:g} GPUs; the cluster has or can scale to {gpus:g}: lower num_workers "
             "of ScalingConfig, set its use_gpu=False, or add GPU nodes"
         )
     if workers * per_worker + pool.least_actors * pool.cpus_per_actor > cpus:

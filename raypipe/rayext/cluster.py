@@ -1,4 +1,4 @@
-"""Connecting to a cluster, or starting one on this machine, which then is a local one."""
+"""Connections to a cluster, and local clusters that are started on this machine."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ from raypipe.rayext.console import take_console
 from raypipe.rayext.waiting import Wait, wait_for_head
 
 LOCAL_CLUSTER = "RAYPIPE_LOCAL_CLUSTER"
-"""Set in the environment of all processes of a cluster that `connect` has started."""
+"""Variable in the environment of all processes of a cluster that `connect` started."""
 
-# Of the node that this process has started last.
+# Id of the node that this process started last.
 _own_node = ""
 
 _WORKER_ENV = {
-    # A thread that reads the metadata of blocks takes a third more of the one core that runs an execution, and a
-    # block's come with it. (Since Ray 2.57; read when ray.data is imported.)
+    # The thread that prefetches blocks' metadata costs the one core that runs an execution a third more time,
+    # though blocks come with their metadata. (Since Ray 2.57; read when ray.data is imported.)
     "RAY_DATA_METADATA_PREFETCH_ON_THREAD": "0",
-    # Ray Train prints every line of a train function twice unless told not to.
+    # With the patch, Ray Train prints every line of a train function twice.
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
-    # It waits in silence for the room that trainers need; after so long trainer.py says so.
+    # Ray Train waits silently for resources; after this many seconds trainer.py logs what is missing.
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "10",
-    # A trainer that does not answer is replaced after so long, and not after ten minutes; nothing holds the
-    # interpreter for that long. (If Ray makes its stream, watch.py finds a stopped one earlier.)
+    # A trainer that does not answer for so long is replaced; Ray's default is ten minutes. Nothing holds the
+    # interpreter for two minutes. (If Ray makes its stream, watch.py detects a stopped trainer earlier.)
     "RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S": "120",
 }
-# On one machine Ray's own bookkeeping takes CPU from the transform: statistics of its event loops, and a
-# record of every task for the dashboard, which is not there.
+# On one machine, Ray's bookkeeping takes CPU time from the transform: statistics of its event loops, and a record
+# of every task for the dashboard, which does not run.
 _LOCAL_ENV = {
     **_WORKER_ENV,
     LOCAL_CLUSTER: "1",
     "RAY_event_stats": "0",
     "RAY_task_events_report_interval_ms": "0",
-    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # an actor that looks for nodes which a cloud takes away
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # the watcher is an actor that looks for preempted cloud nodes
 }
 
-# A head that is being started takes so long.
+# Time that the start of a head may take.
 _ANSWER_S = 60.0
 
 
@@ -60,22 +60,22 @@ def connect(
 ) -> None:
     """Connect to the cluster at `address` or RAY_ADDRESS; without either, start Ray on this machine.
 
-    Does nothing if this process is connected already. Inside a submitted job RAY_ADDRESS is set.
+    Does nothing if this process is already connected. Inside a submitted job RAY_ADDRESS is set.
 
     Args:
-        address: of the cluster; empty = RAY_ADDRESS.
-        num_cpus: CPUs to offer, if Ray is started here; None = all.
-        object_store_bytes: size of the object store, if Ray is started here; None = Ray's default.
-        log_format: "json" makes Ray's own log lines, and those of other libraries in its workers, JSON as well.
-        wait: for the cluster's answer; None = a minute.
+        address: address of the cluster; empty = RAY_ADDRESS.
+        num_cpus: CPUs to offer, if Ray is started on this machine; None = all.
+        object_store_bytes: size of the object store, if Ray is started on this machine; None = Ray's default.
+        log_format: "json" also turns the log lines of Ray, and of other libraries in its workers, into JSON.
+        wait: the wait for the cluster's answer; None = a minute.
 
     Raises:
-        ResourceError: the cluster has not answered, or cannot be joined.
+        ResourceError: the cluster does not answer, or cannot be joined.
     """
     if ray.is_initialized():
         return
     take_console()
-    # With it Ray also leaves out the "(Actor pid=…)" before the lines of workers.
+    # This also removes Ray's prefix "(Actor pid=…)" from the lines of workers.
     ray_log = ray.LoggingConfig(encoding="JSON", log_level="WARNING") if log_format == "json" else None
     job = ray.job_config.JobConfig()
     job._py_driver_sys_path = _SearchPath()
@@ -90,9 +90,9 @@ def connect(
             raise ResourceError(f"cannot connect to the Ray cluster at {address}: {error}") from error
         return
     if "RAY_ENABLE_UV_RUN_RUNTIME_ENV" not in os.environ:
-        # Under `uv run`, Ray would build the project's environment again for its workers, which share this one.
+        # Under `uv run`, Ray would rebuild the project's environment for its workers, which can share this one.
         ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV = False
-    # That a cluster of one user's own on one machine asks for a token is nothing to be told of.
+    # Ray warns that authentication is on, which is irrelevant to a private cluster on one machine.
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
     environment = _LOCAL_ENV | ({"RAY_BACKEND_LOG_JSON": "1"} if log_format == "json" else {})
     with _inherited(environment), _small_head(), _spared_signals():
@@ -107,19 +107,19 @@ def connect(
 
 
 def started_here() -> bool:
-    """Whether this process has started the connected cluster, which ends with it."""
+    """Return whether this process started the connected cluster, which ends with the process."""
     return ray.is_initialized() and ray.get_runtime_context().get_node_id() == _own_node
 
 
 def is_local() -> bool:
-    """Whether `connect` has started the connected cluster, in this process or in its driver."""
+    """Return whether `connect` started the connected cluster, in this process or in its driver."""
     return started_here() or LOCAL_CLUSTER in os.environ
 
 
 class _SearchPath(list[str]):
-    """Where Ray's workers look for modules first of all: nowhere that this process does not look.
+    """First module search path of Ray's workers, limited to the folders in this process's path.
 
-    Ray would add the current folder, be it a data set's with a file cv2.py in it.
+    Ray would add the current folder, which may be a dataset's with a file cv2.py.
     """
 
     def extend(self, folders: Iterable[str]) -> None:
@@ -129,9 +129,10 @@ class _SearchPath(list[str]):
 
 @contextlib.contextmanager
 def _inherited(environment: dict[str, str]) -> Iterator[None]:
-    """Processes that are started in here have these variables, unless this process has them otherwise.
+    """Context manager: set variables for started processes, unless this process has other values.
 
-    Afterwards it is as it was: this process may yet connect to a cluster that wants none of it.
+    The variables are removed afterwards, since this process may later connect to a cluster that must not have
+    them.
     """
     added = {name: value for name, value in environment.items() if name not in os.environ}
     os.environ.update(added)
@@ -144,11 +145,11 @@ def _inherited(environment: dict[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _small_head() -> Iterator[None]:
-    """Ray, started in here, does without what a cluster of one machine has no use for, and waits less.
+    """Context manager: start Ray without the services that a cluster of one machine does not need.
 
-    The server of the dashboard is started without a dashboard too, and ray.init waits 2 s for it; the monitor
-    would add nodes. The agent's port is where a dashboard would find it: any port will do, where Ray tries for 3 s
-    to have one that each other Ray on this machine wants too.
+    Ray starts the dashboard's server even without a dashboard, and ray.init waits 2 s for it; the monitor would
+    add nodes. The agent's port only matters to a dashboard, so it may be any: Ray would wait up to 3 s for a fixed
+    port, which every other Ray on this machine uses too.
     """
     node_type = node.Node
     start_raylet = node_type.start_raylet
@@ -157,11 +158,11 @@ def _small_head() -> Iterator[None]:
         self._ray_params.dashboard_agent_listen_port = 0
         return start_raylet(self, *args, **kwargs)
 
-    ours = {name: lambda self, *_, **__: None for name in ("start_api_server", "start_monitor")}
-    ours["start_raylet"] = start_with_any_port
-    saved = {name: getattr(node_type, name) for name in ours}
+    replaced = {name: lambda self, *_, **__: None for name in ("start_api_server", "start_monitor")}
+    replaced["start_raylet"] = start_with_any_port
+    saved = {name: getattr(node_type, name) for name in replaced}
     try:
-        for name, method in ours.items():
+        for name, method in replaced.items():
             setattr(node_type, name, method)
         yield
     finally:
@@ -171,11 +172,11 @@ def _small_head() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _spared_signals() -> Iterator[None]:
-    """Ray, started in here, is in process groups of its own.
+    """Context manager: start Ray in separate process groups.
 
-    Ctrl-C in a terminal and `timeout` signal the whole group of this process. Ray would end at once, and a run
-    that is asked to end could not leave its checkpoint. On Linux it still ends with this process, whatever ends
-    that; elsewhere Ray itself ends its processes by their group.
+    Ctrl-C in a terminal and `timeout` signal the whole group of this process. In it, Ray would end at once, and a
+    stopped run could not write its checkpoint. On Linux Ray still ends with this process; on other systems Ray
+    needs the group to end its processes.
     """
     popen: Any = services.ConsolePopen
     if sys.platform != "linux":

@@ -1,7 +1,8 @@
-"""What processes of Ray's write, on its way to this one's console.
+"""Filter for the lines of Ray's processes on their way to this process's console.
 
-Ray prints each line of its workers with who has written it, `(RayTrainWorker pid=…)`. Here a line of progress
-goes to who shows it, and lines that mean nothing to a run's user are left out: they stay in Ray's log files.
+Ray prints each line of its workers after the name of the process, `(RayTrainWorker pid=…)`. This filter passes
+lines of progress to the progress display, and drops lines without meaning to a run's user, which stay in Ray's log
+files.
 """
 
 from __future__ import annotations
@@ -18,24 +19,24 @@ from raypipe.logs import is_json, progress, relayed
 logger = logging.getLogger(__name__)
 
 _NOISE = re.compile(
-    # Of an actor that Ray Data starts with arguments in the object store: they are held as long as it runs.
+    # Ray Data starts an actor with arguments in the object store, which are kept as long as it runs.
     r"has constructor arguments in the object store"
-    # Of the actors of an execution that has ended.
+    # The actors of a finished execution are killed.
     r"|submit failed\. There are infinite retries remaining.*killed by `ray\.kill`"
-    # One for each process group of torch's.
+    # torch prints this for each process group.
     r"|\[Gloo\] Rank \d+ is connected to"
-    # Ray Train's and Ray Data's own chronicles.
+    # Ray Train and Ray Data log their own progress.
     r"|Reporting training result|execution finished in|Registered dataset logger"
 )
 
 Shown = Callable[[str, dict[str, Any]], None]
-"""Shows a line of progress: its text, and what it says by names."""
+"""Function that shows a line of progress: its text, and its values by name."""
 
 _shown: Shown | None = None
 
 
 def show_progress(shown: Shown | None) -> bool:
-    """From now on lines of progress that trainers relay go there, or are printed; returns whether they can be."""
+    """Show the trainers' lines of progress with `shown`, or print them; return whether this console gets them."""
     global _shown
     _shown = shown
     handlers = ray_logging.global_worker_stdstream_dispatcher.handlers
@@ -43,20 +44,20 @@ def show_progress(shown: Shown | None) -> bool:
 
 
 def take_console() -> None:
-    """Stand between Ray and this process's console, from before it connects."""
+    """Install the filter between Ray and this process's console; must come before Ray connects."""
     _worker.print_to_stdstream = _print
 
 
 def quiet_broadcasts() -> None:
-    """Keep Ray Train in this process from warning of large broadcasts between its workers."""
+    """Silence Ray Train's warnings about large broadcasts between its workers, in this process."""
     logging.getLogger("ray.train.v2._internal.execution.collective_impl").setLevel(logging.ERROR)
 
 
 def quiet_trainer() -> None:
-    """Keep Ray Train, in a trainer, from logging each checkpoint and its metrics between the lines of progress."""
+    """Silence Ray Train's logs of checkpoints and metrics in a trainer, which would break up the progress."""
     for name in ("ray.train", *logging.Logger.manager.loggerDict):
-        if name.startswith("ray.train") or "/ray/train/" in name:  # some are named by their files
-            # Its traceback of what ends a train function is kept with the error, see `train.launch`.
+        if name.startswith("ray.train") or "/ray/train/" in name:  # some loggers are named after their files
+            # The traceback of the error that ends a train function is kept with the error, see `train.launch`.
             logging.getLogger(name).setLevel(logging.CRITICAL if "util" in name else logging.WARNING)
 
 
@@ -65,9 +66,9 @@ _rays_print = _worker.print_to_stdstream
 
 
 def _print(data: dict[str, Any], *args: Any, **options: Any) -> None:
-    """In place of Ray's function: `data` has the lines of one process, and who that is.
+    """Replace Ray's function; `data` has the lines of one process, and identifies the process.
 
-    They are printed as JSON if this process's lines are: a user's print, a crash of Python's, a word of Ray's own.
+    If this process logs JSON, all lines are printed as JSON: a user's print, a crash of Python, a message of Ray.
     """
     kept, lines = [], data["lines"]
     if is_json() and data.get("pid") == "autoscaler":

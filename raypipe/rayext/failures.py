@@ -1,8 +1,8 @@
-"""Finds the error beneath Ray's wrappers that ended a task or a run, and whether another attempt could help.
+"""Causes of a failed task or run, beneath Ray's wrappers, and whether a retry can help.
 
-An error that would come again is final: what raypipe raises on purpose, a full disk, a mistake in the user's code.
-What died is tried again: a process, a node, an actor or an object that was lost with them, a connection, a device,
-storage that was waited for in vain, and the collectives of the ranks that waited for one of these.
+An error that would come again is final: raypipe's own errors, a full disk, a mistake in the user's code. A death
+is retried: a process, a node, an actor or an object that was lost with them, a connection, a device, unavailable
+storage, and the collectives of ranks that waited for one of these.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ from typing import Any
 
 from raypipe.errors import OutageError, RaypipeError, ResourceError
 
-# What Ray Data adds to an error of a transform actor: it would try again if it were told to.
+# Ray Data's note about retries at the end of a transform actor's error.
 _ADDED = re.compile(r"\nFailed to .* attempts \(total backoff .*", re.DOTALL)
 
-_MAX_TOLD = 400  # characters: some of torch's errors have a page, of Ray's their traceback
+_MAX_CHARS = 400  # some errors of torch have a page, and those of Ray contain their traceback
 
-# Errors of Ray Train for a worker that is gone, which no rank raises itself.
+# Ray Train's errors for a lost worker, which no rank raises itself.
 _LOST = ("WorkerHealthCheckFailedError", "WorkerHealthCheckTimeoutError")
-# A rank whose peer has died gets a bare RuntimeError from Gloo, which names its source file, or from a socket.
+# A rank whose peer has died gets a plain RuntimeError from Gloo, which names its source file, or from a socket.
 _OF_PEERS = ("gloo/", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
 
 
 def _wrapped(error: BaseException) -> list[BaseException]:
-    """What a wrapper of Ray's holds: the error of a task, of Ray Train's workers, or of its controller."""
+    """Return the errors that Ray has wrapped: a task's error, or those of Ray Train's workers or controller."""
     causes = (getattr(error, name, None) for name in ("cause", "controller_failure", "health_check_failure"))
     workers = getattr(error, "worker_failures", {}).values()
     return [cause for cause in (*causes, *workers) if isinstance(cause, BaseException)]
 
 
 def _beneath(error: BaseException) -> Iterator[BaseException]:
-    """An error, then what it wraps, comes from, or was raised at; each once."""
+    """Yield an error, then the errors that it wraps, and their causes and contexts, each once."""
     pending, visited = [error], set[int]()
     for failure in pending:
         if id(failure) not in visited:
@@ -42,9 +42,9 @@ def _beneath(error: BaseException) -> Iterator[BaseException]:
 
 
 def cause_of(error: BaseException) -> BaseException:
-    """raypipe's own error beneath whatever Ray has wrapped around it and added to it, or the error as it is."""
+    """Return raypipe's own error without Ray's wrappers and additions, or the error itself."""
     for failure in _beneath(error):
-        # A task's error has Ray's class and its cause's class at once.
+        # A task's error is an instance of Ray's class and of its cause's class.
         if isinstance(failure, RaypipeError) and not _wrapped(failure):
             failure.args = tuple(_ADDED.sub("", arg) if isinstance(arg, str) else arg for arg in failure.args)
             return failure
@@ -52,19 +52,19 @@ def cause_of(error: BaseException) -> BaseException:
 
 
 def explanation(error: BaseException) -> str:
-    """What has ended a run, in a line or two: the error beneath Ray's wrappers that explains the others. Pure."""
+    """Return the cause of a run's end in a line or two: the wrapped error that explains the others. Pure."""
     from ray.exceptions import RayError
 
     causes = [cause for cause in _beneath(error) if not _wrapped(cause)] or [error]
     own = [cause for cause in causes if not _is_of_train(cause)]
-    dead = [cause for cause in own if isinstance(cause, RayError)]  # the others have failed because of these
+    dead = [cause for cause in own if isinstance(cause, RayError)]  # these caused the other failures
     cause = [*(cause for cause in own if not _is_death(cause)), *dead, *own, *causes][0]
     text = " ".join(_ADDED.sub("", str(cause)).split())
-    return f"{type(cause).__name__}: {text if len(text) <= _MAX_TOLD else text[:_MAX_TOLD] + ' …'}"
+    return f"{type(cause).__name__}: {text if len(text) <= _MAX_CHARS else text[:_MAX_CHARS] + ' …'}"
 
 
 def get(refs: Any) -> Any:
-    """ray.get, with a task's own error instead of Ray's wrapper around it.
+    """Call ray.get, and raise a task's own error instead of Ray's wrapper.
 
     Raises:
         ResourceError: the task's process died.
@@ -77,23 +77,23 @@ def get(refs: Any) -> Any:
         raise error.cause from None
     except ray.exceptions.RayError as error:
         raise ResourceError(
-            f"a process of this command died ({type(error).__name__}), maybe of too little memory: "
-            "try again, or with fewer CPUs for Ray"
+            f"a process of this command died ({type(error).__name__}), possibly for lack of memory: "
+            "try again, or use fewer CPUs for Ray"
         ) from error
 
 
 def is_final(failures: Iterable[BaseException]) -> bool:
-    """Whether what has failed at one time, in one or several ranks, would fail again. Pure.
+    """Return whether simultaneous failures, of one or several ranks, would come again after a retry. Pure.
 
-    Ranks fail because of each other. A process that was lost explains whatever the others say; if there is none, a
-    final error of one explains the broken connections of the others.
+    Ranks fail because of each other. A lost process explains all other errors; without one, a final error of one
+    rank explains the broken connections of the others.
     """
     failures = list(failures)
     return own_error(failures) is not None or not (_has_lost(failures) or all(map(_is_death, failures)))
 
 
 def own_error(failures: Iterable[BaseException]) -> RaypipeError | None:
-    """raypipe's own error among those of `is_final`, which would come again; None = something else has failed."""
+    """Return raypipe's own final error among simultaneous failures, see `is_final`; None without one."""
     failures = list(failures)
     own = [cause for cause in map(cause_of, failures) if isinstance(cause, RaypipeError)]
     final = (cause for cause in own if not isinstance(cause, OutageError))
@@ -105,12 +105,12 @@ def _has_lost(failures: list[BaseException]) -> bool:
 
 
 def is_lost(error: BaseException) -> bool:
-    """Whether a worker's process has died, by Ray Train's error for it."""
+    """Return whether the error is Ray Train's for a worker whose process has died."""
     return _is_of_train(error) and type(error).__name__ in _LOST
 
 
 def _is_of_train(error: BaseException) -> bool:
-    """Whether Ray Train has raised it."""
+    """Return whether Ray Train raised the error."""
     return type(error).__module__.startswith("ray.train.")
 
 
@@ -123,7 +123,7 @@ def _is_death(error: BaseException) -> bool:
     if isinstance(error, RayTaskError):
         return all(map(_is_death, _wrapped(error)))
     if isinstance(error, OSError):
-        # Those of object storage have no number. Those of a disk have one, and come again.
+        # Errors of object storage have no errno. Those of a disk have one, and would come again.
         return isinstance(error, ConnectionError | TimeoutError) or error.errno is None
     if isinstance(error, RayError | torch.distributed.DistError | torch.AcceleratorError) or _is_of_train(error):
         return not isinstance(error, OutOfDiskError)

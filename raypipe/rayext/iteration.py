@@ -1,6 +1,7 @@
-"""An execution as one rank has it: it begins early, and the end of an iteration leaves nothing of it behind.
+"""Iteration over one rank's part of an execution, with an early start and a complete cleanup.
 
-Ray Data, left in the middle, keeps a thread that waits forever, and a ring of references that keeps actors alive.
+After an iteration that ends early, Ray Data would leave a thread that waits forever, and a reference cycle that
+keeps actors alive.
 """
 
 from __future__ import annotations
@@ -22,21 +23,21 @@ if TYPE_CHECKING:
 
 _RAY_DATA_THREAD = "iter_threaded"
 _MAKES_BATCHES = "_create_batch_iterator"
-_THREAD_S = 5.0  # for a call to Ray that it is in
+_THREAD_S = 5.0  # time for a thread to finish its current call to Ray
 
 Row = dict[str, np.ndarray]
 
 
 class Ended:
-    """A rank's split of a stream that has ended; Ray Data would run an execution for it, and log that."""
+    """An empty split, for a finished stream; Ray Data would run an execution for it, with log lines."""
 
     def iter_batches(self, **options: Any) -> Iterator[Row]:
-        """Nothing."""
+        """Return an empty iterator."""
         return iter(())
 
 
 class _Begun:
-    """Ray Data's coordinator of splits, as one split sees it, for which an execution has begun.
+    """Proxy of Ray Data's coordinator of splits, for one split whose execution has already begun.
 
     Args:
         coordinator: handle of the actor.
@@ -51,33 +52,33 @@ class _Begun:
         return self._begun.pop() if self._begun else self._coordinator.start_epoch.remote(split)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # while it is unpickled, which has no attributes yet
+        if name.startswith("_"):  # during unpickling, before `_coordinator` is set
             raise AttributeError(name)
         return getattr(self._coordinator, name)
 
 
 def begun(iterator: Any) -> Any:
-    """The same split; its execution begins once all ranks have called this.
+    """Return the same split, with an execution that begins once all ranks have called this.
 
-    Left alone, Ray Data begins when the last rank asks for its first row, and the pool's processes start while all
-    wait. That is after each has built its model, which takes seconds for the imports alone.
+    Otherwise Ray Data begins when the last rank asks for its first row, after all have built their models, which
+    takes seconds for the imports. Then all ranks would wait while the pool's processes start.
 
     Args:
-        iterator: a rank's DataIterator. One of an execution in this process begins when it is asked for a row.
+        iterator: a rank's DataIterator. An execution in this process begins at its first row regardless.
     """
     coordinator = getattr(iterator, "_coord_actor", None)
     if coordinator is None:
         return iterator
-    iterator = copy.copy(iterator)  # the others have the handle, by which the actor is ended
+    iterator = copy.copy(iterator)  # the original keeps the handle that ends the actor
     iterator._coord_actor = _Begun(coordinator, iterator._output_split_idx)
     return iterator
 
 
 def rows(iterator: DataIterator) -> Generator[Row, None, None]:
-    """The rows of a rank's split, zero-copy and read-only; let go of one before the next.
+    """Yield the rows of a rank's split, zero-copy and read-only; drop each row before the next.
 
     Raises:
-        RaypipeError: the error that an actor raised, without the layers around it.
+        RaypipeError: the error that an actor raised, without Ray's wrappers.
     """
     failure: BaseException | None = None
     before, threads = set(threading.enumerate()), list[threading.Thread]()
@@ -99,7 +100,7 @@ def rows(iterator: DataIterator) -> Generator[Row, None, None]:
             if not threads:
                 threads = [t for t in threading.enumerate() if t.name == _RAY_DATA_THREAD and t not in before]
             yield row
-            del row  # or its block would be held until the next one has come
+            del row  # otherwise its block would stay in memory until the next row arrives
     except Exception as error:
         failure = cause_of(error)
     finally:
@@ -107,22 +108,22 @@ def rows(iterator: DataIterator) -> Generator[Row, None, None]:
         vars(iterator).pop(_MAKES_BATCHES, None)
         del iterator
         for batch_iterator in batch_iterators:
-            # Ray Data stops its prefetcher's thread only at the end: left before, the thread waits forever.
+            # Ray Data stops its prefetcher's thread only at the end; after an early exit it would wait forever.
             getattr(getattr(batch_iterator, "_prefetcher", None), "stop", lambda: None)()
         batch_iterators.clear()
-        # An execution is a ring of references. As long as it is not collected, actors that it has let go of may
-        # keep their CPUs, and a cluster that is in use no more looks busy to the next run.
+        # An execution is a reference cycle. Until it is collected, its released actors may keep their CPUs, and an
+        # idle cluster looks busy to the next run.
         gc.collect()
-        # Nobody waits for these. One that calls Ray after `ray.shutdown()` ends the process: exit code 1, no word.
+        # A thread that calls Ray after `ray.shutdown()` would end the process with exit code 1 and no message.
         for thread in threads:
             thread.join(_THREAD_S)
-    # Here, and not above: the error would hold on to the frames of the execution.
+    # The error is raised only here, since inside it would keep the frames of the execution alive.
     if failure is not None:
         raise failure
 
 
 def _record_batch_iterators(iterator: Any) -> list[Any]:
-    """A list that gets what Ray Data will make to iterate this iterator's batches."""
+    """Return a list to which Ray Data's batch iterators of this iterator will be appended."""
     batch_iterators = list[Any]()
     if make := getattr(iterator, _MAKES_BATCHES, None):
 

@@ -1,4 +1,4 @@
-"""What the connected cluster has free, and what it may grow to, as its autoscaler or its configuration has it."""
+"""Free resources of the connected cluster, and its size limits, from its autoscaler or its configuration."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ _NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace"
 
 
 def resource_state() -> Any:
-    """What each node has free, and what waits for room: a ClusterResourceState of Ray's autoscaler."""
+    """Return the free resources of each node, and pending requests: Ray's ClusterResourceState."""
     driver: Any = worker.global_worker
     return get_cluster_resource_state(driver.gcs_client)
 
 
 def free_cpus() -> dict[str, float]:
-    """The CPUs that each node has free, by its identifier."""
-    # The state above is some tenths of a second old.
+    """Return the free CPUs of each node, by node id."""
+    # The state above is a few tenths of a second old.
     free = state.available_resources_per_node()
     return {node: resources.get("CPU", 0.0) for node, resources in free.items()}
 
 
 def draining() -> dict[str, int]:
-    """When nodes that are about to go will be gone, by their identifiers: ms since 1970, or 0 = not known."""
+    """Return the end of each node that is about to go, by node id: ms since 1970, 0 = unknown."""
     ends: dict[str, int] = state.state.get_draining_nodes()
     return ends
 
 
 def limits_of(config: dict[str, Any]) -> dict[str, float]:
-    """The most of each resource that a cluster may have. Pure.
+    """Return the most of each resource that a cluster may have. Pure.
 
     Args:
-        config: a cluster YAML as dicts and lists: available_node_types, head_node_type, max_workers.
+        config: a parsed cluster YAML with available_node_types, head_node_type, max_workers.
     """
     head = config["head_node_type"]
     groups = config["available_node_types"]
@@ -53,7 +53,7 @@ def limits_of(config: dict[str, Any]) -> dict[str, float]:
     for name in {name for group in groups.values() for name in group.get("resources", {})}:
         left = int(config.get("max_workers", 0))
         total = float(groups[head].get("resources", {}).get(name, 0))
-        # The richest nodes first, as many as the cluster may have in all.
+        # The nodes with the most of the resource come first, up to the cluster's max_workers.
         for group in sorted(groups.values(), key=lambda group: -group.get("resources", {}).get(name, 0)):
             if group is not groups[head] or group.get("max_workers"):
                 num = min(left, int(group.get("max_workers", left)))
@@ -64,13 +64,13 @@ def limits_of(config: dict[str, Any]) -> dict[str, float]:
 
 
 def autoscaler_limits() -> dict[str, float]:
-    """The most of each resource that the connected cluster may grow to; empty where nothing says so.
+    """Return the most of each resource that the connected cluster may grow to; empty if unknown.
 
-    A driver on the head, where `ray job submit` puts it, finds the configuration that the cluster was started with
-    in one of these places:
+    A driver on the head, where `ray job submit` starts it, finds the cluster's configuration in one of these
+    places:
 
-        RAYPIPE_AUTOSCALING_CONFIG       a cluster YAML, by its path
-        ~/ray_bootstrap_config.yaml      the one that `ray up` leaves on the head
+        RAYPIPE_AUTOSCALING_CONFIG       path of a cluster YAML
+        ~/ray_bootstrap_config.yaml      cluster YAML that `ray up` leaves on the head
         the RayCluster of this pod       on Kubernetes, from its API server
     """
     config = _configuration()
@@ -78,18 +78,18 @@ def autoscaler_limits() -> dict[str, float]:
 
 
 def has_labelled_type(label: str, value: str) -> bool:
-    """Whether nodes that the autoscaler may add have a label; False where nothing says so."""
+    """Return whether nodes that the autoscaler may add have a label; False if unknown."""
     groups = _configuration().get("available_node_types", {}).values()
     return any((group.get("labels") or {}).get(label) == value for group in groups)
 
 
 def _configuration() -> dict[str, Any]:
-    """The cluster YAML, see `autoscaler_limits`; empty where there is none."""
+    """Return the cluster YAML, see `autoscaler_limits`; empty if there is none."""
     path = variable("RAYPIPE_AUTOSCALING_CONFIG")
     if not path:
-        here = ray.get_runtime_context().get_node_id()
-        head = [node["NodeID"] for node in ray.nodes() if "node:__internal_head__" in node["Resources"]]
-        if here not in head:
+        node_id = ray.get_runtime_context().get_node_id()
+        heads = [node["NodeID"] for node in ray.nodes() if "node:__internal_head__" in node["Resources"]]
+        if node_id not in heads:
             return {}
         path = str(Path(_OF_RAY_UP).expanduser())
         if not Path(path).is_file():
@@ -110,8 +110,8 @@ def _of_kubernetes() -> dict[str, Any]:
         if not cluster["spec"].get("enableInTreeAutoscaling"):
             return {}
         config: dict[str, Any] = autoscaling_config._derive_autoscaling_config_from_ray_cr(cluster)
-        limits_of(config)  # it has what we read
+        limits_of(config)  # raises if the configuration lacks a field
         return config
-    except Exception as error:  # whatever a client of another system raises; the run can do without its answer
-        logger.warning("the API server does not tell what RayCluster %s may grow to: %s", name, error)
+    except Exception as error:  # the Kubernetes client raises many types, and a run works without the limits
+        logger.warning("cannot read the size limits of RayCluster %s: %s", name, error)
         return {}

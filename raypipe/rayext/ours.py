@@ -1,4 +1,4 @@
-"""Which work in this process belongs to an execution of ours, so that a user's own Ray Data keeps what it has."""
+"""Detection of work that belongs to raypipe's executions, so that a user's own use of Ray Data stays unchanged."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 KEY = "raypipe"
-"""Of our settings in the context of an execution."""
+"""Key of raypipe's settings in the context of an execution."""
 
 _thread = threading.local()
 _process_is_ours = False
@@ -17,7 +17,7 @@ _process_is_ours = False
 
 @contextlib.contextmanager
 def ours() -> Iterator[None]:
-    """Within, Ray Data in this thread works for an execution of ours."""
+    """Context manager: mark this thread's use of Ray Data as raypipe's."""
     before = getattr(_thread, "is_ours", False)
     _thread.is_ours = True
     try:
@@ -27,25 +27,26 @@ def ours() -> Iterator[None]:
 
 
 def take_process() -> None:
-    """Note that this process has received our settings.
+    """Mark this process, which has received raypipe's settings, as raypipe's.
 
-    Ray started it for an execution of ours, unless it is a trainer, which may run executions of its user's.
+    Ray started it for one of raypipe's executions, unless it is a trainer, where users may run their own
+    executions.
     """
     global _process_is_ours
     _process_is_ours = "ray.train" not in sys.modules
 
 
 def is_ours() -> bool:
-    """Whether Ray Data works for an execution of ours where this is called."""
+    """Return whether the caller's use of Ray Data belongs to one of raypipe's executions."""
     if _process_is_ours or getattr(_thread, "is_ours", False):
         return True
-    from ray.data import DataContext  # there by now; a stream without Ray must not bring it
+    from ray.data import DataContext  # already imported by callers; a stream without Ray must not import it
 
-    # The thread of an execution has its context; one that makes a dataset has set it.
+    # The thread of an execution has its context as an attribute; a thread that makes a dataset has set it.
     running = getattr(threading.current_thread(), "_data_context", None)
     return has_settings(running or DataContext.get_current())
 
 
 def has_settings(context: Any) -> bool:
-    """Whether a context is that of an execution of ours."""
+    """Return whether a context belongs to one of raypipe's executions."""
     return context.get_config(KEY) is not None

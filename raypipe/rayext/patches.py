@@ -1,20 +1,20 @@
-"""Everything in Ray Data that raypipe replaces: what, why, and until when.
+"""Patches of Ray Data: the functions that raypipe replaces, why, and until when.
 
-    replaced                              why, and the gain                               until
-    create_actor_autoscaler,              a pool grows by what ranks wait for, and asks   Ray Data takes an
-    create_cluster_autoscaler             for no nodes; left alone, one that only fills   autoscaler of the user's
-                                          its buffer grows, and nodes of every type come  (ray#45331)
-    StreamingExecutor.execute, shutdown   mark the calling thread as ours, for the rest   the others have gone
-    _StatsManager's four methods          on a local cluster: figures for a dashboard     they can be switched off
-                                          that is not there, 6 % of a core
-    get_or_create_actor_location_tracker, on a local cluster: an actor that knows which   the same
-    get_actor_locations                   node each actor is on; 1.1 s of a core at the
+    replaced                              reason and gain                                 until
+    create_actor_autoscaler,              a pool grows with the ranks' waits, and asks    Ray Data accepts an
+    create_cluster_autoscaler             for no nodes; Ray's grows if it only fills its  autoscaler from its user
+                                          buffer, and adds nodes of every type            (ray#45331)
+    StreamingExecutor.execute, shutdown   mark the calling thread as ours, for the rest   the others are gone
+    _StatsManager's four methods          on a local cluster: numbers for a dashboard     they can be switched off
+                                          that does not run, 6% of a core
+    get_or_create_actor_location_tracker, on a local cluster: an actor that tracks the    the same
+    get_actor_locations                   node of each actor; 1.1 s of a core at the
                                           start. Elsewhere: executions outlive its node
-    filters of three loggers              errors are told once, and not with two          Ray Data logs them once
-                                          tracebacks before; no lines of progress
+    filters of three loggers              errors appear once, without two tracebacks      Ray Data logs them once
+                                          before them; no lines of progress
 
-Each of them does what Ray's does for executions that are not ours, see `raypipe.rayext.ours`. The first execution
-of ours in a process, made here or received from another, puts them in place.
+Each patch calls Ray's original for executions that are not raypipe's, see `raypipe.rayext.ours`. The first of
+raypipe's executions in a process, made there or received from another process, installs the patches.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ _installed = False
 
 
 def nothing(*_: Any, **__: Any) -> None:
-    """Do nothing, instead of work that our executions do not need."""
+    """Do nothing; replaces functions that raypipe's executions do not need."""
 
 
-# In place of Ray Data's autoscaler of a pool, which `execution.StreamAutoscaler` sizes, and of its actor that is
-# told on which node each actor of a pool is.
+# Replacements of Ray Data's autoscaler of a pool, since `execution.StreamAutoscaler` sizes it, and of its actor
+# that tracks the nodes of a pool's actors.
 _NO_AUTOSCALER = SimpleNamespace(try_trigger_scaling=nothing)
 _NO_TRACKER = SimpleNamespace(update_actor_location=SimpleNamespace(remote=nothing))
 
 
 def install(make_autoscaler: Callable[[Any, Any], Any]) -> None:
-    """Put all of them in place, once in a process.
+    """Install all patches, once per process.
 
     Args:
-        make_autoscaler: (topology, settings) → what is called at each turn of an execution of ours.
+        make_autoscaler: (topology, settings) → autoscaler, which one of raypipe's executions calls at each turn.
     """
     global _installed
     if _installed:
@@ -77,13 +77,13 @@ def install(make_autoscaler: Callable[[Any, Any], Any]) -> None:
 
 
 def _replace(owner: Any, name: str, wrap: Callable[..., Function], *args: Any) -> None:
-    """Put a function of Ray's into a wrapper; one that this release of Ray does not have stays away."""
+    """Wrap a function of Ray; do nothing if this release of Ray lacks it."""
     if function := getattr(owner, name, None):
         setattr(owner, name, wrap(function, *args))
 
 
 def _by_topology(function: Function, make: Callable[[Any, Any], Any]) -> Function:
-    """A function of Ray's that makes something for a topology, and for one of ours `make`."""
+    """Wrap a function that makes something for a topology: call `make` for raypipe's topologies."""
 
     @functools.wraps(function)
     def chosen(topology: Any, *args: Any, **options: Any) -> Any:
@@ -94,7 +94,7 @@ def _by_topology(function: Function, make: Callable[[Any, Any], Any]) -> Functio
 
 
 def _as_ours(method: Function) -> Function:
-    """A method of Ray Data's executor, which marks the thread for an execution of ours."""
+    """Wrap a method of Ray Data's executor: mark the thread for raypipe's executions."""
 
     @functools.wraps(method)
     def marked(self: Any, *args: Any, **options: Any) -> Any:
@@ -105,7 +105,7 @@ def _as_ours(method: Function) -> Function:
 
 
 def _unless_local(function: Function, local: Function) -> Function:
-    """A function of Ray's, and for executions of ours on a local cluster `local`."""
+    """Wrap a function: call `local` for raypipe's executions on a local cluster."""
 
     @functools.wraps(function)
     def chosen(*args: Any, **options: Any) -> Any:
@@ -115,13 +115,13 @@ def _unless_local(function: Function, local: Function) -> Function:
 
 
 def _unless_lost(function: Function) -> Function:
-    """Ray Data's function of where actors are, which for executions of ours may know of none."""
+    """Wrap Ray Data's function for the actors' locations: for raypipe's executions it may return none."""
 
     @functools.wraps(function)
     def locations(actors: Any) -> Any:
         if not is_ours():
             return function(actors)
-        # Ray pins the actor that knows to a node, and has no other once that is gone.
+        # Ray pins the tracking actor to a node, and does not replace it when the node is lost.
         with contextlib.suppress(ray.exceptions.RayError):
             return {} if is_local() else function(actors)
         return {}
@@ -130,11 +130,11 @@ def _unless_lost(function: Function) -> Function:
 
 
 def _hide_progress(record: logging.LogRecord) -> bool:
-    """Leave out what is no error of an execution of ours."""
+    """Drop records of raypipe's executions that are not errors."""
     return record.levelno >= logging.ERROR or not is_ours()
 
 
 def _hide_errors(record: logging.LogRecord) -> bool:
-    """Keep errors of ours from the console, as Ray Data's handler of it reads this; its file has them."""
+    """Hide raypipe's errors from the console, by an attribute for Ray Data's handler; Ray's log file has them."""
     record.hide = record.levelno >= logging.ERROR and is_ours()
     return True

@@ -1,10 +1,10 @@
-"""Keeps a running stream's pool: as large as its ranks need, of actors that run, and no longer than it moves.
+"""Control of a running stream's pool: its size, the replacement of lost actors, and the end of a stalled stream.
 
-    the ranks wait, and the actors are busy        the pool grows by a factor
-    the ranks do not wait, and actors are idle     it shrinks to those that are busy, with some to spare
+    ranks wait, and actors are busy        the pool grows by a factor
+    ranks do not wait, and actors idle     the pool shrinks to the busy actors and some spare ones
 
-A pool that has filled the buffer while the trainers are busy is not waited for, so it never grows, whatever CPU it
-uses; one that is waited for although its actors are idle (a slow reader, a straggler) would not be helped by more.
+If trainers are the bottleneck, the buffer is full, no rank waits, and the pool does not grow, however busy it is.
+If ranks wait for idle actors (a slow reader, a straggler), more actors would not help.
 """
 
 from __future__ import annotations
@@ -26,50 +26,50 @@ from raypipe.rayext.placement import is_labelled, nodes, placement
 
 _WATCH_PERIOD_S = 1.0
 
-# Share of the actors that must be at work for more of them to help.
+# Share of busy actors above which more actors help.
 _BUSY = 0.8
-# The pool grows to so many times its size at once.
+# Factor by which the pool grows at once.
 _GROW_FACTOR = 2
-# Share of the time for which ranks may wait, and still be said not to.
+# Largest share of time in which ranks wait that still counts as no wait.
 _CALM = 0.05
-# Actors that are left beside the busy ones when the pool shrinks. Busy ones are λ·t by Little's law; how many are
-# busy at once varies about that.
+# Actors after the pool shrinks, relative to the mean number of busy ones. The mean is λ·t by Little's law, and the
+# number varies around it.
 _SPARE = 1.25
 
-# A restart takes a process's start, some seconds; one that has not begun after so long has no CPUs. One that was
-# lost with its node has none from the start.
+# A restart takes a few seconds for the process. An actor that has not started after this time has no CPUs; an
+# actor that was lost with its node has none from the start.
 _PATIENCE_S = 5.0
-# Actors are queued for a moment even where there is room.
+# Actors are queued for a moment even if there is room.
 _QUEUE_S = 2.0
-# Share of the time that ranks may wait before the pool grows.
+# Share of time in which ranks wait, above which the pool grows.
 _WAITED = 0.5
 
 
 @dataclass(frozen=True)
 class Decision:
-    """A new size, and why."""
+    """A new size, and the reason."""
 
     size: int
     reason: str
 
 
 class PoolSizer:
-    """Decides on a pool's size within its bounds and at its pace; knows no clock but the seconds it is told."""
+    """Decides on a pool's size within its bounds and pace; callers pass the time."""
 
     def __init__(self, rules: PoolConfig, now: float) -> None:
-        self._rules, self._at = rules, now
-        # Sums over two windows of time: seconds, and those times waiting, active and running.
+        self._rules, self._observed_at = rules, now
+        # Sums over two windows of time: seconds, and seconds x waiting, active and running.
         self._growth, self._calm = np.zeros(4), np.zeros(4)
 
     def observe(self, now: float, *, waiting: float, active: int, running: int, pending: int) -> Decision | None:
-        """What is seen at a moment, and held since the last one; returns a new size where there should be one.
+        """Record an observation, which counts for the time since the last one; return a new size, or None.
 
         Args:
-            waiting: share of the ranks for which no finished micro-batch is there, in [0, 1].
-            active, running, pending: actors at work, started, and not yet started, since they wait for a node.
+            waiting: share of the ranks without a finished micro-batch, in [0, 1].
+            active, running, pending: actors that work, that have started, and that have not started yet.
         """
-        sums = (now - self._at) * np.array([1, waiting, active, running])
-        self._at, self._growth, self._calm = now, self._growth + sums, self._calm + sums
+        sums = (now - self._observed_at) * np.array([1, waiting, active, running])
+        self._observed_at, self._growth, self._calm = now, self._growth + sums, self._calm + sums
         rules, size = self._rules, running + pending
         if self._growth[0] >= rules.grow_after_s:
             seconds, waited, worked, ran = self._growth.tolist()
@@ -96,16 +96,16 @@ class PoolSizer:
 
 
 class PoolKeeper:
-    """Sizes the pool of an execution, makes room for actors that were lost, says when none runs, ends a stall.
+    """Sizes the pool of an execution, makes room for lost actors, reports a pool without actors, ends a stall.
 
-    Ray restarts an actor where its CPUs are to be had. If the cluster has shrunk there are none: the blocks that
-    the actor holds are never given to another, all that follow wait for them in order, and the stream stands still
-    although most actors are idle. So an idle actor is let go, and its CPUs go to one that is waited for.
+    Ray restarts an actor if the cluster has CPUs for it. If the cluster has shrunk, it has none: the actor's
+    blocks are never given to another actor, all later blocks wait for them in order, and the stream stalls
+    although most actors are idle. So the keeper releases an idle actor, and its CPUs go to the restarting actor.
 
     Args:
         op: Ray Data's operator of the pool.
         rules: the pool's bounds and pace.
-        supervisor: handle of the Supervisor that is told.
+        supervisor: handle of the Supervisor, which gets the reports.
         now: seconds of a monotonic clock.
     """
 
@@ -113,40 +113,39 @@ class PoolKeeper:
         self._op, self._rules, self._supervisor = op, rules, supervisor
         (self._pool,) = op.get_autoscaling_actor_pools()
         self._cpus: float = self._pool.per_actor_resource_usage().cpu or 0.0
-        self._sizer: PoolSizer | None = None  # until the first block is there
+        self._sizer: PoolSizer | None = None  # made at the first block
         self._target: int | None = None
-        # When it was last watched; when a block was last finished, and its number; when an actor ran, or none
-        # was queued for CPUs.
+        # Times of the last watch, of the last finished block, and when an actor last ran or none waited for CPUs.
         self._watched_at = self._moved_at = self._queued_at = now
-        self._finished, self._has_told = 0, False
-        self._room_at: dict[Any, float] = {}  # actor that died with work in hand → when room is made for it
-        self._room_made = set[Any]()  # those for which it was
-        self._leaving = set[Any]()  # actors on nodes that are about to go, for which others were started
+        self._finished, self._has_reported = 0, False
+        self._room_at: dict[Any, float] = {}  # actor that died with blocks → time to make room for it
+        self._room_made = set[Any]()  # actors for which room was made
+        self._leaving = set[Any]()  # replaced actors on nodes that are about to go
 
     def keep(self, now: float, *, finished: int, queued: int, ranks_waiting: float) -> None:
-        """Look at the pool; called at each turn of Ray Data's scheduler, some ten times a second.
+        """Check the pool; called at each turn of Ray Data's scheduler, about ten times a second.
 
         Args:
-            finished: blocks that the pool has finished.
-            queued: blocks that no actor has been given yet.
-            ranks_waiting: share of the ranks for which no finished block is there.
+            finished: number of blocks that the pool has finished.
+            queued: number of blocks that no actor has received yet.
+            ranks_waiting: share of the ranks without a finished block.
 
         Raises:
-            ResourceError: the stream stands still.
+            ResourceError: the stream has stalled.
         """
         self._size(now, finished, ranks_waiting)
         if now - self._watched_at >= _WATCH_PERIOD_S:
             self._watched_at = now
             self._leave(draining())
             self._make_room(now)
-            self._tell_of_none(now)
+            self._report_no_actors(now)
             self._end_stall(now, finished, queued)
 
     def _size(self, now: float, finished: int, ranks_waiting: float) -> None:
         pool = self._pool
         if (missing := pool.min_size() - pool.current_size()) > 0:
             self._grow(missing, "the pool is below its minimum")
-        if not finished:  # the first actors are only starting
+        if not finished:  # the first actors are still starting
             return
         if self._sizer is None:
             self._sizer = PoolSizer(self._rules, now)
@@ -168,14 +167,14 @@ class PoolKeeper:
             self._shrink(size - self._target)
 
     def _grow(self, num: int, reason: str) -> None:
-        self._op._ray_remote_args.update(placement(self._rules.label_selector))  # of the nodes that are there now
+        self._op._ray_remote_args.update(placement(self._rules.label_selector))  # nodes may have changed
         self._pool.scale(ActorPoolScalingRequest.upscale(delta=num, reason=reason))
 
     def _shrink(self, surplus: int) -> None:
-        """Let actors go that do not run, and then idle ones, but never the last one that runs.
+        """Release actors that do not run, then idle ones, but never the last running actor.
 
-        Those go first that are on nodes without the label, which are for other work, and then those that are alone
-        on their node: it can then go too. Actors that have work in hand are let go at a later turn.
+        Actors on nodes without the label, which are for other work, are released first; next, actors that are the
+        only ones on their node, so that the node can go too. Actors with blocks are released at a later turn.
         """
         while surplus and self._pool._try_remove_pending_actor():
             surplus -= 1
@@ -193,7 +192,7 @@ class PoolKeeper:
             self._pool._release_running_actor(actor)
 
     def _release_lost(self, most: int) -> int:
-        """Let actors go that died without work in hand: they would start again for nothing. Returns how many."""
+        """Release dead actors without blocks, whose restart would be useless; return their number."""
         states = self._pool._running_actors.items()
         lost = [actor for actor, state in states if state.is_restarting and not state.num_tasks_in_flight][:most]
         for actor in lost:
@@ -207,12 +206,11 @@ class PoolKeeper:
         alive = {node["NodeID"] for node in nodes()} if new else set()
         for actor in new:
             self._room_at[actor] = now + (_PATIENCE_S if waiting[actor].actor_location in alive else 0.0)
-        self._room_at = {actor: at for actor, at in self._room_at.items() if actor in waiting}
+        self._room_at = {actor: time_s for actor, time_s in self._room_at.items() if actor in waiting}
         self._room_made &= waiting.keys()
-        late = [actor for actor, at in self._room_at.items() if now >= at]
-        if (
-            self._room_made.intersection(late) and self._cpus not in _waited_for()
-        ):  # they have CPUs, and only start
+        late = [actor for actor, time_s in self._room_at.items() if now >= time_s]
+        # Actors with room that no request waits for have their CPUs, and are starting.
+        if self._room_made.intersection(late) and self._cpus not in _pending_cpus():
             late = [actor for actor in late if actor not in self._room_made]
         idle = [actor for actor, s in states.items() if not (s.is_restarting or s.num_tasks_in_flight)]
         if not (late and idle):
@@ -220,24 +218,24 @@ class PoolKeeper:
         late = late[int(_free_cpus() / self._cpus) :][: len(idle)]
         if not late:
             return
-        self._release_lost(len(states))  # else these may take the CPUs
+        self._release_lost(len(states))  # otherwise these may take the CPUs
         for actor in idle[: len(late)]:
             self._pool._release_running_actor(actor)
         self._room_at |= dict.fromkeys(late, now + _PATIENCE_S)
         self._room_made |= set(late)
         self._supervisor.note.remote(
-            f"there are no CPUs for {len(late)} transform actors that died with work in hand: "
-            "idle ones make room for them",
+            f"the cluster has no CPUs for {len(late)} transform actors that died with blocks: idle actors make "
+            "room for them",
             "no_room",
         )
 
     def _leave(self, going: dict[str, int]) -> None:
-        """Replace actors on nodes that are about to go. Ray Data gives these no more blocks, and Ray no actors.
+        """Replace actors on nodes that are about to go, which get no more blocks from Ray Data.
 
-        Those that have finished are let go once others run. If all have to go, they stay, for what is left to do.
+        Replaced actors are released when they are idle and others run. If no other actor runs, they stay and work.
 
         Args:
-            going: such nodes, see `limits.draining`.
+            going: node id → end, see `limits.draining`.
         """
         running = {actor: s for actor, s in self._pool._running_actors.items() if not s.is_restarting}
         on_node = defaultdict[str, list[Any]](list)
@@ -250,8 +248,8 @@ class PoolKeeper:
                 self._grow(len(new), "their node is about to go")
                 left = f" in {going[node] / 1000 - time.time():.0f} s" if going[node] else ""
                 self._supervisor.note.remote(
-                    f"node {node[:8]} is about to go{left}: its transform actors, {len(new)}, get no more blocks, "
-                    "and as many are started where there is room",
+                    f"node {node[:8]} is about to go{left}: its {len(new)} transform actors get no more blocks, "
+                    "and the pool starts as many on other nodes",
                     "node_drained",
                 )
         self._leaving &= running.keys()
@@ -260,15 +258,15 @@ class PoolKeeper:
                 self._leaving.remove(actor)
                 self._pool._release_running_actor(actor)
 
-    def _tell_of_none(self, now: float) -> None:
+    def _report_no_actors(self, now: float) -> None:
         info = self._op.get_actor_info()
         waiting = info.pending + info.restarting
         if info.running:
-            self._queued_at, self._has_told = now, False
-        elif not waiting or self._cpus not in _waited_for():  # they start
+            self._queued_at, self._has_reported = now, False
+        elif not waiting or self._cpus not in _pending_cpus():  # the actors are starting
             self._queued_at = now
-        elif not self._has_told and now - self._queued_at > _QUEUE_S:
-            self._has_told = True
+        elif not self._has_reported and now - self._queued_at > _QUEUE_S:
+            self._has_reported = True
             left = max(0.0, self._rules.stall_timeout_s - (now - self._moved_at))
             self._supervisor.note.remote(
                 f"no transform actor runs: {waiting} wait for {self._cpus:g} CPUs each; the run ends in "
@@ -282,11 +280,10 @@ class PoolKeeper:
         elif now - self._moved_at > self._rules.stall_timeout_s:
             info = self._op.get_actor_info()
             raise ResourceError(
-                f"the stream stands still: no micro-batch was finished for {self._rules.stall_timeout_s:g} s "
-                f"(pool.stall_timeout_s). Transform actors: {info.running} run, {info.restarting} are waited for "
-                f"after they died, {info.pending} have not started; the cluster has {_free_cpus():g} CPUs "
-                "free. Add CPU nodes, lower pool.min_actors or pool.cpus_per_actor, or see what the actors do "
-                "(ray stack)"
+                f"the stream has stalled: no micro-batch was finished for {self._rules.stall_timeout_s:g} s "
+                f"(pool.stall_timeout_s). Transform actors: {info.running} run, {info.restarting} died and have "
+                f"not restarted, {info.pending} have not started; the cluster has {_free_cpus():g} free CPUs. Add "
+                "CPU nodes, lower pool.min_actors or pool.cpus_per_actor, or inspect the actors with `ray stack`"
             )
 
 
@@ -294,7 +291,7 @@ def _free_cpus() -> float:
     return ray.available_resources().get("CPU", 0.0)
 
 
-def _waited_for() -> set[float]:
-    """Of how many CPUs each there are actors that no node has room for."""
-    waiting = resource_state().pending_resource_requests
-    return {pending.request.resources_bundle.get("CPU", 0.0) for pending in waiting}
+def _pending_cpus() -> set[float]:
+    """Return the CPUs per actor of all requests that no node has room for."""
+    requests = resource_state().pending_resource_requests
+    return {pending.request.resources_bundle.get("CPU", 0.0) for pending in requests}

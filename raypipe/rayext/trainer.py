@@ -1,5 +1,5 @@
-"""Ray Train's TorchTrainer with what is a run's own: sizes that divide M, an end on request, or at an error that
-would come again, and no endless or silent wait.
+"""Ray Train's TorchTrainer with policies for a run: sizes that divide M, an end on request and at final errors,
+and bounded waits with log lines.
 """
 
 from __future__ import annotations
@@ -29,18 +29,19 @@ from raypipe.rayext.failures import explanation, is_final, is_lost, own_error
 
 logger = logging.getLogger(__name__)
 
-# In its controller, which has the policies below: on a busy machine the first warns, with a traceback, of requests
-# that it makes again, and the second of each trainer that has died. What a run waits for is told by the policies.
+# Two loggers of Ray Train's controller are silenced: on a busy machine, the first warns about retried requests,
+# with a traceback, and the second about each trainer that has died. The policies below log what a run waits for.
 for _name in ("execution.scaling_policy.autoscaling_coordinator_client", "callbacks.backend_setup"):
     logging.getLogger(f"ray.train.v2._internal.{_name}").setLevel(logging.ERROR)
 
-# Trainers that have room are there at once. Ray Train looks again for room after so long (cluster.py sets it).
-_TOLD_AFTER_S = 8.0
+# Trainers with resources start at once, so a longer wait is logged. It must be below the timeout in cluster.py,
+# after which Ray Train tries again.
+_LOG_AFTER_S = 8.0
 
-# What Ray takes to kill a process at most, before this one goes without waiting for it.
+# Longest wait for Ray to kill a process.
 _KILL_S = 1.5
 
-# Ray 2.54 has none, which cluster.check_elastic says.
+# Ray 2.54 has no elastic policy; allocation.check_elastic raises there.
 _Elastic: Any = getattr(scaling_policy, "ElasticScalingPolicy", scaling_policy.FixedScalingPolicy)
 
 
@@ -49,53 +50,53 @@ def _is_elastic(config: Any) -> bool:
 
 
 def train_alone(name: str) -> None:
-    """Let functions of `ray.train` work in this process, which is no worker of Ray Train's, as its only rank."""
+    """Make the functions of `ray.train` work in this process, outside Ray Train, as the only rank."""
     train_fn_utils.set_train_fn_utils(train_fn_utils.LocalTrainFnUtils(name))
 
 
 class BoundedScalingPolicy(scaling_policy.ScalingPolicy):
-    """One of Ray Train's policies below, which says so, once, when trainers wait for room.
+    """Base of Ray Train's policies below: logs once when trainers wait for resources.
 
-    A run whose trainers have had none for `timeout_s` ends.
+    A run whose trainers have had no resources for `timeout_s` ends.
     """
 
     def __init__(self, scaling_config: ScalingConfig, timeout_s: float) -> None:
         super().__init__(scaling_config)
         self._timeout_s = timeout_s
         self._since: float | None = None
-        self._has_told = False
+        self._has_logged = False
 
     def make_decision_for_non_running_worker_group(self) -> scaling_policy.ScalingDecision:
         self._since = self._since or time.monotonic()
         waited_s = time.monotonic() - self._since
         if waited_s > self._timeout_s:
             raise ResourceError(self._waiting(f"have had no room for {self._timeout_s:g} s"))
-        if waited_s > _TOLD_AFTER_S and not self._has_told:
-            self._has_told = True
+        if waited_s > _LOG_AFTER_S and not self._has_logged:
+            self._has_logged = True
             logger.warning(self._waiting(f"have no room; the run ends in {self._timeout_s - waited_s:.0f} s"))
         return super().make_decision_for_non_running_worker_group()  # type: ignore[safe-super]
 
     def make_decision_for_running_worker_group(self, *args: Any, **options: Any) -> scaling_policy.ScalingDecision:
-        self._since, self._has_told = None, False
+        self._since, self._has_logged = None, False
         return super().make_decision_for_running_worker_group(*args, **options)  # type: ignore[safe-super]
 
-    def _waiting(self, what: str) -> str:
-        """What is with the trainers, and what to do."""
+    def _waiting(self, state: str) -> str:
+        """Return the message about waiting trainers: their needs, their state, and a remedy."""
         config: Any = self.scaling_config
         workers = config.min_workers if _is_elastic(config) else config.num_workers
         share = " and ".join(f"{n:g} {kind}" for kind, n in worker_resources(config).items() if n)
         return (
-            f"{workers} trainers of {share} each {what} (pool.stall_timeout_s). Add nodes, or stop other jobs "
+            f"{workers} trainers of {share} each {state} (pool.stall_timeout_s). Add nodes, or stop other jobs "
             "(`ray job list`)"
         )
 
 
 class FixedPolicy(BoundedScalingPolicy, scaling_policy.FixedScalingPolicy):
-    """Always as many workers."""
+    """Ray Train's policy of a fixed number of workers."""
 
 
 class DivisorScalingPolicy(BoundedScalingPolicy, _Elastic):
-    """Ray Train's elastic policy, which takes only numbers of workers that can share the M of a step evenly."""
+    """Ray Train's elastic policy, limited to numbers of workers that divide the M micro-batches of a step."""
 
     def __init__(self, scaling_config: ScalingConfig, timeout_s: float, per_step: int) -> None:
         super().__init__(scaling_config, timeout_s)
@@ -106,7 +107,7 @@ class DivisorScalingPolicy(BoundedScalingPolicy, _Elastic):
 
 
 def _reason(error: TrainingFailedError) -> str:
-    """Why trainers are started again, as a label: preempted, died, no_start."""
+    """Return the reason of a restart as a label: preempted, died, no_start."""
     failures = [error, *getattr(error, "worker_failures", {}).values()]
     # Ray 2.54 to 2.59 have no PreemptionError.
     if any(type(e).__name__ == "PreemptionError" or getattr(e, "preempted", False) for e in failures):
@@ -114,20 +115,20 @@ def _reason(error: TrainingFailedError) -> str:
     return "died" if isinstance(error, WorkerGroupError) else "no_start"
 
 
-# What Ray says of an actor that has died: its process, its node, and why.
+# Ray's message about a dead actor: its process, its node, and the reason.
 _DEAD_ACTOR = re.compile(r"\w+: The actor died .* pid: (\d+) .* ip: (\S+) The actor is dead because (?:its )?(.*)")
 
 
 def who_died(error: BaseException) -> str:
-    """Tell why trainers are started again: which have died, and not those that failed because of these."""
+    """Describe the cause of a restart: the trainers that died, without those that failed as a consequence."""
     if info := getattr(error, "preemption_info", None):
         nodes = ", ".join(node[:8] for node in info.preempted_node_ids)
-        return f"the node of {_trainers(info.preempted_ranks)} was taken away ({nodes})"
+        return f"the node of {_trainers(info.preempted_ranks)} was preempted ({nodes})"
     failures: dict[int, BaseException] = getattr(error, "worker_failures", {})
     lost = {rank: failure for rank, failure in failures.items() if is_lost(failure)}
     if lost:
-        why = _DEAD_ACTOR.sub(r"process \1 on \2, \3", explanation(lost[min(lost)]))
-        return f"{_trainers(sorted(lost))} died: {why}"
+        cause = _DEAD_ACTOR.sub(r"process \1 on \2, \3", explanation(lost[min(lost)]))
+        return f"{_trainers(sorted(lost))} died: {cause}"
     return f"{_trainers(sorted(failures))} failed: {explanation(error)}" if failures else explanation(error)
 
 
@@ -136,12 +137,12 @@ def _trainers(ranks: list[int]) -> str:
 
 
 class OnlyDeathsPolicy(failure_handling.DefaultFailurePolicy):
-    """Ray Train's failure policy, which tries again what died, and nothing else; records and counts that.
+    """Ray Train's failure policy, limited to restarts after deaths, which it records and counts.
 
     Args:
-        failure_config: Ray Train's.
+        failure_config: Ray Train's FailureConfig.
         run: the run's name, for the count.
-        run_uri: its folder; empty = it has none.
+        run_uri: the run's folder; empty = none.
     """
 
     def __init__(self, failure_config: Any, run: str, run_uri: str = "") -> None:
@@ -153,8 +154,8 @@ class OnlyDeathsPolicy(failure_handling.DefaultFailurePolicy):
         if isinstance(error, WorkerGroupError) and is_final(error.worker_failures.values()):
             return failure_handling.FailureDecision.RAISE
         decision = super().make_decision(error)
-        if decision != failure_handling.FailureDecision.RAISE:  # else it is told once the run has ended
-            text, reason = f"the trainers are started again: {who_died(error)}", _reason(error)
+        if decision != failure_handling.FailureDecision.RAISE:  # otherwise the error is logged when the run ends
+            text, reason = f"restarting the trainers: {who_died(error)}", _reason(error)
             logger.warning("%s", text, extra={"values": {"fault": reason}})
             Recorder(self._run).add({"trainer_restarts_total": 1}, reason=reason)
             if self._run_uri:
@@ -163,16 +164,17 @@ class OnlyDeathsPolicy(failure_handling.DefaultFailurePolicy):
 
 
 class FinalErrors(WorkerGroupCallback):
-    """Ends any run of Ray Train's at an error of raypipe's own that would come again; what dies after a notice
-    counts as preempted.
+    """Callback that ends any run of Ray Train at a final error of raypipe, and recognizes preemptions.
 
-    `raypipe` names it in RAY_TRAIN_CALLBACKS, from which each `fit` makes one; it works in Ray Train's controller.
-    Errors of other code are retried as `FailureConfig` says.
+    A death after a notice counts as a preemption.
+
+    `raypipe` names the class in RAY_TRAIN_CALLBACKS, from which each `fit` makes an instance in Ray Train's
+    controller. Errors of other code are retried according to `FailureConfig`.
     """
 
     def __init__(self) -> None:
         self._has_failed = False
-        self._notice: Any = None  # of the trainers of now
+        self._notice: Any = None  # the current trainers' last notice
 
     def after_worker_group_start(self, worker_group: Any) -> None:
         self._notice = None
@@ -180,15 +182,15 @@ class FinalErrors(WorkerGroupCallback):
     def after_worker_group_poll_status(self, worker_group_status: Any) -> None:
         failures = list(worker_group_status.errors.values())
         error = own_error(failures)
-        # Resources that went away with a node during the run may come back.
+        # Resources that were lost with a node during the run may come back.
         if error and not (self._has_failed and isinstance(error, ResourceError)):
-            raise ControllerError(error)  # which Ray Train does not retry
+            raise ControllerError(error)  # Ray Train does not retry this error
         self._has_failed |= bool(failures)
         if not hasattr(worker_group_status, "get_preemption_info"):  # before Ray 2.60
             return
         self._notice = worker_group_status.get_preemption_info() or self._notice
-        # Ray knows a node that was taken away by the end that it gave notice of. To a node that goes earlier, or a
-        # trainer that has lost its peer and says so first, it would take `max_failures`.
+        # Ray recognizes a preempted node only by the deadline of its notice. A node that goes earlier, or a
+        # trainer that first reports its lost peer, would count against `max_failures`.
         if failures and self._notice and not is_final(failures) and not worker_group_status.has_preempted_worker():
             from ray.train.v2.api.exceptions import PreemptionError
 
@@ -196,7 +198,7 @@ class FinalErrors(WorkerGroupCallback):
 
 
 class _Logs(ControllerCallback):
-    """Sets the format of the lines of Ray Train's controller."""
+    """Callback that sets the log format in Ray Train's controller."""
 
     def __init__(self, log_format: LogFormat, run: str) -> None:
         self._log_format, self._run = log_format, run
@@ -206,15 +208,15 @@ class _Logs(ControllerCallback):
 
 
 class RunTrainer(TorchTrainer):
-    """A TorchTrainer of one run.
+    """TorchTrainer of a run.
 
     Args:
         per_step: M.
-        run_uri: its folder; empty = it has none.
-        log_format: format of its log lines.
-        timeout_s: after which a run whose trainers have no room ends.
-        take_signals: called once the run can be asked to end, since Ray Train would take Ctrl-C for itself.
-        args, options: for TorchTrainer.
+        run_uri: the run's folder; empty = none.
+        log_format: format of log lines.
+        timeout_s: longest wait of trainers for resources, after which the run ends.
+        take_signals: called once the run can be stopped; replaces Ray Train's own handler of Ctrl-C.
+        args, options: arguments of TorchTrainer.
     """
 
     def __init__(
@@ -236,16 +238,16 @@ class RunTrainer(TorchTrainer):
         try:
             return super().fit()
         finally:
-            # After an interrupt, in a process that goes on, such as a notebook's, the run would go on as well. And
-            # at its end a controller may stay: one that leaves by itself locks up in Ray 2.60's Publisher, in half
-            # of all runs, and outlives its cluster.
+            # After an interrupt in a process that stays, such as a notebook's, the run would continue. Even at a
+            # normal end the controller must be killed: in half of all runs, one that exits by itself deadlocks in
+            # Ray 2.60's Publisher, and outlives its cluster.
             if self._controller:
                 with contextlib.suppress(ray.exceptions.RayError):
-                    ray.kill(self._controller)  # with it go the trainers
+                    ray.kill(self._controller)  # the trainers end with it
                     ray.get(self._controller.get_state.remote(), timeout=_KILL_S)
 
     def _initialize_and_run_controller(self, **options: Any) -> Any:
-        config: Any = self.scaling_config  # of Ray Train's version 2, which its type does not say
+        config: Any = self.scaling_config  # version 2's class, unlike its annotation
         options["scaling_policy"] = (
             DivisorScalingPolicy(config, self._timeout_s, self._per_step)
             if _is_elastic(config)
@@ -255,13 +257,14 @@ class RunTrainer(TorchTrainer):
         return super()._initialize_and_run_controller(**options)
 
     def _create_default_callbacks(self) -> list[Any]:
-        # Each would start an actor. One hands out datasets, and a run has none of Ray Train's. One frees the
-        # trainers' resources when this process has died: a local cluster dies with it, and has no dashboard, which
-        # it would ask ten times a second.
+        # Each of the removed callbacks would start an actor. The first distributes Ray Train's datasets, which a
+        # run does not have. The second frees the trainers' resources when this process has died: a local cluster
+        # dies with it, and lacks the dashboard that the actor would query ten times a second.
         needless: tuple[Any, ...] = (datasets.DatasetsCallback,)
         if started_here():
             needless += (placement_group_callback.PlacementGroupCleanerCallback,)
-        callbacks = [new for new in super()._create_default_callbacks() if not isinstance(new, needless)]
+        defaults = super()._create_default_callbacks()
+        callbacks = [callback for callback in defaults if not isinstance(callback, needless)]
         return [*callbacks, _Logs(self._log_format, self._run)]
 
     def _register_sigint_handler(self, controller: Any) -> None:

@@ -1,9 +1,9 @@
-"""The watch over a stream's processes: a process that was stopped is ended, so it is replaced as one that died.
+"""Watch over a stream's processes: a stopped process is killed, so that it is replaced like one that died.
 
-Ray takes a process that is stopped (SIGSTOP, a debugger) for a busy one, and waits. The time limit of a transform
-cannot help: its watchdog stands in the same process. So while no rank takes a block, a task on each node reads the
-states of the stream's processes there, and kills those that it finds stopped twice. It leaves a process alone that
-is only slow, or holds the interpreter: that one runs. While the stream moves, nobody looks.
+To Ray, a stopped process (SIGSTOP, a debugger) looks busy, so Ray waits. The time limit of a transform cannot
+help, since its watchdog is stopped with the process. So while no rank takes a block, a task on each node reads the
+states of the stream's processes there, and kills those that it finds stopped twice. A process that is only slow,
+or holds the interpreter, is running, and is not killed. While the stream moves, no process is checked.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 logger = logging.getLogger(__name__)
 
 _PERIOD_S = 0.5
-# Nobody looks before the stream has stood still for so long; then again after twice the time, to this limit.
+# Processes are checked after the stream has stalled for so long; the interval then doubles, up to the limit below.
 _STILL_S = 2.0
 _MOST_S = 30.0
-# Between two looks at a process that seems stopped: a profiler stops one for a moment.
+# Time between two checks of a process that seems stopped, since a profiler stops a process for a moment.
 _SURE_S = 0.5
-# A node that has not run its task after so long is told of, if another one has: a process starts slowly on a
-# busy machine. After twice the time it is told of in any case.
+# A node whose task has not run after so long is reported, if another node's has: a process starts slowly on a busy
+# machine. After twice the time it is reported in any case.
 _ANSWER_S = 4.0
 
 
@@ -39,10 +39,10 @@ class Process(NamedTuple):
     """A process of a stream.
 
     Attributes:
-        role: what it is, for people: "transform actor", "reader", "trainer 1".
-        pid: its number on its node.
-        started: when it was started, which tells it from a later process of that number; "" = not known.
-        address: of its node.
+        role: role for messages: "transform actor", "reader", "trainer 1".
+        pid: process id on its node.
+        started: start time, which distinguishes it from a later process of the same id; "" = unknown.
+        address: address of its node.
         node: id of its node.
     """
 
@@ -57,25 +57,25 @@ class Process(NamedTuple):
 
 
 def this_process(role: str) -> Process:
-    """The calling process, which is connected to Ray."""
+    """Return the calling process, which is connected to Ray."""
     _, started = _stat(os.getpid())
     node = ray.get_runtime_context().get_node_id()
     return Process(role, os.getpid(), started, ray.util.get_node_ip_address(), node)
 
 
 def here() -> NodeAffinitySchedulingStrategy:
-    """On the calling process's node, and nowhere else: with `soft`, Ray 2.60 puts every second actor elsewhere."""
+    """Return the strategy for the caller's node; if `soft`, Ray 2.60 would place every second actor elsewhere."""
     return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
 
 
 def in_worker() -> bool:
-    """Whether Ray has started the calling process: others may be stopped by their users, with Ctrl-Z."""
+    """Return whether Ray started the calling process; users may stop other processes with Ctrl-Z."""
     worker: Any = ray.get_runtime_context().worker
     return bool(worker.mode == ray.WORKER_MODE)
 
 
 def _stat(pid: int) -> tuple[str, str]:
-    """State and time of start, as Linux has them; both empty where there is no such process, or no Linux."""
+    """Return a process's state and start time from Linux; both empty for a dead process or another system."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -84,10 +84,10 @@ def _stat(pid: int) -> tuple[str, str]:
 
 
 def end_stopped(processes: list[tuple[int, str]]) -> list[int]:
-    """Kill those of this node's processes that are stopped, now and a moment later; returns their numbers.
+    """Kill those of this node's processes that are stopped, now and a moment later; return their ids.
 
     Args:
-        processes: number and time of start of each.
+        processes: id and start time of each.
     """
 
     def stopped() -> list[int]:
@@ -104,40 +104,40 @@ def end_stopped(processes: list[tuple[int, str]]) -> list[int]:
 
 
 class Watch:
-    """Looks at a stream's processes while it stands still; see above.
+    """Checks a stream's processes while the stream has stalled; see above.
 
     Args:
-        note: told of each process that was ended, and of each node that does not answer: text and kind of fault.
-        work_of: says what a process is at, by its key; "" = nothing is known.
-        node: id of this process's node, where it looks itself.
+        note: called for each killed process, and each node that does not answer, with text and kind of fault.
+        work_of: key of a process → description of its work; "" = unknown.
+        node: id of this process's node, whose processes it checks directly.
     """
 
     def __init__(
         self, note: Callable[[str, str], None], work_of: Callable[[str], str] = lambda key: "", node: str = ""
     ) -> None:
         self._note, self._work_of, self._node = note, work_of, node
-        self._processes: dict[str, Process] = {}  # by actor, task, rank or execution
-        self._still: dict[str, float] = {}  # execution → since when no rank has taken a block from it
+        self._processes: dict[str, Process] = {}  # actor, task, rank or execution → its process
+        self._still: dict[str, float] = {}  # execution → time since which no rank has taken a block from it
         self._look_after = _STILL_S
-        self._looks: dict[str, tuple[Any, float]] = {}  # node → its look, and when it was asked
-        self._answered_at = 0.0  # when a node last did
+        self._looks: dict[str, tuple[Any, float]] = {}  # node → its task, and the time of the request
+        self._answered_at = 0.0  # time of a node's last answer
         self._silent: set[str] = set()
 
     def start(self) -> None:
-        """Watch from now on, in a thread that ends with this process."""
+        """Start to watch, in a thread that ends with this process."""
         threading.Thread(target=self._run, name="raypipe-watch", daemon=True).start()
 
     def add(self, key: str, process: Process) -> None:
-        """A process of the stream is there."""
+        """Add a process of the stream."""
         self._processes[key] = process
 
     def remove(self, key: str) -> None:
-        """A process, or an execution, has ended."""
+        """Remove a process or an execution that has ended."""
         self._processes.pop(key, None)
         self._still.pop(key, None)
 
     def moves(self, execution: str, still_s: float) -> None:
-        """An execution runs; no rank has taken a block from it for so long. Its silence counts as well."""
+        """Record for how long no rank has taken a block from an execution; missing calls count as a stall."""
         self._still[execution] = time.monotonic() - still_s
 
     def _run(self) -> None:
@@ -146,10 +146,10 @@ class Watch:
             try:
                 self.turn(time.monotonic())
             except Exception:
-                logger.debug("a stream's processes could not be looked at", exc_info=True)
+                logger.debug("cannot check a stream's processes", exc_info=True)
 
     def turn(self, now: float) -> None:
-        """Look, if it is time; say what earlier looks have found."""
+        """Check the processes, if it is time; report the results of earlier checks."""
         still_s = now - min(list(self._still.values()), default=now)
         if still_s < _STILL_S:
             self._look_after = _STILL_S
@@ -179,8 +179,8 @@ class Watch:
                     self._silent.add(node)
                     self._note(
                         f"node {node[:8]} has not answered for {now - asked:.0f} s: "
-                        f"{self._described(self._on(node))}; once Ray calls the node dead, its work is done "
-                        "elsewhere",
+                        f"{self._described(self._on(node))}; once Ray declares the node dead, other nodes do its "
+                        "work",
                         "silent_node",
                     )
                 continue
@@ -188,7 +188,7 @@ class Watch:
             self._silent.discard(node)
             try:
                 ended: list[int] = ray.get(look)
-            except ray.exceptions.RayError:  # the node has gone, and its processes with it
+            except ray.exceptions.RayError:  # the node is gone, with its processes
                 for key in self._on(node):
                     self._processes.pop(key, None)
                 continue
@@ -199,8 +199,8 @@ class Watch:
         for key, process in self._on(node).items():
             if process.pid in ended:
                 self._processes.pop(key, None)
-                what = self._described({key: process})
-                self._note(f"a stopped process (SIGSTOP) held up the stream, and was killed: {what}", "stopped")
+                description = self._described({key: process})
+                self._note(f"killed a stopped process (SIGSTOP) that blocked the stream: {description}", "stopped")
 
     def _described(self, processes: dict[str, Process]) -> str:
         by_role: dict[str, list[str]] = defaultdict(list)

@@ -1,1 +1,1 @@
-"""Bytes at a path or a URI: file systems, whole files, locks and leases, the node's cache."""
+"""Bytes at a path or URI: file systems, whole files, locks and leases, and the node's cache."""

@@ -1,4 +1,4 @@
-"""Files at a local path or a URI: read with one clear error, written whole or not at all, and identified."""
+"""Files at a local path or URI: read with one clear error, written atomically, and identified by a digest."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ from raypipe.storage.patient import PatientFileSystem
 
 T = TypeVar("T")
 
-# What a scan of 14 million members takes; the longest runs' digests are a tenth of it.
+# The size of a scan of 14 million members; the digests of the longest runs take a tenth of it.
 _MAX_JSON_BYTES = 1 << 30
 
 
 def open_input(filesystem: pyarrow.fs.FileSystem, path: str) -> pa.NativeFile:
-    """A file, open for reading; on this machine a regular one, and OSError where it is something else."""
+    """Open a file for reading; raise OSError for a local path that is not a regular file."""
     if not isinstance(filesystem, pyarrow.fs.LocalFileSystem):
         return filesystem.open_input_file(path)
-    with regular_path(path) as opened:
-        return filesystem.open_input_file(opened)
+    with regular_path(path) as checked_path:
+        return filesystem.open_input_file(checked_path)
 
 
 def read_by(filesystem: pyarrow.fs.FileSystem, path: str, read: Callable[[pa.NativeFile], T]) -> T:
-    """What `read` makes of a file; of one elsewhere it reads by pyarrow's own threads, and may be called again."""
+    """Return `read(file)`. For a remote file, `read` runs in pyarrow's threads, and may be called again."""
     if isinstance(filesystem, PatientFileSystem):
         return filesystem.call("read", path, lambda inner: read_by(inner, path, read))
     with open_input(filesystem, path) as file:
@@ -50,7 +50,7 @@ def read_by(filesystem: pyarrow.fs.FileSystem, path: str, read: Callable[[pa.Nat
 
 
 def read_whole(address: str) -> bytes | None:
-    """What a file holds, None where there is none; raises ConfigError where it cannot be read."""
+    """Return a file's content, None if it does not exist; raise ConfigError if it cannot be read."""
     with explained(ConfigError, f"{address} cannot be read"):
         try:
             with open_input(*open_filesystem(address)) as file:
@@ -60,16 +60,16 @@ def read_whole(address: str) -> bytes | None:
 
 
 def read_json(address: str | Path) -> Any:
-    """What a file of up to 1 GiB holds; raises ConfigError where it cannot be read, is larger, or is no JSON."""
+    """Return the JSON of a file; raise ConfigError if it cannot be read, exceeds 1 GiB, or is not JSON."""
     text = read_text(address, _MAX_JSON_BYTES)
     try:
         return json.loads(text)
     except ValueError as error:
-        raise ConfigError(f"{address} is no JSON: {error}") from error
+        raise ConfigError(f"{address} is not JSON: {error}") from error
 
 
 def read_text(address: str | Path, max_bytes: int) -> str:
-    """What a small file holds; raises ConfigError where it cannot be read, is larger, or is no UTF-8."""
+    """Return the text of a file; raise ConfigError if it cannot be read, is larger, or is not UTF-8."""
     with explained(ConfigError, f"{address} cannot be read"), open_input(*open_filesystem(address)) as file:
         if file.size() > max_bytes:
             raise ConfigError(f"{address} cannot be read: it has more than {max_bytes:,} bytes")
@@ -77,24 +77,24 @@ def read_text(address: str | Path, max_bytes: int) -> str:
     try:
         return content.decode()
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{address} is no text: {error}") from error
+        raise ConfigError(f"{address} is not text: {error}") from error
 
 
 def write_json(address: str | Path, content: dict[str, Any]) -> None:
-    """`write_text` of an object."""
+    """Write an object as JSON, see `write_bytes`."""
     write_text(address, json.dumps(content, indent=1))
 
 
 def write_text(address: str | Path, text: str) -> None:
-    """`write_bytes` of a text."""
+    """Write a text, see `write_bytes`."""
     write_bytes(address, text.encode())
 
 
 def write_bytes(address: str | Path, content: bytes) -> None:
-    """Write or replace a file; readers see the old or the new one. It may raise ConfigError."""
+    """Write a file, or replace an old one atomically; raise ConfigError if it cannot be written."""
     with explained(ConfigError, f"{address} cannot be written"):
         filesystem, path = open_filesystem(address)
-        if is_remote(address):  # an object is there once it is written whole
+        if is_remote(address):  # an object only appears when it is complete
             write_synced(filesystem, path, content)
             return
         partial = Path(path).with_name(f".{Path(path).name}.partial-{secrets.token_hex(4)}")
@@ -107,7 +107,7 @@ def write_bytes(address: str | Path, content: bytes) -> None:
 
 
 def write_synced(filesystem: pyarrow.fs.FileSystem, path: str, content: bytes | memoryview) -> None:
-    """Write a new file. Afterwards its content is on the disk, and not in the machine's memory alone."""
+    """Write a new file and wait until its content is on the disk, not only in memory."""
     if isinstance(filesystem, PatientFileSystem):
         filesystem.write(path, content)
         return
@@ -118,7 +118,7 @@ def write_synced(filesystem: pyarrow.fs.FileSystem, path: str, content: bytes | 
 
 
 def sync_folder(filesystem: pyarrow.fs.FileSystem, path: str) -> None:
-    """Put on the disk which files a folder has; object storage has done so already."""
+    """Write a local folder's list of files to the disk; object storage does not need this."""
     if isinstance(filesystem, pyarrow.fs.LocalFileSystem):
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -128,7 +128,7 @@ def sync_folder(filesystem: pyarrow.fs.FileSystem, path: str) -> None:
 
 
 def check_place(address: str | Path) -> None:
-    """Raise ConfigError where no file can be written, before the work of making its content."""
+    """Raise ConfigError if a file cannot be written, before the work of making its content."""
     with explained(ConfigError, f"{address} cannot be written"):
         _, path = open_filesystem(address)
         check_lasting(str(address), "the file to write")
@@ -137,19 +137,19 @@ def check_place(address: str | Path) -> None:
         return
     folder = Path(path).parent
     if not folder.is_dir() or Path(path).is_dir() or not os.access(folder, os.W_OK):
-        raise ConfigError(f"{address} cannot be written: name a file in a folder that can be written to")
+        raise ConfigError(f"{address} cannot be written: it must be a file in an existing, writable folder")
 
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """An object as it was when its store was opened, or, before it was looked up, as a list of objects has it.
+    """An object as it was when its store was opened or, before its lookup, as a listing describes it.
 
     Attributes:
         address: its URI.
-        num_bytes: its size; -1 where that is not known.
-        version: the object store's ETag, or the time of its last change: equal as long as the object is the same;
-            "" before it was looked up.
-        digest: `digest_of_file` of its content, where whoever wrote it has recorded that; else "".
+        num_bytes: its size; -1 = unknown.
+        version: the object store's ETag, or the time of the last change, which stays equal as long as the object
+            is the same; "" before the lookup.
+        digest: `digest_of_file` of its content, if its writer recorded it; else "".
     """
 
     address: str
@@ -158,16 +158,16 @@ class RemoteFile:
     digest: str = ""
 
     def checked(self, now: RemoteFile) -> RemoteFile:
-        """What is there, with the digest that it should have; raises StoreError where it has another size."""
+        """Return the object as it is now, with the recorded digest; raise StoreError if its size differs."""
         if self.num_bytes not in (-1, now.num_bytes):
             raise StoreError(
-                f"{self.address} has {now.num_bytes} bytes, and was written with {self.num_bytes}: convert it "
+                f"{self.address} has {now.num_bytes} bytes, but was written with {self.num_bytes}: convert it "
                 "again"
             )
         return replace(now, digest=self.digest)
 
     def check_same(self, now: RemoteFile) -> None:
-        """Raise StoreError if what is found at the address now is another object."""
+        """Raise StoreError if the address now has a different object."""
         if (now.num_bytes, now.version) != (self.num_bytes, self.version):
             raise StoreError(
                 f"{self.address} has changed since the store was opened: {self.num_bytes} bytes of version "
@@ -177,20 +177,20 @@ class RemoteFile:
 
 
 def look_up(address: str) -> RemoteFile:
-    """What is at an address, by one request; raises StoreError where that is nothing, or cannot be reached."""
+    """Look up an object with one request; raise StoreError if it does not exist or cannot be reached."""
     with opened(address) as (_, file):
         return file
 
 
 @contextlib.contextmanager
 def opened(address: str) -> Iterator[tuple[pa.NativeFile, RemoteFile]]:
-    """An object, open for ranged reads, and what it is; within, errors of the file system are StoreErrors."""
+    """Context manager: open an object for ranged reads, with its identity; its errors become StoreError."""
     with explained(StoreError, f"{address} cannot be read"):
         filesystem, path = open_filesystem(address)
         try:
             file = open_input(filesystem, path)
         except FileNotFoundError:
-            raise StoreError(f"{address} does not exist, or its bucket does not") from None
+            raise StoreError(f"{address} or its bucket does not exist") from None
         with file:
             metadata = {name.lower(): value.decode() for name, value in (file.metadata() or {}).items()}
             version = metadata.get("etag") or str(filesystem.get_file_info(path).mtime_ns)
@@ -198,11 +198,11 @@ def opened(address: str) -> Iterator[tuple[pa.NativeFile, RemoteFile]]:
 
 
 def hash_of(file: BufferedReader | BufferedRandom) -> hashlib._Hash:
-    """The hash of what follows in a file, to go on with."""
+    """Return a hash of the rest of a file, which can be updated with more bytes."""
     return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16))
 
 
 def digest_of_file(path: Path) -> str:
-    """blake2b of a file's content, 32 hex digits."""
+    """Return blake2b of a file's content, as 32 hex digits."""
     with path.open("rb") as file:
         return hash_of(file).hexdigest()

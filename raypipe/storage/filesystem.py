@@ -1,20 +1,18 @@
-"""Every address as a file system and a path on it, in one place: local paths, file://, s3://, gs://, az://, abfs://,
-and hf://, to read.
+"""Map from addresses to a file system and a path on it: local paths, file://, s3://, gs://, az://, abfs://, and,
+read-only, hf://.
 
-The file systems are pyarrow's own, with time-outs and patience. Their settings, like credentials, come from the
-environment of each process, so on a cluster every node has them:
+The file systems are pyarrow's own, with timeouts and retries, see `raypipe.storage.patience`. Their settings and
+credentials come from the environment of each process, so every node of a cluster needs them:
 
-    s3://bucket/key            AWS_ACCESS_KEY_ID and all else that AWS knows; AWS_REGION, or the bucket's own;
+    s3://bucket/key            AWS_ACCESS_KEY_ID or any other AWS login; AWS_REGION, by default the bucket's
+    region;
                                AWS_ENDPOINT_URL for another server; s3://anonymous@bucket/key
-    gs://bucket/key            GOOGLE_APPLICATION_CREDENTIALS, or the machine's own; gs://anonymous@bucket/key
+    gs://bucket/key            GOOGLE_APPLICATION_CREDENTIALS or the machine's login; gs://anonymous@bucket/key
     az://container/path        AZURE_STORAGE_ACCOUNT; AZURE_STORAGE_KEY, AZURE_STORAGE_SAS_TOKEN or the machine's
     abfs://container@account.dfs.core.windows.net/path     the same, with the account in the address
-    hf://datasets/OWNER/NAME@REVISION/path                 HF_TOKEN, or the machine's own login; see `_Hub`
+    hf://datasets/OWNER/NAME@REVISION/path                 HF_TOKEN or the machine's login; see `_Hub`
 
-An address holds no credentials, and no options: it is printed, logged and kept with the run. One that does is
-refused.
-
-How long one that does not answer is waited for, `raypipe.storage.patience` says.
+An address is printed, logged and kept with the run, so addresses with credentials or options are rejected.
 """
 
 from __future__ import annotations
@@ -37,60 +35,62 @@ from raypipe.storage.patience import one_line, patience_s
 from raypipe.storage.patient import PatientFileSystem
 
 _CONNECT_S = 5
-_SILENT_S = 20  # without a byte, after which a request is tried again
-_GOOGLE_RETRY = timedelta(seconds=15)  # for a request with all its attempts
-# Scheme → its kind of file system.
+_SILENT_S = 20  # a request without a byte for so long is retried
+_GOOGLE_RETRY = timedelta(seconds=15)  # limit for all attempts of a request
+# Scheme → kind of file system.
 _KINDS = {"s3": "s3", "gs": "gs", "gcs": "gs", "az": "az", "abfs": "az", "abfss": "az", "hf": "hf"}
-# Where credentials stand, instead of in an address.
+# Kind of file system → variables for credentials, which must not be in an address.
 _CREDENTIALS = {
     "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
     "gs": "GOOGLE_APPLICATION_CREDENTIALS",
     "az": "AZURE_STORAGE_ACCOUNT and AZURE_STORAGE_KEY or AZURE_STORAGE_SAS_TOKEN",
     "hf": "HF_TOKEN",
 }
-# What a file system is made of beside its address begins with one of these: another value makes another one.
+# Prefixes of the variables that configure a file system; when one changes, a new file system is made.
 _ENVIRONMENT = ("AWS_", "AZURE_STORAGE_", "GOOGLE_", "HF_", "RAYPIPE_STORAGE_")
-# In the path of Ray's copies of working directories.
+# Part of the path of Ray's copies of working directories.
 _RAYS_COPIES = "/runtime_resources/working_dir_files/"
 
 
 def is_remote(address: str | Path) -> bool:
-    """Whether an address is on another file system than this machine's."""
+    """Return whether an address is not on this machine's file system."""
     return "://" in str(address) and not str(address).startswith("file://")
 
 
 def as_uri(address: str) -> str:
-    """A local path or a URI as a URI that every process understands."""
+    """Return a local path or URI as a URI that means the same in every process."""
     return address if "://" in address else Path(address).expanduser().resolve().as_uri()
 
 
 def join(address: str, *names: str) -> str:
-    """The address of something in the folder at an address."""
+    """Return the address of a name below the folder at an address."""
     return "/".join((address.rstrip("/"), *(map(quote, names) if "://" in address else names)))
 
 
 def split(address: str) -> tuple[str, str]:
-    """The address of the folder that something is in, "" for a bare name, and its name; the reverse of `join`."""
+    """Return the address of the parent folder, "" for a bare name, and the last name; the reverse of `join`."""
     folder, _, name = address.rstrip("/").rpartition("/")
     return folder, unquote(name) if "://" in address else name
 
 
 def refuse_credentials(address: str | Path) -> None:
-    """Raise ConfigError, which does not show them, where an address holds a login or options."""
+    """Raise ConfigError if an address contains a login or options; the message does not show them."""
     scheme, mark, rest = str(address).partition("://")
     if mark and (without_credentials(str(address)) != str(address) or "?" in rest):
         names = _CREDENTIALS.get(_KINDS.get(scheme, scheme), "variables")
         raise ConfigError(
-            f"{address} holds credentials or options, which would be printed, logged and kept with the run: take "
-            f"them out of the address, and set {names} in the environment of every node; a ? in a name is %3F"
+            f"{address} contains credentials or options, which would be printed, logged and kept with the run: "
+            f"remove them from the address, and set {names} in the environment of every node. Write %3F for a ? "
+            "in a name"
         )
 
 
 def open_filesystem(address: str | Path) -> tuple[pyarrow.fs.FileSystem, str]:
-    """The file system of an address, and the path on it, without a slash at its end.
+    """Return the file system of an address, and the path on it, without a slash at its end.
 
-    ConfigError where the address is malformed, holds credentials, or has another scheme; OSError where the file
-    system cannot be reached, see `explained`.
+    Raises:
+        ConfigError: the address is malformed, contains credentials, or has an unknown scheme.
+        OSError: the file system cannot be reached, see `explained`.
     """
     uri = str(address)
     scheme, mark, rest = uri.partition("://")
@@ -101,8 +101,8 @@ def open_filesystem(address: str | Path) -> tuple[pyarrow.fs.FileSystem, str]:
         filesystem, path = pyarrow.fs.FileSystem.from_uri(uri)
         return filesystem, path
     if scheme not in _KINDS:
-        understood = "local paths, file://, s3://, gs://, az://, abfs:// and hf://"
-        raise ConfigError(f"{uri} has an unknown scheme; understood are {understood}")
+        known = "a local path, file://, s3://, gs://, az://, abfs:// or hf://"
+        raise ConfigError(f"unsupported scheme in {uri}; use {known}")
     host, _, path = rest.partition("/")
     bucket = host.partition("@")[0] if scheme.startswith("abfs") else host.rpartition("@")[2]
     if not bucket:
@@ -117,8 +117,8 @@ def open_filesystem(address: str | Path) -> tuple[pyarrow.fs.FileSystem, str]:
 
 @functools.lru_cache(maxsize=64)
 def _filesystem(kind: str, host: str, settings: frozenset[tuple[str, str]], pid: int) -> PatientFileSystem:
-    """One per process, so that connections are used again; never one that a parent process made."""
-    patience_s()  # a wrong setting is told before it is needed
+    """Make or reuse this process's file system; `pid` keeps a forked child from using its parent's."""
+    patience_s()  # raises early for a wrong setting
     return PatientFileSystem(kind, host, _make)
 
 
@@ -138,16 +138,16 @@ def _s3(host: str) -> pyarrow.fs.FileSystem:
         "region": environment("AWS_REGION") or environment("AWS_DEFAULT_REGION"),
         "connect_timeout": _CONNECT_S,
         "request_timeout": _SILENT_S,
-        "allow_delayed_open": True,  # a small object is then one request, not three
+        "allow_delayed_open": True,  # makes a small object one request instead of three
     }
     endpoint = environment("AWS_ENDPOINT_URL_S3") or environment("AWS_ENDPOINT_URL")
     if endpoint:
         if "@" in endpoint:
-            raise ConfigError(f"AWS_ENDPOINT_URL holds a login, and may not: set {_CREDENTIALS['s3']}")
+            raise ConfigError(f"AWS_ENDPOINT_URL must not contain a login: set {_CREDENTIALS['s3']}")
         parts = urlsplit(endpoint if "://" in endpoint else f"https://{endpoint}")
         options |= {"endpoint_override": parts.netloc, "scheme": parts.scheme}
     if not options["region"]:
-        # A server of one's own has no regions, and AWS must be asked which one the bucket is in.
+        # A private server has no regions; for AWS, a request finds the bucket's region.
         bucket = host.rpartition("@")[2]
         options["region"] = "us-east-1" if endpoint else pyarrow.fs.resolve_s3_region(bucket)
     return pyarrow.fs.S3FileSystem(**options)
@@ -171,16 +171,16 @@ def _hub() -> pyarrow.fs.FileSystem:
     except ImportError as error:
         extra = f"{to_install('huggingface')}, on every node"
         raise ConfigError(f"hf:// needs huggingface-hub ({error}): {extra}") from error
-    # As AWS_ENDPOINT_URL is, for a mirror: the client itself looks at it only when it is imported.
+    # HF_ENDPOINT may change for a mirror, but the client itself reads it only on import.
     client = HfFileSystem(endpoint=os.environ.get("HF_ENDPOINT"), skip_instance_cache=True)
     return pyarrow.fs.PyFileSystem(_Hub(client))
 
 
 class _Hub(pyarrow.fs.FSSpecHandler):
-    """The Hugging Face Hub: it reads ranges of a file and nothing around them, and writes nothing.
+    """Read-only file system of the Hugging Face Hub; reads exactly the requested ranges of a file.
 
-    Its client lists each folder once in a process, so a data set that changes while it is read is best named with
-    a revision, such as a commit.
+    The Hub's client lists each folder once per process, so an address of a changing dataset should have a
+    revision, such as a commit.
     """
 
     def open_input_file(self, path: str) -> pa.NativeFile:
@@ -189,14 +189,14 @@ class _Hub(pyarrow.fs.FSSpecHandler):
         return pa.PythonFile(self.fs.open(path, "rb", cache_type="none"), mode="r")
 
     def open_output_stream(self, *args: Any) -> Any:
-        raise OSError("the Hub is only read; write to a disk or to a bucket, and upload it by `hf upload`")
+        raise OSError("raypipe cannot write to the Hub: write to a disk or a bucket, and upload with `hf upload`")
 
     create_dir = delete_dir = delete_file = open_output_stream
 
 
 @contextlib.contextmanager
 def explained(failure: type[RaypipeError], what: str) -> Iterator[None]:
-    """Within, what a file system raises becomes one line: `what`, why, and what to do about it."""
+    """Context manager: turn a file system's error into `failure` with one line: `what`, reason, and remedy."""
     try:
         yield
     except (pa.ArrowException, OSError) as error:
@@ -204,26 +204,26 @@ def explained(failure: type[RaypipeError], what: str) -> Iterator[None]:
 
 
 def exists(address: str) -> bool:
-    """Whether there is a file at an address; folders do not count."""
+    """Return whether a file, not a folder, exists at an address."""
     filesystem, path = open_filesystem(address)
     return filesystem.get_file_info(path).type == pyarrow.fs.FileType.File
 
 
 def check_bucket(address: str) -> None:
-    """Raise ConfigError where the bucket of a remote address cannot be reached, before work is done for it."""
+    """Raise ConfigError if the bucket of a remote address cannot be reached, before work is done for it."""
     if is_remote(address):
         with explained(ConfigError, f"{address} cannot be used"):
             filesystem, path = open_filesystem(address)
             bucket = path.partition("/")[0]
             if filesystem.get_file_info(bucket).type == pyarrow.fs.FileType.NotFound:
-                raise ConfigError(f"{address} cannot be used: there is no bucket {bucket}: make it first")
+                raise ConfigError(f"{address} cannot be used: bucket {bucket} does not exist: create it first")
 
 
 def check_lasting(address: str, setting: str) -> None:
-    """Raise ConfigError for a place in Ray's copy of a job's working directory, which Ray removes with the job."""
+    """Raise ConfigError for a path in Ray's copy of a job's working directory, which Ray removes with the job."""
     filesystem, path = open_filesystem(address)
     if isinstance(filesystem, pyarrow.fs.LocalFileSystem) and _RAYS_COPIES in f"{path}/":
         raise ConfigError(
-            f"{setting} leads to {path}, Ray's temporary copy of the job's working directory, which goes with the "
-            f"job: set {setting} to an absolute path that all nodes share, or to a bucket (s3://bucket/runs)"
+            f"{setting} leads to {path}, Ray's temporary copy of the job's working directory, which Ray removes "
+            f"with the job: set {setting} to an absolute path that all nodes share, or a bucket (s3://bucket/runs)"
         )

@@ -1,12 +1,12 @@
-"""Whose the folder of a run is, and which process has it: one at a time, on a disk and in object storage.
+"""Leases of a run's folder, which one process at a time may have, on a disk and in object storage.
 
-RUN/lease/TOKEN.json says who: machine, process, since when. Its process renews it every 10 s. Once that process is
-dead, another one of the same machine sees so and takes the folder at once. One of another machine waits until the
-claim is renewed, and gives up, or has not been for a minute, and takes it.
+RUN/lease/TOKEN.json is a claim: machine, process, start. Its process renews it every 10 s. If that process is
+dead, another process of the same machine detects this and takes the folder at once. A process of another machine
+waits: if the claim is renewed, it gives up; if not for a minute, it takes the folder.
 
-Two processes that start at one time each write such a claim, then look for others. Since both write first, at
-least one of them sees the other, and the later one gives up its own. So two never have the folder, on any storage
-that shows a file to all as soon as it is written. No clock is compared with that of another machine.
+Two processes that start at the same time each write a claim, then look for others. Since both write first, at
+least one of them sees the other, and the later one withdraws its claim. So two never have the folder, on any
+storage where a written file is visible at once. Clocks of different machines are never compared.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ logger = logging.getLogger(__name__)
 
 _FOLDER = "lease"
 _RENEW_S = 10.0
-_EXPIRES_S = 60.0  # six renewals: a store that is slow for half a minute loses nobody's run
+_EXPIRES_S = 60.0  # six renewals, so a run survives half a minute of slow storage
 _LOOK_S = 0.5
-_RACE_S = 3.0  # in which who started at the same time gives up
+_RACE_S = 3.0  # time for a process that started simultaneously to withdraw its claim
 
 
 def check_owner(run: str, trusted: bool) -> None:
-    """Raise ConfigError where a run's local folder, or anything in it, is another user's, unless that is trusted.
+    """Raise ConfigError if a run's local folder, or anything in it, belongs to another user, unless trusted.
 
-    A resume imports the code that the configuration in it names. Object storage knows no users of this machine:
-    who may write a bucket may run code through a resume from it.
+    A resume imports the code that the run's configuration names. Object storage has no owners to check: anybody
+    who may write to a bucket may run code through a resume from it.
     """
     filesystem, root = open_filesystem(as_uri(run))
     if trusted or not isinstance(filesystem, pyarrow.fs.LocalFileSystem):
@@ -54,20 +54,19 @@ def check_owner(run: str, trusted: bool) -> None:
     for folder, _, files in os.walk(root):
         for path in (Path(folder), *(Path(folder, name) for name in files)):
             owners = {path.lstat().st_uid} | ({path.stat().st_uid} if path.exists() else set())
-            for owner in owners - {os.getuid(), 0}:  # root needs no planted file to run code here
+            for owner in owners - {os.getuid(), 0}:  # root could run code here anyway
                 raise ConfigError(
                     f"{path} belongs to user {owner}, not to you, and a resume runs the code that "
-                    "config.yaml names and what a search has pickled: look at what is there, then add "
-                    "--trust-run-code"
+                    "config.yaml names, and the pickles of a search: inspect the folder, then add --trust-run-code"
                 )
 
 
 class RunExistsError(ConfigError):
-    """A run's folder is another run's."""
+    """The folder of a run is in use by another run."""
 
 
 def _machine() -> str:
-    """This start of the machine, and this process's container on it; empty where that is not known."""
+    """Return an id of the machine's current boot and of this process's container; empty if unknown."""
     try:
         return f"{boot_id()}-{Path('/proc/self/ns/pid').stat().st_ino}"
     except OSError:
@@ -75,7 +74,7 @@ def _machine() -> str:
 
 
 def _started(pid: Any) -> int | None:
-    """When a process of this machine was started, in clock ticks since the machine was; None where it is dead."""
+    """Return a local process's start, in clock ticks since the machine's start; None if it is dead."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -85,9 +84,9 @@ def _started(pid: Any) -> int | None:
 
 @contextlib.contextmanager
 def leased(run_uri: str) -> Iterator[str]:
-    """Within, this process alone has a run's folder, which is made if it is not there. Yields the lease's token.
+    """Context manager: hold the lease of a run's folder, which is made if needed; yields the lease's token.
 
-    RunExistsError says which other process has it.
+    Raises RunExistsError, which names the process, if another process has the folder.
     """
     claim, ended = _Claim(run_uri), threading.Event()
     renewing = threading.Thread(target=claim.renew_until, args=(ended,), daemon=True, name="raypipe-lease")
@@ -99,23 +98,23 @@ def leased(run_uri: str) -> Iterator[str]:
     finally:
         ended.set()
         if renewing.is_alive():
-            renewing.join()  # in object storage it writes the claim, which nobody would take back afterwards
+            renewing.join()  # a late renewal in object storage would write the claim again, forever
         claim.give_back()
 
 
 def is_held(run_uri: str, token: str) -> bool:
-    """Whether a lease is still the run's, seen from any machine that can see the run's folder."""
+    """Return whether a lease is still valid, from any machine that can read the run's folder."""
     return exists(join(run_uri, _FOLDER, f"{token}.json"))
 
 
 def holder(run_uri: str) -> str:
-    """The process that has a run's folder, for people; "" = none has renewed its claim for a minute, or lives."""
+    """Describe the process that has a run's folder; "" if it is dead, or has not renewed for a minute."""
     now = datetime.datetime.now(datetime.UTC)
     with contextlib.suppress(FileNotFoundError):
         for _, claim, renewed in _Claim(run_uri)._rivals():
-            is_here = claim["machine"] == _machine() != ""
+            is_local = claim["machine"] == _machine() != ""
             is_silent = (now - renewed).total_seconds() > _EXPIRES_S
-            if _started(claim["pid"]) == claim["started"] if is_here else not is_silent:
+            if _started(claim["pid"]) == claim["started"] if is_local else not is_silent:
                 return str(claim["who"])
     return ""
 
@@ -130,21 +129,26 @@ class _Claim:
         self._path = f"{self._folder}/{self.token}.json"
 
     def win(self) -> None:
-        """Come to be the only one that claims the folder; or raise RunExistsError."""
+        """Wait until this is the only claim on the folder, or raise RunExistsError."""
         self._filesystem.create_dir(self._folder, recursive=True)
         self._write()
         begun, renewals = time.monotonic(), dict[str, Any]()
         while rivals := self._rivals():
             waited_s = time.monotonic() - begun
             for path, claim, renewed in rivals:
-                is_here = claim["machine"] == _machine() != ""
-                if path not in renewals and not is_here:
-                    logger.warning("waiting a minute at most for a sign of life of %s", claim["who"])
-                is_silent = not is_here and renewals.setdefault(path, renewed) == renewed
-                if waited_s > _EXPIRES_S if is_silent else is_here and _started(claim["pid"]) != claim["started"]:
+                is_local = claim["machine"] == _machine() != ""
+                if path not in renewals and not is_local:
+                    logger.warning(
+                        "the run's folder is held by %s; waiting up to a minute to see if it is alive",
+                        claim["who"],
+                    )
+                is_silent = not is_local and renewals.setdefault(path, renewed) == renewed
+                is_dead = is_local and _started(claim["pid"]) != claim["started"]
+                if waited_s > _EXPIRES_S if is_silent else is_dead:
                     with contextlib.suppress(pa.ArrowException, OSError):
                         self._filesystem.delete_file(path)
-                # Of several that start at one time, the first stays and waits until the others have given up.
+                # If several start at the same time, the first keeps its claim and waits for the others to
+                # withdraw.
                 elif not is_silent and (claim["since"] < self._since or waited_s > _RACE_S):
                     raise RunExistsError(
                         f"{self._run_uri} is in use by {claim['who']}: wait for that run, end it with "
@@ -154,16 +158,16 @@ class _Claim:
             self._renew()
 
     def _rivals(self) -> list[tuple[str, dict[str, Any], datetime.datetime]]:
-        """The claims of others: path, content, and when each was renewed."""
+        """Return the other processes' claims: path, content, and time of the last renewal."""
         rivals = []
         for info in self._filesystem.get_file_info(pyarrow.fs.FileSelector(self._folder)):
             if info.extension == "json" and info.path != self._path:
-                with contextlib.suppress(FileNotFoundError):  # given back in this moment
+                with contextlib.suppress(FileNotFoundError):  # withdrawn at this moment
                     rivals.append((info.path, self._read(info.path), info.mtime))
         return rivals
 
     def _read(self, path: str) -> dict[str, Any]:
-        """Another's claim, or that of a process that nothing is known of."""
+        """Return the claim of another process; if it is malformed, a claim of an unknown process."""
         with open_input(self._filesystem, path) as file:
             content = file.read(1 << 16)
         unknown = {"since": 0.0, "who": path, "machine": "", "pid": 0, "started": 0}
@@ -176,28 +180,28 @@ class _Claim:
     def _write(self) -> None:
         pid, since = os.getpid(), datetime.datetime.fromtimestamp(self._since, datetime.UTC)
         who = f"process {pid} on {socket.gethostname()}, since {since:%Y-%m-%d %H:%M:%S} UTC"
-        here = {"machine": _machine(), "pid": pid, "started": _started(pid)}
-        content = json.dumps({"who": who, "since": self._since, **here})
+        process = {"machine": _machine(), "pid": pid, "started": _started(pid)}
+        content = json.dumps({"who": who, "since": self._since, **process})
         write_synced(self._filesystem, self._path, content.encode())
 
     def _renew(self) -> None:
         if isinstance(self._filesystem, pyarrow.fs.LocalFileSystem):
-            os.utime(self._path)  # a full disk does not matter to it
+            os.utime(self._path)  # works on a full disk too
         elif is_held(self._run_uri, self.token):
             self._write()
 
     def renew_until(self, ended: threading.Event) -> None:
         while not ended.wait(_RENEW_S):
             try:
-                with impatient():  # it looks again in a moment
+                with impatient():  # the next round retries soon
                     self._renew()
             except FileNotFoundError:
-                return  # taken away; the trainers find out at their next checkpoint
+                return  # another process took the folder; the trainers detect it at their next checkpoint
             except (pa.ArrowException, OSError) as error:
-                logger.warning("the lease of %s cannot be renewed: %s", self._run_uri, error)
+                logger.warning("cannot renew the lease of %s: %s", self._run_uri, error)
 
     def give_back(self) -> None:
-        """Let others have the folder, which goes if nothing is in it; object storage knows no folders."""
+        """Withdraw the claim, and remove the folder if it is empty; object storage has no folders."""
         with contextlib.suppress(pa.ArrowException, OSError), impatient():
             self._filesystem.delete_file(self._path)
             Path(self._folder).rmdir()

@@ -1,16 +1,16 @@
 """The node's cache of remote shards, for stores that need local files: LMDB and tar.
 
-    CACHE/shards/KEY/        one folder per version of an object; its time of change is that of the last use
+    CACHE/shards/KEY/        one folder per version of an object; its modification time is the last use
         data                 the whole object
-        partial-BOOT         its first bytes, while it is being downloaded, since this start of the machine
-    CACHE/shards/.lock       exclusive lock: somebody is downloading, and makes room for it
+        partial-BOOT         the first bytes of a running download, with the id of the machine's boot
+    CACHE/shards/.lock       exclusive lock of the process that downloads and makes room
 
-All processes of a node share it. One shard is downloaded at a time, by whoever comes first. When another needs its
-room it is evicted, least recently used first: who has it open reads on in the file that has no name any more, and
-closes it within half a second if it is idle.
+All processes of a node share the cache. One shard is downloaded at a time, by the first process that needs it.
+Shards are evicted for new ones, least recently used first: a process that has an evicted shard open keeps reading
+the unlinked file, and closes it within half a second if idle.
 
-    RAYPIPE_CACHE          the folder; raypipe's in the user's cache by default
-    RAYPIPE_CACHE_BYTES    limit of all shards together; nine tenths of what the disk has free by default
+    RAYPIPE_CACHE          the folder; by default raypipe's folder in the user's cache
+    RAYPIPE_CACHE_BYTES    limit of all shards together; by default nine tenths of the disk's free space
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ _DISK_SHARE = 0.9
 # Each open shard takes a file descriptor of the process.
 _MAX_OPEN = 256
 _LOOK_S = 0.5
-# A ranged read of a download: times _NUM_AHEAD, it is what a process that dies has read for nothing.
+# Size of a download's ranged reads. A process that dies loses up to _NUM_AHEAD of them.
 PART_BYTES = 8 << 20
-# Reads under way at a time, for the whole node: object stores give a connection 50 to 100 MB/s.
+# Reads under way at a time, for the whole node: object stores serve 50 to 100 MB/s per connection.
 _NUM_AHEAD = 16
-# The time of change of what nobody has touched since it was downloaded.
+# Modification time of a file that is unchanged since its download.
 _UNTOUCHED_NS = 0
 
 
 def shared_cache() -> LocalCache:
-    """This process's view of the node's cache, as the environment has it."""
+    """Return this process's view of the node's cache, as configured by the environment."""
     text = variable("RAYPIPE_CACHE_BYTES") or "0"
     if not text.isdecimal():
         raise ConfigError(f"RAYPIPE_CACHE_BYTES must be a whole number of bytes, got {text!r}")
@@ -65,26 +65,26 @@ def shared_cache() -> LocalCache:
 
 
 class LocalCache:
-    """Shards as local files, for the threads of one process.
+    """Cache of shards as local files, for the threads of one process.
 
     Args:
-        folder: shared by all processes of the node.
-        limit_bytes: of all shards; 0 = nine tenths of what the disk has free, and what the cache holds.
+        folder: folder that all processes of the node share.
+        limit_bytes: limit of all shards; 0 = nine tenths of the disk's free space plus the cache's size.
     """
 
     def __init__(self, folder: Path, limit_bytes: int = 0) -> None:
         self._folder, self._limit_bytes = folder, limit_bytes
-        self._open: OrderedDict[RemoteFile, tuple[Any, int]] = OrderedDict()  # and the inode of its file
+        self._open: OrderedDict[RemoteFile, tuple[Any, int]] = OrderedDict()  # opened shard, and its file's inode
         self._mutex = threading.Lock()
         threading.Thread(target=self._watch, daemon=True).start()
 
     def get(self, file: RemoteFile, opener: Callable[[Path], T]) -> T:
-        """A shard, opened; it stays open until its place is needed, and as long as somebody refers to it.
+        """Return an opened shard, which stays open until it is evicted and nothing refers to it.
 
         Args:
             file: the shard.
-            opener: opens the local file at a path, which may be gone afterwards. What it makes closes the file
-                when it is freed.
+            opener: opens the local file at a path, which may be removed afterwards. The returned object must close
+                the file when it is freed.
         """
         entry = self._open.get(file) or self._enter(file, opener)
         with self._mutex:
@@ -92,29 +92,29 @@ class LocalCache:
             self._open.move_to_end(file)
             if len(self._open) > _MAX_OPEN:
                 self._open.popitem(last=False)
-        with contextlib.suppress(OSError):  # somebody may have emptied the cache
+        with contextlib.suppress(OSError):  # a user may have emptied the cache
             os.utime(self.folder_of(file))
         return entry[0]
 
     def folder_of(self, file: RemoteFile) -> Path:
-        """The folder of a shard."""
+        """Return the folder of a shard."""
         text = f"{file.address} {file.num_bytes} {file.version} {file.digest}"
         return self._folder / hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def close(self, files: list[RemoteFile]) -> None:
-        """Close these shards once nobody refers to them; they stay in the cache."""
+        """Close these shards when nothing refers to them any more; they stay in the cache."""
         with self._mutex:
             for file in files:
                 self._open.pop(file, None)
 
     def close_evicted(self) -> None:
-        """Close the shards that the cache has no more: their room is wanted."""
+        """Close the shards that have been evicted, to free their disk space."""
         with self._mutex:
             entries = list(self._open.items())
         self.close([file for file, (_, inode) in entries if _inode(self.folder_of(file) / "data") != inode])
 
     def _watch(self) -> None:
-        while True:  # an idle process would never come to it otherwise
+        while True:  # an idle process would not close them otherwise
             time.sleep(_LOOK_S)
             self.close_evicted()
 
@@ -128,7 +128,7 @@ class LocalCache:
                     try:
                         return opener(data), inode
                     except (OSError, StoreError):
-                        if _is_whole(data, file):  # and not evicted in this moment
+                        if _is_whole(data, file):  # otherwise it was evicted at this moment
                             raise
                 with locked(self._folder / ".lock"):
                     if not _is_whole(data, file):
@@ -151,9 +151,9 @@ class LocalCache:
         limit = self._limit_bytes or int(_DISK_SHARE * (shutil.disk_usage(self._folder).free + total_bytes))
         if file.num_bytes > limit:
             raise StoreError(
-                f"{file.address} has {file.num_bytes:,} bytes, the cache in {self._folder} a limit of {limit:,}: "
-                "raise RAYPIPE_CACHE_BYTES, set RAYPIPE_CACHE to a larger disk, or convert it into smaller shards "
-                "(--shards)"
+                f"{file.address} has {file.num_bytes:,} bytes, but the cache in {self._folder} has a limit of "
+                f"{limit:,}: raise RAYPIPE_CACHE_BYTES, set RAYPIPE_CACHE to a larger disk, or convert the store "
+                "into smaller shards (--shards)"
             )
         for path, num_bytes in sizes.items():
             if total_bytes + file.num_bytes > limit:
@@ -162,7 +162,7 @@ class LocalCache:
 
 
 def _is_whole(data: Path, file: RemoteFile) -> bool:
-    """Whether an object is there as it was downloaded."""
+    """Return whether a complete and unchanged download of an object exists."""
     try:
         status = data.stat()
     except FileNotFoundError:
@@ -171,12 +171,12 @@ def _is_whole(data: Path, file: RemoteFile) -> bool:
 
 
 def _fetch(file: RemoteFile, folder: Path) -> None:
-    """Download an object to `folder`/data; what is there of it is not asked for again.
+    """Download an object to `folder`/data, or continue a partial download.
 
-    It is written in order, so that its length tells how far it came, and hashed as it arrives. What has arrived
-    when it fails, as by a full disk, stays for the next one who tries.
+    Bytes are written in order, so that the file's length is the progress, and hashed as they arrive. After a
+    failure, such as a full disk, the partial file stays for the next attempt.
     """
-    # By the machine's start: what was written before its power failed may be missing, in whatever place.
+    # The name has the boot id: after a power failure, any part of an older file may be missing.
     partial = folder / f"partial-{boot_id()}"
     logger.info("fetching %s, %.1f MiB", file.address, file.num_bytes / 2**20)
     for old in {folder / "data", *folder.glob("partial-*")} - {partial}:
@@ -193,26 +193,26 @@ def _fetch(file: RemoteFile, folder: Path) -> None:
     if file.digest and digest.hexdigest() != file.digest:
         partial.unlink()
         raise StoreError(
-            f"{file.address} has the checksum {digest.hexdigest()}, and was written with {file.digest}: it is "
-            "damaged; convert it again"
+            f"{file.address} is damaged: its checksum is {digest.hexdigest()}, but it was written with "
+            f"{file.digest}; convert it again"
         )
     partial.replace(folder / "data")
 
 
 def _download(wanted: RemoteFile, start: int) -> Iterator[bytes]:
-    """Yield an object's bytes from `start` to its end, in order, several parts read at a time."""
-    at_once = _NUM_AHEAD * PART_BYTES
+    """Yield an object's bytes from `start` to its end, in order, with several concurrent reads."""
+    window = _NUM_AHEAD * PART_BYTES
     with opened(wanted.address) as (source, current), Threads(_NUM_AHEAD) as pool:
         wanted.check_same(current)
-        for first in range(start, wanted.num_bytes, at_once):
-            starts = range(first, min(first + at_once, wanted.num_bytes), PART_BYTES)
-            sizes = [min(PART_BYTES, wanted.num_bytes - at) for at in starts]
+        for first in range(start, wanted.num_bytes, window):
+            starts = range(first, min(first + window, wanted.num_bytes), PART_BYTES)
+            sizes = [min(PART_BYTES, wanted.num_bytes - offset) for offset in starts]
             for num_bytes, data in zip(sizes, pool.map(source.read_at, sizes, starts), strict=True):
                 if len(data) != num_bytes:
-                    raise OSError("it has become shorter while it was read")
+                    raise OSError("the object became shorter during the download")
                 yield data
                 progress()
-    wanted.check_same(look_up(wanted.address))  # ranges of two objects would make a third
+    wanted.check_same(look_up(wanted.address))  # never mix byte ranges of two versions of an object
 
 
 def _inode(path: Path) -> int:
@@ -223,5 +223,5 @@ def _inode(path: Path) -> int:
 
 
 _caches: dict[tuple[Path, int], LocalCache] = {}
-# A forked child has no thread that closes what is evicted: it takes a view of its own.
+# A forked child lacks the thread that closes evicted shards, so it makes its own `LocalCache`.
 os.register_at_fork(after_in_child=_caches.clear)

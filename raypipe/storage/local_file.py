@@ -1,4 +1,4 @@
-"""What the processes of one machine share safely: regular files, locks, folders of one's own, the cache."""
+"""Safe sharing between the processes of one machine: regular files, locks, private folders, the cache."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ _KINDS = {
 
 
 def check_regular(mode: int) -> None:
-    """Raise OSError, which says what it is, unless the mode is that of a regular file."""
+    """Raise OSError, which names the kind of file, unless the mode is a regular file's."""
     if not stat.S_ISREG(mode):
-        raise OSError(f"it is {_KINDS.get(stat.S_IFMT(mode), 'of an unknown kind')}, not a regular file")
+        raise OSError(f"it is {_KINDS.get(stat.S_IFMT(mode), 'an unknown kind')}, not a regular file")
 
 
 def open_regular(path: str | Path, flags: int = os.O_RDONLY, mode: int = 0o777) -> int:
-    """A descriptor of a regular file, or of a link to one; also as `opener` of `io.FileIO`.
+    """Return a descriptor of a regular file, or of a link to one; also the `opener` of `io.FileIO`.
 
-    A pipe would keep its reader waiting, a device such as /dev/zero never ends.
+    Other kinds are rejected: a pipe may block its reader, and a device such as /dev/zero never ends.
 
     Raises:
-        OSError: it cannot be opened, or is something else.
+        OSError: the file cannot be opened, or is not regular.
     """
-    with contextlib.suppress(FileNotFoundError):  # which flags may allow
-        # Before it is opened, since there are devices that do something when they are.
+    with contextlib.suppress(FileNotFoundError):  # flags may allow creating the file
+        # Checked before opening, since some devices act when they are opened.
         check_regular((os.stat if not flags & os.O_NOFOLLOW else os.lstat)(path).st_mode)
-    # A pipe that has taken its place by now does not block.
+    # O_NONBLOCK: a pipe that has replaced the file since then does not block.
     descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, mode)
     try:
         check_regular(os.fstat(descriptor).st_mode)
@@ -59,13 +59,13 @@ class OpenFile:
 
     def __init__(self, path: str | Path) -> None:
         self.descriptor = open_regular(path)
-        self.path = Path(f"/dev/fd/{self.descriptor}")  # the cache may have removed the other by now
+        self.path = Path(f"/dev/fd/{self.descriptor}")  # stays valid if the cache removes the original path
         weakref.finalize(self, os.close, self.descriptor)
 
 
 @contextlib.contextmanager
 def regular_path(path: str | Path) -> Iterator[str]:
-    """Within, a path by which a library may open the very file that `open_regular` has opened."""
+    """Context manager: a path through which a library opens exactly the file that `open_regular` checked."""
     descriptor = open_regular(path)
     try:
         yield f"/dev/fd/{descriptor}"
@@ -74,7 +74,7 @@ def regular_path(path: str | Path) -> Iterator[str]:
 
 
 def open_lock(path: Path) -> int:
-    """A descriptor of a lock file, which is made if it is not there; closing it frees the lock."""
+    """Return a descriptor of a lock file, which is made if needed; closing it frees the lock."""
     try:
         return open_regular(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     except OSError as error:
@@ -82,7 +82,7 @@ def open_lock(path: Path) -> int:
 
 
 def try_lock(descriptor: int, exclusive: bool) -> bool:
-    """Take a lock, shared or exclusive, if nobody holds it otherwise; whether that could be."""
+    """Try to take a lock, shared or exclusive, without waiting; return whether it was free."""
     try:
         fcntl.flock(descriptor, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -91,7 +91,7 @@ def try_lock(descriptor: int, exclusive: bool) -> bool:
 
 
 def wait_for_lock(descriptor: int, exclusive: bool) -> None:
-    """Take a lock as soon as whoever holds it gives it back, or dies."""
+    """Take a lock, waiting until its holder releases it or dies."""
     while not try_lock(descriptor, exclusive):
         progress()
         time.sleep(_POLL_S)
@@ -99,7 +99,7 @@ def wait_for_lock(descriptor: int, exclusive: bool) -> None:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Within, no other process is within."""
+    """Context manager: hold an exclusive lock across processes."""
     descriptor = open_lock(path)
     try:
         wait_for_lock(descriptor, exclusive=True)
@@ -109,16 +109,16 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def cache_folder() -> Path:
-    """RAYPIPE_CACHE, or raypipe's folder in the user's cache."""
+    """Return RAYPIPE_CACHE, or raypipe's folder in the user's cache."""
     default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "raypipe"
     return Path(variable("RAYPIPE_CACHE") or default)
 
 
 def make_cache_folder(name: str = "") -> Path:
-    """The cache, or a folder in it, made if it is not there. OSError where what is there is another user's."""
+    """Return the cache, or a folder in it, made if needed; raise OSError if it belongs to another user."""
     cache = cache_folder()
     cache.mkdir(parents=True, exist_ok=True)
-    if {cache.stat().st_uid, cache.lstat().st_uid} - {os.getuid(), 0}:  # who may put another in its place
+    if {cache.stat().st_uid, cache.lstat().st_uid} - {os.getuid(), 0}:  # another owner could replace it
         raise PermissionError(f"{cache} belongs to another user")
     folder = cache / name
     if name:
@@ -130,7 +130,7 @@ def make_cache_folder(name: str = "") -> Path:
 
 
 def boot_id() -> str:
-    """Another one after each start of the machine; empty where that goes unnoticed, as it does but on Linux."""
+    """Return an id that changes with each start of the machine; empty if unknown, as on any system but Linux."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return ""

@@ -1,15 +1,14 @@
-"""How long a file system elsewhere is waited for: one policy for every operation; and counts of these.
+"""Retries for remote file systems: one policy for every operation, with counts of the operations.
 
-    error                              tried again                               then
-    503, 500, 429, time-outs,          RAYPIPE_STORAGE_PATIENCE_S (300)          OutageError, which counts
-    connections, names of hosts                                                  as something that died
+    error                              retried for                               then raises
+    503, 500, 429, timeouts,           RAYPIPE_STORAGE_PATIENCE_S (300)          OutageError, which counts
+    connections, host names                                                      as a death
     401, 403, expired tokens           a fifth of that, with credentials that    the error, which is final
                                        are read again each time
     404, no bucket, wrong names        not at all                                the error, which is final
 
-Below it, pyarrow makes three attempts at a request: two seconds in all where each is answered, and a minute at
-most where none is. A line tells when the waiting begins, one every half minute that it goes on, and one that it is
-over.
+Below this policy, pyarrow makes three attempts at a request, which take two seconds if all are answered, and at
+most a minute if none is. Logs show the start of a wait, its progress every half minute, and its end.
 """
 
 from __future__ import annotations
@@ -37,33 +36,33 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 NUM_REQUESTS = 16
-"""Of one store, under way at a time: each takes some 20 to 50 ms, and a store may have thousands of objects."""
+"""Concurrent requests of one store: each takes about 20 to 50 ms, and a store may have thousands of objects."""
 
 _PATIENCE_S = 300.0
-_DENIED_SHARE = 0.2  # of it, for credentials
-_FIRST_S, _LONGEST_S = 0.25, 5.0  # before the second attempt, and before any later one
-_TELL_AFTER_S, _TELL_EVERY_S = 3.0, 30.0
-_TICK_S = 0.5  # in which a wait shows that it is none of the sample's
+_DENIED_SHARE = 0.2  # fraction of the patience for denied credentials
+_FIRST_S, _LONGEST_S = 0.25, 5.0  # pause before the second attempt, and the longest pause
+_LOG_AFTER_S, _LOG_EVERY_S = 3.0, 30.0
+_TICK_S = 0.5  # interval at which a wait calls `progress`, so that it is not counted as a slow sample
 
-# Parts of the texts in which pyarrow, the SDKs below it and the Hub's client tell of what passes.
+# Parts of the messages of pyarrow, the SDKs below it and the Hub's client for transient errors.
 _TRANSIENT = re.compile(
     r"HTTP status (408|425|429|5(?!01)\d\d)|SLOW_DOWN|INTERNAL_FAILURE|SERVICE_UNAVAILABLE|THROTTLING"
     r"|REQUEST_TIMEOUT|NETWORK_CONNECTION|UNAVAILABLE|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED"
     r"|\b(429|50[0234]) [A-Z]|ServerBusy|timed? ?out|[Cc]onnection ?(reset|refused|aborted|closed|[Ee]rror)"
     r"|Connect(ion)?Error|ReadTimeout|RemoteProtocolError|resolve host|name resolution",
 )
-# HEAD has no body: an expired token is then a bare 400.
+# A HEAD request has no body, so an expired token is a bare 400.
 _DENIED = re.compile(
     r"ACCESS_DENIED|INVALID_ACCESS_KEY_ID|INVALID_CLIENT_TOKEN_ID|SIGNATURE_DOES_NOT_MATCH|ExpiredToken"
     r"|HTTP status 40[013]|\b40[13] [A-Z]|PERMISSION_DENIED|UNAUTHENTICATED|OAuth2|DefaultAzureCredential"
 )
-# A reason that is longer than what was asked for does not fit, and may be a denial.
+# A reply longer than the requested range is dropped, so this error may hide a denial.
 _HIDDEN = "Failed to flush response stream"
 # Parts of an error's text → what to do about it.
 _ADVICE = {
-    ("NO_SUCH_BUCKET", "not found. To create buckets"): "make the bucket, or mend the address",
+    ("NO_SUCH_BUCKET", "not found. To create buckets"): "create the bucket, or correct the address",
     ("NETWORK_CONNECTION",): "check the network, and AWS_ENDPOINT_URL if it is set",
-    ("HTTP status 503", "SLOW_DOWN"): "the server is down, or asks for fewer requests: use fewer nodes",
+    ("HTTP status 503", "SLOW_DOWN"): "the server is down, or limits the request rate: use fewer nodes",
     ("ACCESS_DENIED", "INVALID_ACCESS_KEY_ID", "SIGNATURE_DOES_NOT_MATCH", "ExpiredToken", "HTTP status 403"): (
         "check the credentials, which every node needs"
     ),
@@ -74,20 +73,21 @@ _ADVICE = {
 }
 
 on_progress: list[Callable[[], None]] = []
-"""Called while a download, or a wait for storage or another process, goes on; such time is no transform's."""
+"""Callbacks during a download, or a wait for storage or another process: this time is not a transform's."""
 
 _impatient: ContextVar[bool] = ContextVar("impatient", default=False)
-_given_up: ContextVar[threading.Event | None] = ContextVar("given up", default=None)  # of the thread's `Threads`
+# The event of the thread's `Threads`.
+_given_up: ContextVar[threading.Event | None] = ContextVar("given up", default=None)
 
 
-_counts: dict[tuple[str, str], float] = defaultdict(float)  # by operation and what is counted
+_counts: dict[tuple[str, str], float] = defaultdict(float)  # (operation, name of the count) → count
 _counts_lock = threading.Lock()
 
 
 def take_counts() -> dict[str, dict[str, float]]:
-    """What this process has done since the last call: by operation its requests, seconds, bytes, retries, errors.
+    """Return and reset this process's counts, by operation: requests, seconds, bytes, retries, errors.
 
-    Seconds include the waiting. A request counts once, with all its attempts; an error is one that was raised.
+    Seconds include waits. A request with all its attempts counts once; only raised errors count.
     """
     with _counts_lock:
         operations: dict[str, dict[str, float]] = {}
@@ -104,13 +104,13 @@ def count(operation: str, **amounts: float) -> None:
 
 
 def progress() -> None:
-    """Tell whoever watches over this process that it has a reason to take its time."""
+    """Call the callbacks of `on_progress`, to show that this process waits for a reason."""
     for call in on_progress:
         call()
 
 
 def patience_s() -> float:
-    """RAYPIPE_STORAGE_PATIENCE_S, seconds; ConfigError where it is no number."""
+    """Return RAYPIPE_STORAGE_PATIENCE_S in seconds; raise ConfigError if it is not a number."""
     text = variable("RAYPIPE_STORAGE_PATIENCE_S") or str(_PATIENCE_S)
     try:
         seconds = float(text)
@@ -123,7 +123,7 @@ def patience_s() -> float:
 
 @contextlib.contextmanager
 def impatient() -> Iterator[None]:
-    """Within, in this thread, nothing is waited for: for what can be left out, or is tried again soon."""
+    """Context manager: no retries in this thread, for optional operations and those that are repeated soon."""
     token = _impatient.set(True)
     try:
         yield
@@ -132,39 +132,40 @@ def impatient() -> Iterator[None]:
 
 
 def one_line(error: BaseException) -> str:
-    """The reason that a file system gives, with what to do about it where that is known."""
+    """Return the reason of a file system's error on one line, with a remedy if one is known."""
     reason = " ".join(str(error).split())
     advice = next((advice for parts, advice in _ADVICE.items() if any(part in reason for part in parts)), "")
     return f"{reason}; {advice}" if advice else reason
 
 
 class Patience:
-    """Waits for one file system, for all threads of a process, whose lines are those of one."""
+    """Retries for one file system; all threads of a process share its log lines."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._told_at: float | None = None
+        self._logged_at: float | None = None
 
     def call(
         self, operation: str, address: str, do: Callable[[], T], renew: Callable[[], object] | None = None
     ) -> T:
-        """What `do` returns, as soon as it does.
+        """Call `do` until it succeeds, and return its result.
 
         Args:
-            operation: open, read, list, …; it is counted under this name.
-            address: what is asked for, in lines and errors.
-            do: fails by an exception. It may be called several times, from the second on in other threads.
-            renew: makes `do` read its credentials again; None = it has none.
+            operation: open, read, list, …; the name of its count.
+            address: the address, for logs and errors.
+            do: the operation, which raises if it fails. It may be called several times; retries run in other
+                threads.
+            renew: makes `do` read credentials again; None = no credentials.
 
         Raises:
-            OutageError: it has failed for `patience_s`, in ways that pass.
-            OSError, ArrowException: it has failed in another way.
+            OutageError: `do` failed with transient errors for `patience_s`.
+            OSError, ArrowException: `do` failed with any other error.
         """
         begun, waiting = time.monotonic(), None
         try:
             while True:
                 try:
-                    answer = do() if waiting is None else _beside(do, waiting.tick)
+                    answer = do() if waiting is None else _in_thread(do, waiting.tick)
                 except RaypipeError:
                     raise
                 except Exception as raised:
@@ -187,28 +188,28 @@ class Patience:
         finally:
             count(operation, requests=1, seconds=time.monotonic() - begun)
 
-    def tell(self, waiting: _Wait) -> None:
+    def log(self, waiting: _Wait) -> None:
         """Log a line if it is time for one."""
         now = time.monotonic()
         with self._lock:
-            if now - waiting.since < _TELL_AFTER_S or now - (self._told_at or -_TELL_EVERY_S) < _TELL_EVERY_S:
+            if now - waiting.since < _LOG_AFTER_S or now - (self._logged_at or -_LOG_EVERY_S) < _LOG_EVERY_S:
                 return
-            self._told_at = now
+            self._logged_at = now
         left = max(0.0, waiting.deadline - now)
         logger.warning(
-            "waiting for %s, for %.0f s more at most (RAYPIPE_STORAGE_PATIENCE_S): %s: %s",
+            "waiting for %s, for up to %.0f s more (RAYPIPE_STORAGE_PATIENCE_S): %s: %s",
             *(waiting.address, left, waiting.operation, waiting.reason),
         )
 
     def _answered(self, waiting: _Wait) -> None:
         with self._lock:
-            is_told, self._told_at = self._told_at is not None, None
-        if is_told:
+            is_logged, self._logged_at = self._logged_at is not None, None
+        if is_logged:
             logger.warning("%s answers again, after %.0f s", waiting.address, time.monotonic() - waiting.since)
 
 
 class _Wait:
-    """One operation that has failed, and is tried again."""
+    """A failed operation that is being retried."""
 
     def __init__(self, patience: Patience, operation: str, address: str) -> None:
         self._patience, self.operation, self.address = patience, operation, address
@@ -216,15 +217,17 @@ class _Wait:
         self.deadline, self.reason = 0.0, ""
 
     def after(self, error: BaseException, is_denied: bool) -> None:
-        """Return when it is time for the next attempt; raise where there is none."""
+        """Sleep until the next attempt; raise if there is none."""
         now, limit = time.monotonic(), patience_s() * (_DENIED_SHARE if is_denied else 1)
         self._denied_at = (self._denied_at or now) if is_denied else 0.0
         self.deadline, self.reason = (self._denied_at or self.since) + limit, one_line(error)
         if now >= self.deadline and is_denied:
-            raise OSError(f"{self.reason}; refused for {limit:g} s, though they were read again") from error
+            raise OSError(
+                f"{self.reason}; denied for {limit:g} s, with credentials read again each time"
+            ) from error
         if now >= self.deadline:
             raise OutageError(
-                f"{self.address} was waited for in vain, for {limit:g} s (RAYPIPE_STORAGE_PATIENCE_S): "
+                f"{self.address} was unavailable for {limit:g} s (RAYPIPE_STORAGE_PATIENCE_S): "
                 f"{self.operation}: {self.reason}"
             ) from error
         pause = min(_LONGEST_S, _FIRST_S * 2**self._attempts) * random.uniform(0.5, 1)
@@ -237,20 +240,20 @@ class _Wait:
                 raise error
 
     def tick(self) -> None:
-        """Show that this process waits, and for what."""
+        """Call `progress`, and log the wait if it is time."""
         progress()
-        self._patience.tell(self)
+        self._patience.log(self)
 
 
 class Threads(ThreadPoolExecutor):
-    """Threads that ask a file system; their waiting ends where Ctrl-C or an error leaves the `with` statement."""
+    """Threads for requests to a file system; Ctrl-C or an error in the `with` statement ends their waits."""
 
     def __init__(self, num: int) -> None:
         self._given_up = threading.Event()
         super().__init__(num, initializer=_given_up.set, initargs=(self._given_up,))
 
     def give_up(self) -> None:
-        """Begin nothing more, and wait for nothing more."""
+        """Start no more requests, and end all waits."""
         self._given_up.set()
         self.shutdown(wait=False, cancel_futures=True)
 
@@ -261,14 +264,14 @@ class Threads(ThreadPoolExecutor):
 
 
 def _as_oserror(error: Exception) -> Exception:
-    """The error as pyarrow's file systems raise it; the Hub's client has half a dozen types of its own."""
+    """Convert an error to pyarrow's types; the Hub's client raises half a dozen others."""
     if isinstance(error, OSError | pa.ArrowException):
         return error
     return OSError(f"{type(error).__name__}: {error}")
 
 
 def in_threads(do: Callable[[S], T], items: Iterable[S], num: int = NUM_REQUESTS) -> list[T]:
-    """What `do` makes of each item, in their order, several at a time."""
+    """Return `do(item)` for each item, in order, from several threads."""
     work = list(items)
     if len(work) < 2:
         return list(map(do, work))
@@ -282,8 +285,8 @@ def _is_transient(error: BaseException) -> bool:
     )
 
 
-def _beside(do: Callable[[], T], tick: Callable[[], None]) -> T:
-    """Call it in another thread: a server that is silent keeps nobody from Ctrl-C, nor from a sign of life."""
+def _in_thread(do: Callable[[], T], tick: Callable[[], None]) -> T:
+    """Call `do` in another thread, so that a silent server blocks neither Ctrl-C nor `tick`."""
     outcome = Future[T]()
 
     def run() -> None:

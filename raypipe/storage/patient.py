@@ -1,4 +1,4 @@
-"""A file system elsewhere, each of whose operations waits as `storage.patience` says."""
+"""Remote file systems that retry each operation, see `storage.patience`."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ T = TypeVar("T")
 _CHUNK_BYTES = 8 << 20
 
 Make = Callable[[str, str], pyarrow.fs.FileSystem]
-"""Makes pyarrow's own of a scheme and a host, with the credentials of the moment."""
+"""Function that makes pyarrow's file system for a scheme and a host, with the current credentials."""
 
 
 class PatientFileSystem(pyarrow.fs.PyFileSystem):
-    """A file system elsewhere, each of whose operations waits.
+    """A remote file system that retries each operation.
 
-    To be tried again, what is written to `open_output_stream` stays in memory until it is closed; what `write` and
-    `upload` are given is there anyway.
+    For retries, a stream of `open_output_stream` stays in memory until it is closed; `write` and `upload` need no
+    copy.
 
     Args:
-        scheme, host: of its addresses.
+        scheme, host: scheme and host of its addresses.
         make: see above.
 
     Raises:
@@ -47,23 +47,23 @@ class PatientFileSystem(pyarrow.fs.PyFileSystem):
         return type(self), self._made_by
 
     def call(self, operation: str, path: str, do: Callable[[pyarrow.fs.FileSystem], T]) -> T:
-        """What `do` makes of pyarrow's own; it may be called several times."""
+        """Return `do(pyarrow's file system)`; `do` may be called several times."""
         return self.handler.call(operation, path, do)
 
     def open_input_file(self, path: str) -> PatientInput:
         return PatientInput(self.handler, path)
 
     def write(self, path: str, content: bytes | memoryview) -> None:
-        """Write an object, which is there once it is written whole."""
+        """Write an object, which appears only when it is complete."""
         self.handler.write(path, content)
 
 
 def upload(local: str, filesystem: pyarrow.fs.FileSystem, path: str) -> None:
-    """Copy a local file, or a folder with all that is in it, to a file system."""
+    """Copy a local file, or a folder with its contents, to a file system."""
     if isinstance(filesystem, PatientFileSystem):
         filesystem.call("write", path, lambda inner: upload(local, inner, path))
         return
-    # Not by pyarrow's copy_files: where an object cannot be written, pyarrow 26 returns as if it were.
+    # pyarrow's copy_files is not used, since in pyarrow 26 it ignores objects that it cannot write.
     root = Path(local)
     if root.is_dir():
         filesystem.create_dir(path, recursive=True)
@@ -75,11 +75,11 @@ def upload(local: str, filesystem: pyarrow.fs.FileSystem, path: str) -> None:
 
 
 class PatientInput(io.RawIOBase):
-    """An object, open for reading; threads may call `read_at` at one time."""
+    """An object, open for reading; threads may call `read_at` concurrently."""
 
     def __init__(self, handler: _Handler, path: str) -> None:
-        self._handler, self._path, self._at = handler, path, 0
-        self._opened: tuple[Any, Any] = (None, None)  # by which file system, and the file
+        self._handler, self._path, self._position = handler, path, 0
+        self._opened: tuple[Any, Any] = (None, None)  # the file system that opened the file, and the file
         self._size: int = self._call("open", lambda file: file.size())
 
     def _call(self, operation: str, do: Callable[[pa.NativeFile], T]) -> T:
@@ -87,7 +87,7 @@ class PatientInput(io.RawIOBase):
 
     def _native(self, inner: pyarrow.fs.FileSystem) -> pa.NativeFile:
         opened_by, file = self._opened
-        if opened_by is not inner:  # that has other credentials
+        if opened_by is not inner:  # a new file system has new credentials
             file = inner.open_input_file(self._path)
             self._opened = inner, file
         return file
@@ -99,23 +99,23 @@ class PatientInput(io.RawIOBase):
         return self._call("open", lambda file: file.metadata())
 
     def read_at(self, num_bytes: int, start: int) -> bytes:
-        """Bytes from a place on, fewer at the end."""
+        """Return bytes from an offset on, fewer at the end."""
         data = self._call("read", lambda file: file.read_at(num_bytes, start))
         count("read", bytes=len(data))
         return data
 
     def read(self, num_bytes: int | None = -1) -> bytes:
-        left = max(0, self._size - self._at)
-        data = self.read_at(left if num_bytes is None or num_bytes < 0 else min(num_bytes, left), self._at)
-        self._at += len(data)
+        left = max(0, self._size - self._position)
+        data = self.read_at(left if num_bytes is None or num_bytes < 0 else min(num_bytes, left), self._position)
+        self._position += len(data)
         return data
 
-    def seek(self, at: int, whence: int = os.SEEK_SET) -> int:
-        self._at = at + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
-        return self._at
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
+        return self._position
 
     def tell(self) -> int:
-        return self._at
+        return self._position
 
     def readable(self) -> bool:
         return True
@@ -130,7 +130,7 @@ class PatientInput(io.RawIOBase):
 
 
 class _Output(io.BytesIO):
-    """What becomes an object when it is closed, as `pa.PythonFile` writes it."""
+    """A buffer of `pa.PythonFile` that is written as an object when it is closed."""
 
     def __init__(self, handler: _Handler, path: str) -> None:
         super().__init__()
@@ -145,10 +145,10 @@ class _Output(io.BytesIO):
 
 
 def _waiting(operation: str, name: str, *keywords: str) -> Any:
-    """A method that calls one of pyarrow's own by its name; keywords belong to the arguments at the end."""
+    """Return a method that calls pyarrow's method `name`; `keywords` are names of its last arguments."""
 
     def method(self: _Handler, first: Any, *others: Any) -> Any:
-        where = first[0] if isinstance(first, list) else getattr(first, "base_dir", first)
+        path = first[0] if isinstance(first, list) else getattr(first, "base_dir", first)
         arguments = others[: len(others) - len(keywords)]
         options = dict(zip(keywords, others[len(arguments) :], strict=True))
         attempts = itertools.count()
@@ -158,17 +158,17 @@ def _waiting(operation: str, name: str, *keywords: str) -> Any:
             try:
                 return getattr(inner, name)(first, *arguments, **options)
             except FileNotFoundError:
-                # An earlier attempt has deleted it, whose answer was lost.
+                # An earlier attempt deleted the file, and its reply was lost.
                 if is_first or operation != "delete":
                     raise
 
-        return self.call(operation, where, do)
+        return self.call(operation, path, do)
 
     return method
 
 
 class _Handler(pyarrow.fs.FileSystemHandler):
-    """What pyarrow calls; see `PatientFileSystem`."""
+    """The handler that pyarrow calls; see `PatientFileSystem`."""
 
     def __init__(self, scheme: str, host: str, make: Make) -> None:
         self._scheme, self._make = scheme, lambda: make(scheme, host)
@@ -206,7 +206,7 @@ class _Handler(pyarrow.fs.FileSystemHandler):
     copy_file = _waiting("write", "copy_file")
 
     def delete_root_dir_contents(self) -> None:
-        raise OSError("nobody deletes all that there is")
+        raise OSError("raypipe never deletes the contents of a whole file system")
 
     def open_input_file(self, path: str) -> pa.NativeFile:
         return pa.PythonFile(PatientInput(self, path), mode="r")
@@ -225,4 +225,4 @@ class _Handler(pyarrow.fs.FileSystemHandler):
         return pa.PythonFile(_Output(self, path), mode="w")
 
     def open_append_stream(self, path: str, metadata: Any) -> pa.NativeFile:
-        raise OSError("objects are written whole")
+        raise OSError("objects cannot be appended to")

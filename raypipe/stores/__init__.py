@@ -1,8 +1,8 @@
 """Stores: indexed, read-only collections of encoded samples, and the writers that make them.
 
-`open_store` finds out which kind of store is at an address; `open_source` also opens other sources of `raypipe
-convert`. A store's module, and the library behind it, is imported when the first such store is opened; each other
-public name when it is first used.
+`open_store` detects the kind of store at an address; `open_source` also opens the other sources of `raypipe
+convert`. The module of a store, and its library, is imported when the first such store is opened; every other
+public name is imported when it is first used.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ _STORES = {
     "parquet": ("parquet", "ParquetStore"),
     "tar": ("tar", "TarStore"),
 }
-# Kind → its module, and what yields the samples of what is read once, in order.
+# Kind → module, and the iterable of samples of a source that is read once, in order.
 _SOURCES = {
     "foreign LMDB": ("lmdb_foreign", "foreign_samples"),
     "zip": ("zip", "ZipSamples"),
 }
-_ENDS = ("lmdb", "parquet", "tar", "zip", "arrow", "lance")  # of a file's name, and its kind
-_REMOTE = ("lmdb", "parquet", "tar", "lance")  # files that are read from object stores too
+_ENDS = ("lmdb", "parquet", "tar", "zip", "arrow", "lance")  # suffix of a file's name = its kind
+_REMOTE = ("lmdb", "parquet", "tar", "lance")  # kinds of files that object stores may hold
 
 __all__ = [
     "Columns",
@@ -63,17 +63,18 @@ __all__ = [
     "store_options",
 ]
 
-_LAYOUTS = """understood are:
+_LAYOUTS = """raypipe reads:
   LMDB     a *.lmdb file, an environment folder (with data.mdb), or a folder of *.lmdb shards
   Parquet  a *.parquet file, or a folder of them
-  tar      an uncompressed *.tar of class/image.jpg, or of WebDataset's key.jpg beside key.cls; a folder of *.tar
+  tar      an uncompressed *.tar of class/image.jpg, or WebDataset's pairs key.jpg, key.cls; a folder of *.tar
   MDS      a folder with MosaicML's index.json and *.mds
-  Lance    a data set *.lance
+  Lance    a dataset *.lance
   folder   a folder of class/image.jpg
   Arrow    a *.arrow file, or a folder of them as the datasets library writes it
   zip      a *.zip of class/image.jpg; `raypipe convert` copies it
-several files as NAME-*.parquet or NAME-{0000..0099}.tar; and all but the last two at s3://, gs://, az:// or abfs://
-too. What else Python reads, HDF5 and TFRecord among it, `raypipe.convert` copies from an iterable of rows"""
+Several files are NAME-*.parquet or NAME-{0000..0099}.tar. All but the last two may also be at s3://, gs://, az://
+or abfs://. `raypipe.convert` copies any other format that Python can read (HDF5, TFRecord) from an iterable of
+rows"""
 
 
 def __getattr__(name: str) -> Any:
@@ -85,9 +86,9 @@ def __getattr__(name: str) -> Any:
 
 
 def open_store(address: str | Path, **options: Any) -> Store:
-    """Open the store at an address; its suffix, or the files in the folder, tell the kind of store.
+    """Open the store at an address; the suffix, or the files in the folder, determine the kind of store.
 
-    Only a folder's listing is read yet: a broken store raises when it is first used.
+    Opening reads no more than a folder's listing: a broken store raises when it is first used.
 
     Args:
         address: a local path, or a URI.
@@ -100,14 +101,16 @@ def open_store(address: str | Path, **options: Any) -> Store:
     text, kind = _address_and_kind(address)
     if kind in _SOURCES:
         raise StoreError(
-            f"{address} is read once, in order: copy it with `raypipe convert {address} NEW.lmdb`, and open that"
+            f"{address} can only be read once, in order: copy it with `raypipe convert {address} NEW.lmdb`, and "
+            "open the copy"
         )
     return _opened(_STORES[kind], kind, text, options)
 
 
 def open_source(address: str | Path, **options: Any) -> Store | Iterable[Mapping[str, Any]]:
-    """What `raypipe.convert` copies from an address: a store, see `open_store`, or the samples of zip, which
-    have `classes`, or of LMDB that others wrote, whose option is `layout`."""
+    """Open a source of `raypipe.convert`: a store, see `open_store`, or an iterable of samples.
+
+    The samples of a zip have `classes`. LMDB that other programs wrote has the option `layout`."""
     from raypipe.storage.filesystem import is_remote
 
     text, kind = _address_and_kind(address)
@@ -119,7 +122,7 @@ def open_source(address: str | Path, **options: Any) -> Store | Iterable[Mapping
 
 
 def _address_and_kind(address: str | Path) -> tuple[str, str]:
-    """The path or URI of an address, and its kind."""
+    """Return the path or URI of an address, and its kind."""
     from raypipe.storage.filesystem import refuse_credentials
 
     refuse_credentials(address)
@@ -135,23 +138,23 @@ def _opened(place: tuple[str, str], kind: str, address: str, options: dict[str, 
     known = list(signature(make).parameters)
     for option, value in options.items():
         if option not in known:
-            raise ConfigError(f"{address} is {kind}, which has no option {option!r}, as {value!r} was given for")
+            raise ConfigError(f"{option}={value!r}: {address} is {kind}, which has no option {option!r}")
     return make(address, **options)
 
 
 def store_options(image_column: str = "image", target_column: str = "label") -> dict[str, str]:
-    """The options for `open_store` that differ from the defaults, and from '': not every kind of store has them.
+    """Return the options for `open_store` that are neither '' nor the default: some kinds of store lack them.
 
     Args:
-        image_column: name of the image column; of WebDataset, the suffix of the images.
-        target_column: the same for labels; of WebDataset the suffix of the labels, or their field in the JSON.
+        image_column: name of the image column; for WebDataset, the suffix of the images.
+        target_column: name of the label column; for WebDataset, the suffix of the labels, or their JSON field.
     """
     settings = {"image_column": (image_column, "image"), "target_column": (target_column, "label")}
     return {name: value for name, (value, usual) in settings.items() if value not in (usual, "")}
 
 
 def _near(missing: Path) -> str:
-    """The end of an error about a missing file: names in its folder that may be meant."""
+    """Return the end of an error about a missing file: similar names in its folder."""
     with contextlib.suppress(OSError):
         if close := get_close_matches(missing.name, [path.name for path in missing.parent.iterdir()]):
             return f"; did you mean {' or '.join(str(missing.parent / name) for name in close)}?"
@@ -159,7 +162,7 @@ def _near(missing: Path) -> str:
 
 
 def _kind_of(address: str) -> str:
-    """The kind of a path or URI, by its name, by a folder's content, or by the first file that a pattern finds."""
+    """Return the kind of a path or URI, by its name, by a folder's content, or by a pattern's first file."""
     from raypipe.storage.filesystem import is_remote, split
     from raypipe.stores.addresses import list_files, names_at
 
@@ -174,37 +177,37 @@ def _kind_of(address: str) -> str:
     if not is_remote(address) and not Path(address).exists():
         if "*" not in name and "{" not in name:
             raise StoreError(f"{address} does not exist{_near(Path(address))}")
-        # Readers check that all have this kind.
+        # The store checks that the other files have this kind too.
         first = list_files(address, lambda _: True, "such", folders=True)[0].address
         kind = _kind_of(first)
         if kind == "folder":
-            raise StoreError(f"{address} finds {first}: a pattern is not for folders; {_LAYOUTS}")
+            raise StoreError(f"{address} matches the folder {first}; a pattern must match files. {_LAYOUTS}")
         return kind
     if not is_remote(address) and (kind := _kind_of_name(name)):
         return kind
     if ".tar." in name or name.endswith((".tgz", ".tbz2", ".txz")):
         raise StoreError(f"{address} is compressed, which allows no random access: uncompress it to *.tar first")
-    raise StoreError(f"{address} is no store; {_LAYOUTS}")
+    raise StoreError(f"{address} is not a store; {_LAYOUTS}")
 
 
 def _checked(kind: str, address: str) -> str:
     if address.startswith("hf://") and kind != "parquet":
         raise StoreError(
-            f"{address} is {kind}: from the Hub, only Parquet is read. Copy it to a disk by `hf download`, or "
-            "name its revision of Parquet, NAME@refs%2Fconvert%2Fparquet"
+            f"{address} is {kind}, but raypipe reads only Parquet from the Hub. Copy it to a disk with `hf "
+            "download`, or name its Parquet revision, NAME@refs%2Fconvert%2Fparquet"
         )
     return kind
 
 
 def _kind_of_name(name: str) -> str:
-    """The kind of a file by its name; empty if the name does not tell."""
+    """Return the kind of a file by its name; empty if the suffix is unknown."""
     if name == "data.mdb":
         return "lmdb"
     return next((kind for kind in _ENDS if name.endswith(f".{kind}")), "")
 
 
 def _is_mds(address: str, names: set[str]) -> bool:
-    """Whether a folder is MDS, by its `index.json`, or by its files where that is damaged."""
+    """Return whether a folder is MDS, by its `index.json`, or by its files if that is damaged."""
     from raypipe.storage.files import read_json
     from raypipe.storage.filesystem import join
 
@@ -223,22 +226,22 @@ def _kind_of_folder(address: str, names: set[str]) -> str:
 
     suffixes = {Path(name).suffix[1:] for name in names}
     if {"lmdb", "parquet"} <= suffixes:
-        raise StoreError(f"{address} holds both *.lmdb and *.parquet files; give the address of one kind")
+        raise StoreError(f"{address} has both *.lmdb and *.parquet files; give the address of one kind")
     if "data.mdb" in names or "lmdb" in suffixes:
         return "lmdb"
     if "parquet" in suffixes:
         return "parquet"
     if "dataset_dict.json" in names:
-        raise StoreError(f"{address} holds several splits, each in a folder: give one, as {address}/train")
+        raise StoreError(f"{address} has several splits, each in a folder: choose one, such as {address}/train")
     if "arrow" in suffixes:
         return "arrow"
     if "index.json" in names and _is_mds(address, names):
         return "mds"
-    here = "://" not in address
-    if here and any(Path(address, name).is_dir() for name in names):
+    is_local = "://" not in address
+    if is_local and any(Path(address, name).is_dir() for name in names):
         return "folder"
     if "tar" in suffixes:
         return "tar"
-    if not here and not address.startswith("hf://") and has_folders(address):
+    if not is_local and not address.startswith("hf://") and has_folders(address):
         return "folder"
-    raise StoreError(f"{address} holds no store; {_LAYOUTS}")
+    raise StoreError(f"{address} contains no store; {_LAYOUTS}")

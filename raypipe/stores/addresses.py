@@ -1,15 +1,16 @@
-"""Which files an address means, here or in an object store: one, those of a folder, or those that a pattern finds.
+"""The files of an address, local or in an object store: one file, the files of a folder, or a pattern's matches.
 
-train.parquet                 itself
-data                          all in it of the right names, sorted
-data/train-*.parquet          those that the pattern finds; only the last part of a path is a pattern
+train.parquet                 the file itself
+data                          all files in the folder with the right suffix, sorted
+data/train-*.parquet          all files that match; only the last part of a path may be a pattern
 train-{00000..01023}-of-01024.tar
 
-Data sets come in files named by their split, `train-00000-of-00002.parquet`, which often lie in one folder. A
-folder is one store, so it must hold one split, whole.
+The files of a dataset are named by their split, `train-00000-of-00002.parquet`, and several splits often share a
+folder. A folder is one store, so it must contain all files of one split, and no others.
 
-A folder in an object store that `raypipe convert` wrote has a manifest, `_raypipe.json`, which is written last and
-names its shards, so that no half-written store is read; a store that is overwritten stays the old one until then:
+`raypipe convert` writes a manifest, `_raypipe.json`, into a folder in an object store. The manifest names the
+shards and is written last, so readers never see a half-written store; until then, an overwritten store stays the
+old one:
 
     {"version": 1, "shards": [{"name": "00000-8 hex digits.lmdb", "num_bytes": n, "digest": 32 hex digits}, …]}
 """
@@ -34,12 +35,12 @@ PART_OF = re.compile(r"(?P<split>.+)-(?P<number>\d{5,})-of-(?P<num>\d{5,})(?![^.
 """train-00000-of-00002.parquet, train-00000-of-00002-0123456789abcdef.parquet, train-00000-of-01024"""
 _SPLIT = re.compile(r"(train|training|test|testing|val|valid|validation|eval|dev)(?![a-z])", re.IGNORECASE)
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
-_UPLOADED = re.compile(r"\d{5}-[0-9a-f]{8}\.\w+")  # what a conversion calls its shards in an object store
+_UPLOADED = re.compile(r"\d{5}-[0-9a-f]{8}\.\w+")  # name of a shard that a conversion uploaded
 _MAX_SHARDS = 100_000
 
 
 def expand(address: str) -> list[str]:
-    """The addresses that an address with `{0000..0099}` stands for, up to 100,000; any other stands for itself."""
+    """Return the addresses that `{0000..0099}` in an address stands for, up to 100,000, or the address itself."""
     num_shards = 1
     for span in _RANGE.finditer(address):
         num_shards *= max(0, int(span[2]) - int(span[1]) + 1)
@@ -55,16 +56,16 @@ def expand(address: str) -> list[str]:
 def list_files(
     address: str, is_one: Callable[[str], bool], what: str, *, folders: bool = False
 ) -> list[RemoteFile]:
-    """The files of a local address, or the objects of a remote one, as a listing or a manifest tells of them.
+    """Return the files of a local address, or the objects of a remote one, from a listing or a manifest.
 
     Args:
         address: an absolute path or a URI.
-        is_one: whether a file of this name in a folder is one of the store's; hidden ones are not.
-        what: they are, for the error.
-        folders: count local folders as files, as LMDB has environments.
+        is_one: whether a name in a folder is a file of the store; hidden files are skipped before.
+        what: the kind of files, for the error.
+        folders: count local folders as files, for the environments of LMDB.
 
     Raises:
-        StoreError: there are none, or the files of a folder belong to several splits or are incomplete.
+        StoreError: there are no files, or a folder's files belong to several splits or are incomplete.
     """
     expanded = expand(address)
     if expanded != [address]:
@@ -80,8 +81,8 @@ def list_files(
             return _of_manifest(join(address, MANIFEST))
         if is_remote(address) and any(map(_UPLOADED.fullmatch, names)):
             raise StoreError(
-                f"{address} is not complete: it is being written, or the conversion was broken off. Wait for it, "
-                "or convert it again with --overwrite"
+                f"{address} is not complete: a conversion is still running or was interrupted. Wait for it, or "
+                "convert again with --overwrite"
             )
         files = [name for name in names if is_one(name)]
         check_one_split(address, files)
@@ -91,9 +92,10 @@ def list_files(
 
 
 def names_at(address: str, folders: bool = False) -> set[str] | None:
-    """Names of the files in a folder, with a local one's folders or without, but not of hidden ones.
+    """Return the names of a folder's visible files, and of its folders if asked for; None if it is not a folder.
 
-    None where no folder is; raises StoreError where it cannot be listed, or nothing is at a remote address.
+    Raises:
+        StoreError: the folder cannot be listed, or a remote address does not exist.
     """
     with explained(StoreError, f"{address} cannot be opened"):
         if not is_remote(address):
@@ -105,12 +107,12 @@ def names_at(address: str, folders: bool = False) -> set[str] | None:
         filesystem, place = open_filesystem(address)
         kind = filesystem.get_file_info(place).type
         if kind == pyarrow.fs.FileType.NotFound:
-            raise StoreError(f"{address} does not exist, or its bucket does not")
+            raise StoreError(f"{address} or its bucket does not exist")
         return None if kind == pyarrow.fs.FileType.File else names_in(filesystem, place)
 
 
 def has_folders(address: str) -> bool:
-    """Whether there is a folder in one of an object store; raises StoreError where it cannot be listed."""
+    """Return whether a folder in an object store contains folders; raises StoreError if it cannot be listed."""
     with explained(StoreError, f"{address} cannot be opened"):
         filesystem, path = open_filesystem(address)
         infos = filesystem.get_file_info(pyarrow.fs.FileSelector(path))
@@ -118,14 +120,14 @@ def has_folders(address: str) -> bool:
 
 
 def names_in(filesystem: pyarrow.fs.FileSystem, path: str) -> set[str]:
-    """Names of the files in a folder of a file system, without hidden ones, but with the manifest."""
+    """Return the names of the files in a folder of a file system: the visible ones, and the manifest."""
     infos = filesystem.get_file_info(pyarrow.fs.FileSelector(path, allow_not_found=True))
     names = {info.base_name for info in infos if info.type == pyarrow.fs.FileType.File}
     return {name for name in names if name == MANIFEST or name[0] not in "._"}
 
 
 def check_one_split(address: str, names: Iterable[str]) -> None:
-    """Raise StoreError unless a folder's files are all files of one split, as far as their names tell."""
+    """Raise StoreError unless the names show exactly the files of one split, or no split at all."""
     splits: dict[str, list[str]] = {}
     for name in sorted(names):
         if match := PART_OF.match(name):
@@ -137,15 +139,15 @@ def check_one_split(address: str, names: Iterable[str]) -> None:
         split, files = max(splits.items())
         example = files[0] if len(files) == 1 else f"{split}*{PurePosixPath(files[0]).suffix}, in quotes"
         raise StoreError(
-            f"{address} holds files of several splits: {listed}. A store is one of them: give "
+            f"{address} has files of several splits: {listed}. A store is one split: choose it, such as "
             f"{address.rstrip('/')}/{example}"
         )
     for split, files in splits.items():
         parts = [match for name in files if (match := PART_OF.match(name))]
         if parts and len({match["number"] for match in parts}) < int(parts[0]["num"]):
             raise StoreError(
-                f"{address} holds {len(parts)} of the {int(parts[0]['num'])} files of {split}: fetch the others, "
-                "or say by a pattern, such as train-0*, that you mean those"
+                f"{address} has only {len(parts)} of the {int(parts[0]['num'])} files of {split}: fetch the rest, "
+                "or choose these with a pattern such as train-0*"
             )
 
 
@@ -154,7 +156,7 @@ def _of_manifest(where: str) -> list[RemoteFile]:
         content = read_json(where)
         if content["version"] != VERSION:
             raise StoreError(f"{where} has version {content['version']}; this raypipe reads version {VERSION}")
-        shards = [content["shards"][0], *content["shards"][1:]]  # one at least
+        shards = [content["shards"][0], *content["shards"][1:]]  # at least one, or LookupError
         folder, _ = split(where)
         return [
             RemoteFile(join(folder, str(shard["name"])), int(shard["num_bytes"]), digest=str(shard["digest"]))
@@ -164,12 +166,12 @@ def _of_manifest(where: str) -> list[RemoteFile]:
         raise StoreError(str(error)) from error
     except (LookupError, TypeError, ValueError) as error:
         raise StoreError(
-            f"{where} is no manifest ({type(error).__name__}: {error}): convert the store again"
+            f"{where} is not a manifest ({type(error).__name__}: {error}): convert the store again"
         ) from None
 
 
 def write_manifest(address: str, shards: Iterable[RemoteFile]) -> None:
-    """Write a folder's manifest over the one that is there."""
+    """Write a folder's manifest, replacing an old one."""
     entries = [
         {"name": split(shard.address)[1], "num_bytes": shard.num_bytes, "digest": shard.digest} for shard in shards
     ]

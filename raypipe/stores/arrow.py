@@ -1,10 +1,10 @@
 """Stores of Arrow files, as Hugging Face's datasets library caches them and as `save_to_disk` writes them.
 
-    state.json           {"_data_files": [{"filename": "data-00000-of-00002.arrow"}, …]}: their order; optional
-    dataset_info.json    what the schemas of the files say too
-    data-….arrow         a stream of batches of rows, whose values lie in the file as they do in memory
+    state.json           {"_data_files": [{"filename": "data-00000-of-00002.arrow"}, …]}: the order; optional
+    dataset_info.json    not read: it repeats the schemas of the files
+    data-….arrow         a stream of batches of rows, with the values laid out as in memory
 
-The files are mapped into memory: a read touches the rows that it needs and nothing else.
+The files are mapped into memory, so a read touches only the rows that it needs.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ _FILE_MAGIC = b"ARROW1"
 
 
 class ArrowStore(FileStore["_Batches"]):
-    """A store in local Arrow files that all have one schema.
+    """A store in local Arrow files with one schema.
 
-    Null images are None, as are those that are paths to files elsewhere; null labels raise StoreError. The
-    fingerprint is a hash over columns, class names, and the rows of each batch with the size of its file. It does
-    not cover the data. Batches are checked when they are first read; compressed ones are refused.
+    Null images, and images that are only paths to other files, are None; null labels raise StoreError. The
+    fingerprint is a hash over columns, class names, the size of each file and the rows of each batch. It does not
+    cover the data. A batch is checked when it is first read; compressed files are rejected.
 
     Args:
-        address: path of a file, or of a folder of them.
+        address: path of a file, or of a folder of files.
         image_column: the column that becomes `image`: binary, or a struct with the field `bytes`.
-        target_column: the column of numbers, or of lists of them, that becomes `label`; integers are classes. A
-            file without a column `label` is a store without labels; any other name must be there.
+        target_column: the column of numbers, or of lists of numbers, that becomes `label`; integers are classes.
+            The store has no labels if its files lack `label`; a column of any other name must exist.
     """
 
     def __init__(self, address: str | Path, image_column: str = "image", target_column: str = "label") -> None:
@@ -47,9 +47,7 @@ class ArrowStore(FileStore["_Batches"]):
 
     def _open(self) -> _Batches:
         if is_remote(self.address):
-            raise StoreError(
-                f"{self.address} is in Arrow files, which are read from a disk only: copy them to one"
-            )
+            raise StoreError(f"{self.address}: Arrow files can only be read from a local disk: copy them there")
         return _Batches(self.address, *self._options)
 
 
@@ -64,7 +62,7 @@ class _Batches(TableParts):
         schemas = [(path, schema) for path, (schema, _, _) in zip(paths, files, strict=True)]
         super().__init__(schemas, image_column, target_column)
         self._batches = [batch for _, batches, _ in files for batch in batches]
-        # Of each batch: its file, and its number in it.
+        # The file of each batch, and the number of the batch in it.
         self._places = [
             (p, n) for p, (_, batches, _) in zip(paths, files, strict=True) for n in range(len(batches))
         ]
@@ -81,7 +79,7 @@ class _Batches(TableParts):
         return f"{path}, batch {within}, row {row}"
 
     def _part(self, number: int, names: tuple[str, ...]) -> dict[str, StoredColumn]:
-        """Columns of a batch, in which nothing points outside of it."""
+        """Return columns of a batch, after a check that none of its offsets points outside."""
         path, within = self._places[number]
         batch = self._batches[number]
         if not self._checked[number]:
@@ -89,7 +87,7 @@ class _Batches(TableParts):
                 batch.validate(full=True)
             except (pa.ArrowException, OSError) as error:
                 raise StoreError(
-                    f"{path}, batch {within}, is damaged: {one_line(error)}; copy it again"
+                    f"{path}, batch {within}: damaged: {one_line(error)}; copy the file again"
                 ) from error
             self._checked[number] = True
             self._check_embedded(batch, path)
@@ -101,20 +99,20 @@ class _Batches(TableParts):
         return opened
 
     def _check_embedded(self, batch: pa.RecordBatch, path: str) -> None:
-        """Raise StoreError where all images of a batch are paths to files that are elsewhere."""
+        """Raise StoreError if all images of a batch are only paths to other files."""
         field = self.fields["image"]
         if self.is_hf_image("image") and field.type.get_field_index("path") >= 0:
             images = batch.column(field.name)
             contents, paths = (pc.struct_field(images, name) for name in ("bytes", "path"))
             if contents.null_count == len(contents) > paths.null_count:
                 raise StoreError(
-                    f"{path} holds the paths of images, and not the images: write it by "
-                    "dataset.to_parquet('train.parquet'), which holds them too"
+                    f"{path} has only the paths of images: write them with "
+                    "dataset.to_parquet('train.parquet'), which includes the images"
                 )
 
 
 def _files(address: str) -> list[str]:
-    """The files of a store, in their order."""
+    """Return the files of a store, in order."""
     state = Path(address, "state.json")
     if not state.exists():
         return [file.address for file in list_files(address, lambda name: name.endswith(".arrow"), "*.arrow")]
@@ -126,14 +124,14 @@ def _files(address: str) -> list[str]:
         ) from error
     for name in names:
         if not isinstance(name, str) or Path(name).name != name or name in ("", ".."):
-            raise StoreError(f"{state} names the file {name!r}, which is none in this folder")
+            raise StoreError(f"{state} names {name!r}, which cannot be a file in this folder")
     if not names:
         raise StoreError(f"{state} names no files")
     return [str(Path(address, name)) for name in names]
 
 
 def _read_batches(path: str) -> tuple[pa.Schema, list[pa.RecordBatch], int]:
-    """The schema and the batches of a file, and its size; the batches are not checked yet."""
+    """Return the schema, the batches, not yet checked, and the size of a file."""
     with explained(StoreError, f"{path} cannot be read as Arrow"):
         with regular_path(path) as opened:
             mapped = pa.memory_map(opened)
@@ -144,11 +142,11 @@ def _read_batches(path: str) -> tuple[pa.Schema, list[pa.RecordBatch], int]:
                 batches = [source.get_batch(number) for number in range(source.num_record_batches)]
             else:
                 if content[-len(_STREAM_END) :].to_pybytes() != _STREAM_END:
-                    raise OSError("it has no end mark, so it is truncated, or no Arrow; copy it again")
+                    raise OSError("it has no end mark, so it is truncated or not Arrow; copy it again")
                 source = pa.ipc.open_stream(content)
                 batches = list(source)
-            _ = source.schema.names  # what is no UTF-8 shows only when it is asked for
-        except (ValueError, TypeError, KeyError) as error:  # of a damaged schema
+            _ = source.schema.names  # names that are not UTF-8 raise only when they are used
+        except (ValueError, TypeError, KeyError) as error:  # the schema is damaged
             raise OSError(f"{error}; copy it again") from error
     buffers = (buffer for batch in batches for column in batch.columns for buffer in column.buffers())
     ends = content.address, content.address + content.size

@@ -1,7 +1,7 @@
-"""Columns of Arrow tables as columns of a store: which become image and label, and their values.
+"""Columns of Arrow tables as columns of a store: which of them are image and label, and their values.
 
-Two layouts of images are understood: binary, and that of Hugging Face, `struct{bytes: binary, path: string}`.
-Images are views of their column's buffer, which stays in memory as long as one of them does.
+Images have one of two layouts: binary, or Hugging Face's `struct{bytes: binary, path: string}`. Each image is a
+view of its column's buffer, so one image keeps the whole buffer in memory.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class StoredColumn(NamedTuple):
     """A column of a part of a store.
 
     Attributes:
-        take: rows, int64 (n,), → their values.
-        num_bytes: of its buffers.
+        take: rows, int64 (n,), → values of these rows.
+        num_bytes: size of its buffers.
     """
 
     take: Callable[[np.ndarray], Any]
@@ -39,7 +39,7 @@ class TableColumns:
     """The columns of a store whose files have one Arrow schema.
 
     Args:
-        schemas: path, for errors, and schema of each file; one at least.
+        schemas: path, for errors, and schema of each file; at least one.
         image_column: the column that becomes `image`.
         target_column: the column that becomes `label`.
 
@@ -47,7 +47,7 @@ class TableColumns:
         fields: name in the store → field in the files, `image` and `label` first.
 
     Raises:
-        StoreError: schemas differ, or image and label are not in them.
+        StoreError: schemas differ, or lack the image or the label column.
     """
 
     def __init__(self, schemas: Sequence[tuple[str, pa.Schema]], image_column: str, target_column: str) -> None:
@@ -55,25 +55,26 @@ class TableColumns:
         self.classes = class_names(first, target_column)
         for path, schema in schemas[1:]:
             if not schema.equals(first) or class_names(schema, target_column) != self.classes:
-                raise StoreError(f"{path} and {first_path} differ in schema or classes: a store has one schema")
+                raise StoreError(f"{path} and {first_path} differ in schema or classes: a store needs one schema")
         self.fields = _columns_of(first_path, first, image_column, target_column)
         self.columns = tuple(self.fields)
         self.label_is_class = "label" not in self.fields or pa.types.is_integer(self.fields["label"].type)
 
     def is_hf_image(self, name: str) -> bool:
-        """Whether a column's bytes are in a struct."""
+        """Return whether the column is the image, and a struct with the bytes."""
         return name == "image" and pa.types.is_struct(self.fields[name].type)
 
     def opened(self, name: str, column: pa.ChunkedArray, path: str) -> StoredColumn:
-        """A column as it stands in a file, to take rows of."""
+        """Return a file's column as one to take rows from."""
         if self.is_hf_image(name):
             column = pc.struct_field(column, "bytes")
         return StoredColumn(self._taker(name, column, path), column.get_total_buffer_size())
 
     def _taker(self, name: str, column: pa.ChunkedArray, path: str) -> Callable[[np.ndarray], Any]:
-        """What takes rows of a column: numbers, and arrays of one shape, as arrays, others as lists.
+        """Return a function that takes rows of a column.
 
-        Numbers of which some are null are a list too; a null label raises StoreError.
+        It returns numbers, and arrays of one shape, as an array; other values, and numbers with nulls among them,
+        as a list. A null label raises StoreError.
         """
         if name == "image":
             return _chunked_taker(column)
@@ -91,12 +92,12 @@ class TableColumns:
     def _numbers(
         self, name: str, column: pa.ChunkedArray, shape: tuple[int, ...], path: str, rows: np.ndarray
     ) -> np.ndarray | list[Any]:
-        """Rows of a column of numbers, or of arrays of them."""
+        """Return rows of a column of numbers, or of arrays of numbers."""
         column = column.take(pa.array(rows))
         if name == "label" and column.null_count:
             raise StoreError(
-                f"{path}, column {self.fields[name].name!r}: a label is null; training on a made-up one would not "
-                "be noticed"
+                f"{path}, column {self.fields[name].name!r} has a null label; raypipe does not replace it, since "
+                "nobody would notice training on a made-up label"
             )
         values = _flat(column.combine_chunks())
         if values is None:
@@ -104,7 +105,7 @@ class TableColumns:
         return np.asarray(values.to_numpy(zero_copy_only=False).reshape(len(rows), *shape))
 
     def join(self, name: str, parts: list[Any], places: np.ndarray) -> Any:
-        """Put the parts together as they were asked for: value i is number places[i] of them all."""
+        """Join the parts and restore the requested order: value i is value places[i] of the joined parts."""
         kind = self.fields[name].type
         array_of = _array_of(kind)
         if (not _is_number(kind) and array_of is None) or any(isinstance(part, list) for part in parts):
@@ -120,9 +121,9 @@ class TableParts(TableColumns, ABC):
     """Parts of Arrow tables, one after the other.
 
     Attributes:
-        bounds: int64 (parts + 1,), where each begins.
-        view_bytes: what parts may hold together whose images one read gives as views: who keeps a single image
-            keeps its part in memory. Images of further parts are copied.
+        bounds: int64 (parts + 1,), the first row of each part, and the number of rows.
+        view_bytes: most bytes of parts whose images one read returns as views, since a single view keeps its
+            whole part in memory. Images of further parts are copied.
     """
 
     bounds: np.ndarray
@@ -133,7 +134,7 @@ class TableParts(TableColumns, ABC):
 
     @abstractmethod
     def _part(self, number: int, names: tuple[str, ...]) -> dict[str, StoredColumn]:
-        """Columns of a part."""
+        """Return columns of a part."""
 
     def read(self, indices: np.ndarray, columns: tuple[str, ...]) -> Columns:
         parts: dict[str, list[Any]] = {name: [] for name in columns}
@@ -152,7 +153,7 @@ class TableParts(TableColumns, ABC):
 
 
 def _columns_of(path: str, schema: pa.Schema, image_column: str, target_column: str) -> dict[str, pa.Field]:
-    """Name in the store → field in the file, `image` and `label` first; raises StoreError where those are none."""
+    """Return name in the store → field in the file, image and label first; raise StoreError for wrong types."""
     stored = stored_names(path, schema.names, {"image": image_column, "label": target_column})
     columns = {name: schema.field(place) for name, place in stored.items()}
     image = columns["image"].type
@@ -160,19 +161,19 @@ def _columns_of(path: str, schema: pa.Schema, image_column: str, target_column: 
         image = image.field("bytes").type
     if not (pa.types.is_binary(image) or pa.types.is_large_binary(image)):
         raise StoreError(
-            f"{path}, column {image_column!r} has type {columns['image'].type}; an image is binary, "
+            f"{path}, column {image_column!r} has type {columns['image'].type}; images must be binary, "
             "large_binary or struct{bytes, path}"
         )
     if "label" in columns and not is_target(columns["label"].type):
         raise StoreError(
-            f"{path}, column {target_column!r} has type {columns['label'].type}; a label is a number, or a "
-            "list of numbers; set target_column"
+            f"{path}, column {target_column!r} has type {columns['label'].type}; labels must be numbers, or lists "
+            "of numbers: set target_column"
         )
     return columns
 
 
 def class_names(schema: pa.Schema, target_column: str) -> tuple[str, ...] | None:
-    """The names in the label's ClassLabel of Hugging Face, None without one; older files leave out its `_type`."""
+    """Return the names in the label's Hugging Face ClassLabel; None without one. Older files omit its `_type`."""
     try:
         feature = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"][target_column]
         if feature.get("_type", "ClassLabel") != "ClassLabel":
@@ -187,18 +188,18 @@ def _is_number(kind: pa.DataType) -> bool:
 
 
 def is_target(kind: pa.DataType) -> bool:
-    """Whether a column of this type may be labels."""
+    """Return whether labels may have this type."""
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
         return is_target(kind.value_type)
     return _is_number(kind) or pa.types.is_boolean(kind) or _array_of(kind) is not None
 
 
 def _array_of(kind: pa.DataType) -> tuple[pa.DataType, tuple[int, ...]] | None:
-    """The type and the shape of the numbers that each value of a column is; None if they are no arrays of one."""
+    """Return type and shape of a column's arrays; None if its values are not arrays of numbers of one shape."""
     shape: tuple[int, ...] = ()
     if isinstance(kind, pa.FixedShapeTensorType):
         order = kind.permutation
-        if order is not None and list(order) != sorted(order):  # rare, and its axes lie otherwise than they are
+        if order is not None and list(order) != sorted(order):  # rare: the axes are stored in another order
             return None
         kind, shape = kind.value_type, tuple(kind.shape)
     while pa.types.is_fixed_size_list(kind):
@@ -208,7 +209,7 @@ def _array_of(kind: pa.DataType) -> tuple[pa.DataType, tuple[int, ...]] | None:
 
 
 def _chunked_taker(column: pa.ChunkedArray) -> Callable[[np.ndarray], list[memoryview | None]]:
-    """What takes rows of a column of images."""
+    """Return a function that takes rows of a column of images."""
     takers = list(map(image_taker, column.chunks))
     if len(takers) == 1:
         return takers[0]
@@ -217,8 +218,8 @@ def _chunked_taker(column: pa.ChunkedArray) -> Callable[[np.ndarray], list[memor
     def take(rows: np.ndarray) -> list[memoryview | None]:
         images: list[memoryview | None] = [None] * len(rows)
         for number, positions in by_part(rows, bounds):
-            of_chunk = takers[number](rows[positions] - bounds[number])
-            for position, image in zip(positions.tolist(), of_chunk, strict=True):
+            chunk_images = takers[number](rows[positions] - bounds[number])
+            for position, image in zip(positions.tolist(), chunk_images, strict=True):
                 images[position] = image
         return images
 
@@ -226,11 +227,11 @@ def _chunked_taker(column: pa.ChunkedArray) -> Callable[[np.ndarray], list[memor
 
 
 def image_taker(images: pa.Array) -> Callable[[np.ndarray], list[memoryview | None]]:
-    """What takes images of an array of binaries, as views; None for those that are null."""
+    """Return a function that takes images of an array of binaries, as views; None for nulls."""
     _, offset_buffer, contents = images.buffers()
     content = memoryview(contents or b"").cast("B").toreadonly()
     dtype = np.dtype(np.int64 if pa.types.is_large_binary(images.type) else np.int32)
-    # An array of no rows need have no buffers.
+    # An array without rows may have no buffers.
     offsets = np.frombuffer(offset_buffer or bytes(dtype.itemsize), dtype)[images.offset :]
     is_null = np.asarray(images.is_null()) if images.null_count else None
 
@@ -246,7 +247,7 @@ def image_taker(images: pa.Array) -> Callable[[np.ndarray], list[memoryview | No
 
 
 def _in_place(column: pa.ChunkedArray, shape: tuple[int, ...]) -> np.ndarray | None:
-    """The numbers of a column, (rows, *shape), where they lie; None: in several chunks, packed, or with nulls."""
+    """Return a column's numbers, (rows, *shape), as a view; None for several chunks, packed bits, or nulls."""
     values = _flat(column.chunk(0)) if column.num_chunks == 1 else None
     if values is None or not _is_number(values.type):
         return None
@@ -254,14 +255,14 @@ def _in_place(column: pa.ChunkedArray, shape: tuple[int, ...]) -> np.ndarray | N
 
 
 def _flat(values: pa.Array) -> pa.Array | None:
-    """The numbers in an array of numbers, or of lists of them; None where one is null."""
+    """Return the numbers in an array of numbers, or of lists of numbers; None if one is null."""
     while not values.null_count and pa.types.is_fixed_size_list(values.type):
         values = values.flatten()
     return None if values.null_count else values
 
 
 def _with_none(column: pa.ChunkedArray) -> list[Any]:
-    """Values of which some are null, or hold a null."""
+    """Return a column's values, None for those that are or contain a null."""
     if not _is_number(column.type):
         values = column.to_pylist()
         return [None if value is None or _holds_none(value) else np.asarray(value) for value in values]
@@ -274,7 +275,7 @@ def _holds_none(value: Any) -> bool:
 
 
 def _python_value(scalar: pa.Scalar) -> Any:
-    """Return the value; None for text that is no UTF-8, as from a damaged record, and for a list over 512 MiB."""
+    """Return the value; None for text that is not UTF-8, as in a damaged record, and for a list over 512 MiB."""
     if isinstance(scalar, pa.ListScalar | pa.LargeListScalar) and _num_bytes_of(scalar.values) > MAX_SAMPLE_BYTES:
         return None
     try:
@@ -284,7 +285,7 @@ def _python_value(scalar: pa.Scalar) -> Any:
 
 
 def _num_bytes_of(values: pa.Array | None) -> int:
-    """The most that values may take in Python, where each of a dictionary's may be all that is in it."""
+    """Return an upper bound of the bytes of values in Python: each dictionary index may be the largest entry."""
     if values is None:
         return 0
     if pa.types.is_nested(values.type):

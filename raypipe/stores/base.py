@@ -1,8 +1,8 @@
-"""The protocol of a store, an indexed, read-only collection of N encoded samples; checks that all stores share;
+"""The protocol of a store, an indexed, read-only collection of N encoded samples, with the code that stores share,
 and `MemoryStore`, which keeps its samples in memory.
 
-A store object holds only its address and options. It opens lazily, once per process, and pickles as
-its address and options, so that it may be sent to any actor. Stores know neither Ray nor torch.
+A store object consists of an address and options. It opens lazily, once per process, and pickles as address and
+options, so it can be sent to any actor. Stores import neither Ray nor torch.
 """
 
 from __future__ import annotations
@@ -22,43 +22,43 @@ from raypipe.lookup import choices
 from raypipe.stores.numbers import exactly
 
 Columns = dict[str, Any]
-"""Columns of n samples: `image` is a list of n `bytes`, or of read-only `memoryview` of uint8 where the store has
-them in memory (None where it holds no value); int and float columns are numpy arrays of shape (n,), and those of
-arrays of one shape are (n, …), where the store knows it; other columns are lists of n objects, and so are numbers
-of which some are None, without a value."""
+"""Columns of n samples. `image` is a list of n `bytes`, or of read-only `memoryview` of uint8 if the store has
+them in memory, or of None for a missing value. Int and float columns are numpy arrays of shape (n,), and arrays of
+one known shape are a numpy array (n, …). All other columns, and numbers with None among them, are lists of n
+objects."""
 
 IMAGE_SUFFIXES = frozenset(
     {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".avif", ".heic", ".heif"}
 )
-"""Suffixes, in lower case, of the files that folder and tar stores take for samples."""
+"""Suffixes, in lower case, of the samples in folder and tar stores."""
 
 ARRAY_SUFFIX = ".npy"
-"""That of arrays of numpy's, which those stores take for samples where they hold no image: beside images they are
-something else, such as features."""
+"""Suffix of numpy arrays, which are samples only in a store without images: next to images they are something
+else, such as features."""
 
 RENAMED = {"image": "image_column", "label": "target_column"}
-"""Columns that a store may have under another name, and the setting that says so."""
+"""Columns that a store may have under another name → the setting that gives that name."""
 
 MAX_SAMPLE_BYTES = 1 << 29
-"""A file, member or record above this size is no encoded image, and reading it might take all memory: its sample
-has the image None. It is the size of 179 million pixels, the decoder's limit, as RGB uncompressed; what unpacks or
-joins such a value holds it twice."""
+"""Largest file, member or record that is read as an image; a larger one, which might take all memory, becomes
+None. The limit is the size of 179 million pixels, the decoder's limit, as uncompressed RGB. Unpacking or joining
+such a value takes twice as much memory."""
 
 
 @runtime_checkable
 class Store(Protocol):
     """An indexed, read-only collection of encoded samples.
 
-    A store may have one more method, `sample_name(index: int) -> str`: what a sample is called at its source, such
-    as its file and key, for errors and records. See `name_of`. And one more attribute, `label_is_class: bool`,
-    False where labels are floats, or arrays; see `is_class`.
+    A store may also have a method `sample_name(index: int) -> str`, which returns a sample's name at its source,
+    such as file and key, for errors and records; see `name_of`. It may also have an attribute `label_is_class:
+    bool`, False if labels are floats or arrays; see `is_class`.
 
     Attributes:
         address: the path or URI that the store was opened with, as a string.
         columns: names of all columns, `image` and `label` first if the store has them.
         classes: class names, position = label; None if the store does not name them.
         groups: offsets, int64 of shape (num_groups + 1,), of runs of samples that are read together
-            (Parquet row groups); None if each sample can be read alone at no extra cost.
+            (Parquet row groups); None if reading a single sample has no extra cost.
         fingerprint: 32 hex digits, equal for equal contents in equal order, different otherwise.
     """
 
@@ -79,15 +79,15 @@ class Store(Protocol):
     def __len__(self) -> int: ...
 
     def read(self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")) -> Columns:
-        """Read samples by index, in the order asked for, duplicates included.
+        """Read samples by index, in the requested order, including duplicates.
 
         Args:
             indices: int64 of shape (n,), each in [0, len(self)).
-            columns: the columns wanted.
+            columns: names of the columns to read.
 
         Returns:
-            One entry per column asked for, see `Columns`. A sample whose value is missing or damaged
-                has `image` None or undecodable bytes; the bad-sample policy decides what happens then.
+            One entry per requested column, see `Columns`. A missing or damaged image is None or undecodable
+                bytes; the bad-sample policy handles it.
 
         Raises:
             IndexError: an index is outside [0, len(self)).
@@ -102,19 +102,19 @@ class Store(Protocol):
 
 
 C = TypeVar("C", bound=Any)
-"""What a `FileStore` holds while it is open: as a store, but asked only for indices and columns that are there."""
+"""Contents of an open `FileStore`: like a store, but callers have checked indices and columns."""
 
 
 class FileStore(ABC, Generic[C]):
     """A `Store` at an address: `_open` makes its contents at first use.
 
     Args:
-        address: a path or URI; a relative path is made absolute, since other processes have other folders.
-        options: what else the constructor of the subclass takes, in its order.
+        address: a path or URI; a relative path is made absolute, since processes differ in their working folder.
+        options: the other arguments of the subclass's constructor, in order.
     """
 
-    # Whether what it holds while it is open has a lock: then a forked child opens the store itself, since its
-    # parent's lock may have been held.
+    # Whether the contents have a lock. A forked child then opens the store again, since its parent may have held
+    # the lock during the fork.
     _has_lock: ClassVar[bool] = False
 
     def __init__(self, address: str | Path, *options: Any) -> None:
@@ -122,7 +122,8 @@ class FileStore(ABC, Generic[C]):
         self._options = options
         self._opened: C | None = None
         self._pid = 0
-        # Of a remote store, what who opened it first has found there: others need not ask, and notice a change.
+        # Listing of a remote store by the process that opened it first: other processes neither list it again nor
+        # miss a change.
         self._listing: Any = None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -130,7 +131,7 @@ class FileStore(ABC, Generic[C]):
 
     @abstractmethod
     def _open(self) -> C:
-        """Find out what is at the address; raises StoreError."""
+        """Open the contents of the address; raise StoreError if there are none."""
 
     @property
     def _contents(self) -> C:
@@ -170,7 +171,7 @@ class FileStore(ABC, Generic[C]):
         return self._contents.read(wanted, columns)
 
     def sample_name(self, index: int) -> str:
-        """A sample's file, and its place in it."""
+        """Return a sample's file, and its place in the file."""
         return self._contents.sample_name(index)
 
     def close(self) -> None:
@@ -178,25 +179,25 @@ class FileStore(ABC, Generic[C]):
 
 
 def name_of(store: Store, index: int) -> str:
-    """A store's name for a sample, printable in one line; empty if it has none, or cannot tell now."""
+    """Return a store's name for a sample, as one printable line; empty if there is none, or the store fails."""
     try:
         return printable(str(store.sample_name(index))).replace("\n", r"\n")  # type: ignore[attr-defined]
-    except Exception:  # it is for the record of what is wrong already
+    except Exception:  # a name only describes an earlier error, and must not hide it
         return ""
 
 
 def is_class(store: Store) -> bool:
-    """Whether a store's labels are integers, one for each sample, as far as it says so; or it has none."""
+    """Return whether a store's labels are integers, one per sample; also True for no labels or an unknown type."""
     return bool(getattr(store, "label_is_class", True))
 
 
 def title_of(address: object, index: object, name: object) -> str:
-    """A sample of a store, as errors and lists call it; `name` as from `name_of`."""
+    """Return a sample's title in errors and lists; `name` comes from `name_of`."""
     return f"{address or 'store'} sample {index}{f' ({name})' if name else ''}"
 
 
 def as_text(content: bytes | None) -> str | None:
-    """The value of a text column; None if there is none, or it is not UTF-8."""
+    """Return the value of a text column; None for no value, or bytes that are not UTF-8."""
     try:
         return None if content is None else content.decode()
     except UnicodeDecodeError:
@@ -204,13 +205,13 @@ def as_text(content: bytes | None) -> str | None:
 
 
 def part_of(bounds: np.ndarray, index: int) -> tuple[int, int]:
-    """The part that holds a sample, and its number within it; part i begins with the sample bounds[i]."""
+    """Return the part that has a sample, and the sample's index in it; part i begins with sample bounds[i]."""
     number = int(np.searchsorted(bounds, index, "right")) - 1
     return number, index - int(bounds[number])
 
 
 def by_part(indices: np.ndarray, bounds: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield each part that holds some of the samples, see `part_of`, and their positions, by ascending index."""
+    """Yield each part that has requested samples, see `part_of`, and their positions, by ascending index."""
     order = np.argsort(indices, kind="stable")
     ends = np.searchsorted(indices[order], bounds)
     for number in np.flatnonzero(np.diff(ends)).tolist():
@@ -218,7 +219,7 @@ def by_part(indices: np.ndarray, bounds: np.ndarray) -> Iterator[tuple[int, np.n
 
 
 def join_fingerprints(parts: Sequence[str]) -> str:
-    """The fingerprint of a single file, or the hash over those of several."""
+    """Return the fingerprint of a single file, or the hash over several fingerprints."""
     if len(parts) == 1:
         return parts[0]
     return hashlib.blake2b("".join(parts).encode(), digest_size=16).hexdigest()
@@ -242,28 +243,28 @@ def check_indices(indices: Sequence[int] | np.ndarray, num_samples: int, address
 
 
 def missing(where: object, name: str, present: Collection[str], setting: str = "", what: str = "column") -> str:
-    """The message about a column that is not there: the setting that names it, and the columns that are.
+    """Return the message about a missing column, with the setting that names it and the columns that exist.
 
     Args:
         where: the store, its file or its record.
         present: names of columns, or name → kind.
         setting: may be empty.
-        what: the format's own word for a column.
+        what: the format's word for a column.
     """
     named = f" for {setting}" if setting else ""
     return f"{where} has no {what} {name!r}{named}{choices(name, present, f'its {what}s are'):.1500}"
 
 
 def stored_names(where: object, present: Collection[str], renamed: Mapping[str, str]) -> dict[str, str]:
-    """Name in the store → name in its files, `image` and `label` first.
+    """Return name in the store → name in its files, `image` and `label` first.
 
     Args:
-        where: the store, or a file of it, for the error.
+        where: the store, or one of its files, for the error.
         present: names of the columns in the files.
-        renamed: of `image` and `label` the columns that become them; a store without `label` has no labels.
+        renamed: `image` and `label` → the column in the files; without a column `label` the store has no labels.
 
     Raises:
-        StoreError: a column that is named is not there.
+        StoreError: a column of another name than `label` is missing.
     """
     stored = {}
     for name, place in renamed.items():
@@ -276,7 +277,7 @@ def stored_names(where: object, present: Collection[str], renamed: Mapping[str, 
 
 
 def hash_of_facts(facts: object) -> str:
-    """A fingerprint of what a store's files say of it."""
+    """Return a fingerprint of facts about a store, such as sizes and names."""
     return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
 
 
@@ -288,15 +289,15 @@ def check_columns(wanted: Iterable[str], present: Collection[str], address: str)
 
 
 class MemoryStore:
-    """A store that holds its samples, and pickles with them.
+    """A store that keeps its samples in memory, and pickles with them.
 
     Args:
-        images: encoded images, or None for a missing one; views of others' memory are copied.
+        images: encoded images, or None for a missing one; memory views are copied.
         labels: one for each image: integers, which are classes, or floats, or arrays of one shape; None = a store
             without labels.
         classes: class names, position = label.
         columns: extra columns, name → one value per image. Numbers, and arrays (n, …), become numpy arrays.
-        group_size: samples per group, the last one may be smaller; None for a store without groups.
+        group_size: samples per group, the last group may be smaller; None = a store without groups.
     """
 
     def __init__(
@@ -343,7 +344,7 @@ class MemoryStore:
         }
 
     def close(self) -> None:
-        """Do nothing: there are no files."""
+        """Do nothing: the store has no files."""
 
     def _hash(self, group_size: int | None) -> str:
         digest = hashlib.blake2b(repr((self.classes, group_size)).encode(), digest_size=16)

@@ -1,9 +1,9 @@
-"""Writing new stores, so that one exists at its address whole or not at all, on a disk and in an object store.
+"""Atomic writing of new stores: a store is complete at its address or absent, on a disk and in an object store.
 
-here     write beside it → rename
-remote   write here → upload every shard under a name that none has had before → manifest → remove what was there
+local    write to a temporary path in the same folder → rename
+remote   write locally → upload every shard under a new, random name → manifest → remove the old shards
 
-So do the stores of the digits, the data set of a first run.
+Also writes the stores of the digits, the dataset of a first run.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from raypipe.stores.writers import open_writer
 logger = logging.getLogger(__name__)
 
 
-# Here
+# On a disk
 
 
 @contextlib.contextmanager
 def new_path(dst: Path, overwrite: bool) -> Iterator[Path]:
-    """A path beside `dst` to write to; renamed to `dst` on success, removed otherwise."""
+    """Context manager: a path next to `dst` to write to; renamed to `dst` on success, removed otherwise."""
     if not dst.parent.is_dir():
         raise StoreError(f"{dst.parent} is not a folder: make it first")
     lock = dst.parent / f".{dst.name}.lock"
@@ -46,7 +46,7 @@ def new_path(dst: Path, overwrite: bool) -> Iterator[Path]:
     with contextlib.ExitStack() as stack:
         descriptor = open_lock(lock)
         stack.callback(os.close, descriptor)
-        # A lock that was opened before, and taken after, another process finished is on a file that is gone.
+        # If another process finished between our open and our lock, the locked file has been unlinked.
         if not try_lock(descriptor, exclusive=True) or not os.fstat(descriptor).st_nlink:
             raise StoreError(f"another process is writing {dst} at the moment")
         stack.callback(lock.unlink, missing_ok=True)
@@ -57,7 +57,7 @@ def new_path(dst: Path, overwrite: bool) -> Iterator[Path]:
         _remove(partial, old)
         stack.callback(_remove, partial)
         yield partial
-        if dst.is_dir() or (dst.exists() and partial.is_dir()):  # which no rename replaces
+        if dst.is_dir() or (dst.exists() and partial.is_dir()):  # a rename cannot replace a folder
             dst.rename(old)
         partial.replace(dst)
         _remove(old)
@@ -91,9 +91,9 @@ def write_atomically(
 
 @contextlib.contextmanager
 def new_remote(dst: str, overwrite: bool) -> Iterator[Path]:
-    """A local path to write to, a file or a folder of shards; on success it is uploaded, and removed in any case.
+    """Context manager: a local path to write a file or a folder of shards to; uploaded on success, then removed.
 
-    It is in the cache folder (RAYPIPE_CACHE), which must have room for the whole store.
+    The path is in the cache folder (RAYPIPE_CACHE), which must have room for the whole store.
     """
     check_bucket(dst)
     _objects_at(dst, overwrite)
@@ -109,7 +109,7 @@ def new_remote(dst: str, overwrite: bool) -> Iterator[Path]:
 
 
 def _objects_at(dst: str, overwrite: bool) -> set[str]:
-    """Paths of the objects at an address; raises StoreError if there are any that must stay."""
+    """Return the paths of the objects at an address; raise StoreError if objects exist and must be kept."""
     with explained(StoreError, f"{dst} cannot be written"):
         filesystem, path = open_filesystem(dst)
         if filesystem.get_file_info(path).type == pyarrow.fs.FileType.File:
@@ -144,7 +144,7 @@ def _copy(file: Path, shard: RemoteFile) -> None:
     upload(str(file), filesystem, path)
     num_bytes = filesystem.get_file_info(path).size
     if num_bytes != shard.num_bytes:
-        raise OSError(f"{shard.address} has {num_bytes} bytes, {shard.num_bytes} were written")
+        raise OSError(f"{shard.address} has {num_bytes} bytes after {shard.num_bytes} were written")
 
 
 def _remove_objects(filesystem: pyarrow.fs.FileSystem, paths: Iterable[str]) -> None:
@@ -154,7 +154,7 @@ def _remove_objects(filesystem: pyarrow.fs.FileSystem, paths: Iterable[str]) -> 
         except FileNotFoundError:
             pass
         except OSError as error:
-            logger.warning("%s is left over and cannot be removed: %s", path, error)
+            logger.warning("cannot remove the old %s: %s", path, error)
 
 
 # The digits
@@ -163,13 +163,14 @@ _HELD_OUT = 360
 
 
 def digits_stores(folder: Path | None = None) -> tuple[str, str]:
-    """Addresses of the training and the validation store of the digits; written on first use.
+    """Return the addresses of the digits' training and validation stores, which are written on first use.
 
-    They are 1,797 real scans of 8 x 8 pixels (E. Alpaydin, C. Kaynak, UCI 1998). 360 are held out, an equal share
-    of each class. raypipe/digits.npz has them, the training samples first: `levels` (N, 8, 8) and `labels` (N).
+    The digits are 1,797 real scans of 8 x 8 pixels (E. Alpaydin, C. Kaynak, UCI 1998). 360 of them, an equal share
+    of each class, are for validation. raypipe/digits.npz has `levels` (N, 8, 8) and `labels` (N), the training
+    samples first.
 
     Args:
-        folder: where they are kept; None = the cache folder.
+        folder: parent folder of the stores; None = the cache folder.
     """
     folder = (folder or cache_folder()) / "digits-v1"
     train, val = folder / "train.lmdb", folder / "val.lmdb"
@@ -182,7 +183,7 @@ def _write_digits(train: Path, val: Path) -> None:
     import cv2
 
     with (files("raypipe") / "digits.npz").open("rb") as file, np.load(file) as digits:
-        pixels = np.round(digits["levels"] * (255 / 16)).astype(np.uint8)  # scanned with 17 grey levels
+        pixels = np.round(digits["levels"] * (255 / 16)).astype(np.uint8)  # scanned with 17 gray levels
         labels = digits["labels"].tolist()
     samples = [
         {"image": cv2.imencode(".png", image)[1].tobytes(), "label": label}

@@ -1,11 +1,11 @@
-"""How values are written in the shards of MDS, see `raypipe.stores.mds`.
+"""Encodings of values in the shards of MDS, see `raypipe.stores.mds`.
 
-    bytes, jpeg, png, …       as they are
+    bytes, jpeg, png, …       unchanged
     str, json, str_int, …     text in UTF-8
     int, uint8, float32, …    little-endian
-    ndarray                   type and axes, as far as the name of the encoding lacks them | values
+    ndarray                   type and axes, unless the name of the encoding has them | values
 
-There is no encoding for pickles: they are programs.
+Pickles have no encoding here, since they are programs.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from typing import Any
 import numpy as np
 
 DAMAGE = (ValueError, LookupError, TypeError, OverflowError, RecursionError, struct.error)
-"""What decoding damage raises: OverflowError for a number over 64 bits, RecursionError for a thousand brackets."""
+"""Exceptions from decoding damaged bytes: a number over 64 bits raises OverflowError, deep JSON RecursionError."""
 
-# Name → code of `struct`; that of numpy is the name.
+# Name, which is also numpy's → code of `struct`.
 _NUMBERS = {"uint8": "B", "uint16": "H", "uint32": "I", "uint64": "Q", "int8": "b", "int16": "h", "int32": "i"}
 _NUMBERS |= {"int64": "q", "float16": "e", "float32": "f", "float64": "d"}
-# The types of arrays are numbers in the data.
+# Number in the data → type of an array.
 _MDS_TYPES = {8: "u1", 9: "i1", 16: "u2", 17: "i2", 18: "f2", 32: "u4", 33: "i4", 34: "f4"}
 _MDS_TYPES |= {64: "u8", 65: "i8", 66: "f8"}
 
 
 @dataclass(frozen=True)
 class Encoding:
-    """How the values of one column are written.
+    """Encoding of the values of one column.
 
     Attributes:
-        decode: bytes → a value; raises one of `DAMAGE` where the bytes are none.
-        dtype: of numbers, and of arrays of one shape; None for other values.
-        shape: of arrays that all have it; with a dtype.
-        is_array: values are numbers, as lists or arrays.
+        decode: bytes → a value; raises one of `DAMAGE` for damaged bytes.
+        dtype: dtype of numbers, and of arrays of one shape; None for other values.
         is_image: values may be encoded images.
+        shape: common shape of arrays, which then also have a dtype.
+        is_array: values are lists or arrays of numbers.
     """
 
     decode: Callable[[bytes], Any]
@@ -52,13 +52,13 @@ class Encoding:
 
 
 def encoding_of(name: str) -> Encoding | None:
-    """The encoding that an index names, such as `int`, `jpeg:90` or `ndarray:uint8:32,32,3`.
+    """Return the encoding that an index names, such as `int`, `jpeg:90` or `ndarray:uint8:32,32,3`.
 
-    None for pickles, and for what is unknown.
+    Returns None for pickles and for unknown names.
     """
     kind, _, rest = name.partition(":")
     make = ENCODINGS.get(kind)
-    with contextlib.suppress(ValueError):  # of a damaged name
+    with contextlib.suppress(ValueError):  # the name is damaged
         return make(rest) if make else None
     return None
 
@@ -77,7 +77,7 @@ def _text(_: str) -> Encoding:
 
 
 def _ndarray(rest: str) -> Encoding:
-    """Arrays; those of no fixed shape become lists."""
+    """Return the encoding of arrays, which become lists unless they have one shape."""
     name, _, axes = rest.partition(":")
     dtype = np.dtype(name) if name in _NUMBERS else None
     shape = tuple(map(int, axes.split(","))) if axes else None
@@ -96,9 +96,9 @@ def _of_mds(data: bytes, dtype: np.dtype[Any] | None, shape: tuple[int, ...] | N
         shape = tuple(np.frombuffer(data, axis, num_axes, start + 1).tolist())
         start += 1 + num_axes * axis.itemsize
     values = np.frombuffer(memoryview(data)[start:], dtype)
-    if math.prod(shape) != len(values):  # numpy would take a product over 64 bits for another
+    if math.prod(shape) != len(values):  # in numpy a product over 64 bits would wrap around
         raise ValueError(f"{len(values)} values in an array of {tuple(shape)}")
-    # Of no values in four billion rows, each row would become a list.
+    # A shape of four billion rows without values would make as many lists.
     rows: list[Any] = values.reshape(shape).tolist() if len(values) else []
     return rows
 
@@ -113,4 +113,4 @@ ENCODINGS: dict[str, Callable[[str], Encoding | None]] = {
     "json": lambda _: Encoding(json.loads),
     "ndarray": _ndarray,
 }
-"""Name → makes the encoding, of the rest of its name in an index; None where that names what is not read."""
+"""Name → function that makes the encoding from the rest of its name in an index; it may return None."""

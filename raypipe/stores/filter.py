@@ -1,10 +1,10 @@
-"""Filters: for which samples of a store an expression is true, such as `width >= 256 and label != 3`.
+"""Filters: the samples of a store for which an expression is true, such as `width >= 256 and label != 3`.
 
-The expression is Python's, of a few kinds: comparisons, `and`, `or`, `not`, `in`, arithmetic, names of columns,
-numbers, texts, True, False and None. It is never run as Python: it becomes calls of pyarrow.compute over columns,
-whose numbers are int64 or float64. (An expression of pyarrow's would compare with the smallest type that holds a
-constant, whatever the columns hold, and recurse as deep as it has terms.) Where a sample has no value, neither a
-comparison nor its opposite is true, except with None; a quotient by zero has no value.
+The expression is a subset of Python: comparisons, `and`, `or`, `not`, `in`, arithmetic, names of columns, numbers,
+texts, True, False and None. It never runs as Python: it becomes calls of pyarrow.compute over columns, with
+numbers as int64 or float64. (A pyarrow expression would compare in the smallest type that fits a constant,
+whatever the column's type, and recurse once per term.) If a sample has no value, neither a comparison nor its
+opposite is true, except with None; a quotient by zero has no value.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from raypipe.stores.base import Store
 from raypipe.stores.scan import scan
 
 Compiled = Callable[[Mapping[str, pa.Array]], pa.Array | pa.Scalar]
-"""Columns, by name, to the values of an expression, of each sample or of all."""
+"""Function of columns, by name, that returns the value of an expression for each sample, or one for all."""
 
 _COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
     ast.Eq: pc.equal,
@@ -48,17 +48,18 @@ _ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Div: _quotient,
 }
 _ALLOWED = "comparisons, and, or, not, in, + - * /, names of columns, numbers, texts, True, False and None"
-_NESTED = "it is nested too deeply"
+_NESTED = "nested too deeply"
 
 
 def matching(store: Store, expression: str, setting: str = "store.filter") -> np.ndarray:
-    """For which samples an expression is true: bool (N,).
+    """Return whether an expression is true, for each sample: bool (N,).
 
     Args:
-        setting: whose value it is, for errors.
+        setting: the expression's setting, for errors.
 
     Raises:
-        ConfigError: it is no such expression, a column is missing or of the wrong type, or it is true for none.
+        ConfigError: the expression is invalid, true for no sample, or names a missing column or one of a wrong
+            type.
     """
     compiled, names = parse(expression, setting)
     parts, types, text = list[np.ndarray](), dict[str, pa.DataType](), f"{setting} {shown(expression)}"
@@ -82,7 +83,7 @@ def matching(store: Store, expression: str, setting: str = "store.filter") -> np
 
 
 def _array(values: Any) -> pa.Array:
-    """Values of a column; of numbers int64 or float64, or uint64 where that is too small."""
+    """Return the values of a column; numbers as int64 or float64, or as uint64 if int64 is too small."""
     array = pa.array(values)
     if pa.types.is_integer(array.type) and (array.type != pa.uint64() or (pc.max(array).as_py() or 0) < 1 << 63):
         return array.cast(pa.int64())
@@ -90,16 +91,16 @@ def _array(values: Any) -> pa.Array:
 
 
 def _type_of(store: Store, name: str, setting: str) -> pa.DataType:
-    """The type of a column of whose first samples none has a value; if no sample has one, null."""
+    """Return the type of a column whose first samples have no value; null if no sample has one."""
     types = (_array(columns[name]).type for columns in scan(store, (name,), setting))
     return next((kind for kind in types if not pa.types.is_null(kind)), pa.null())
 
 
 def parse(expression: str, setting: str) -> tuple[Compiled, tuple[str, ...]]:
-    """The expression as a function of columns, and the columns that it names.
+    """Return the expression as a function of columns, and the columns that it names.
 
     Raises:
-        ConfigError: it is no such expression, or names none.
+        ConfigError: the expression is invalid, or names no column.
     """
     try:
         tree = ast.parse(expression.strip(), mode="eval").body
@@ -111,7 +112,7 @@ def parse(expression: str, setting: str) -> tuple[Compiled, tuple[str, ...]]:
         reason = error.msg if isinstance(error, SyntaxError) else error
         if isinstance(error, RecursionError | MemoryError):
             reason = _NESTED
-        raise ConfigError(f"{setting} {shown(expression)}: {reason}; allowed are {_ALLOWED}") from None
+        raise ConfigError(f"{setting} {shown(expression)}: {reason}; it may contain {_ALLOWED}") from None
 
 
 def _compiled(node: ast.expr) -> Compiled:
@@ -152,7 +153,7 @@ def _constant(node: ast.expr) -> bool | int | float | str | None:
         case ast.Constant(value=None | int() | float() | str() as value):
             pass
         case _:
-            raise ConfigError(f"{shown(ast.unparse(node))} is not allowed where a number or a text is expected")
+            raise ConfigError(f"{shown(ast.unparse(node))} must be a number or a text")
     if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
         raise ConfigError(f"{shown(value)} is beyond 64 bits")
     return value
@@ -173,10 +174,10 @@ def _compared(left: ast.expr, op: ast.cmpop, right: ast.expr) -> Compiled:
 
 
 def _is_in(values: list[Any]) -> Callable[[Any], Any]:
-    """Whether it equals one of the values, as a chain of comparisons with each of them would find."""
+    """Return a function that tests for equality with any of the values, like a chain of comparisons."""
     kinds = {"number" if type(value) in (int, float) else type(value) for value in values if value is not None}
     if len(kinds) > 1:
-        raise ConfigError("`in` takes numbers, strings, or True and False, and None, and not several of them")
+        raise ConfigError("the list of `in` must have one type: numbers, strings or booleans, and None")
 
     def is_in(left: Any) -> Any:
         is_null = pc.is_null(left)
@@ -189,7 +190,7 @@ def _is_in(values: list[Any]) -> Callable[[Any], Any]:
 def _evaluated(compiled: Compiled, columns: dict[str, pa.Array]) -> np.ndarray:
     kept = compiled(columns)
     if not pa.types.is_boolean(kept.type):
-        raise TypeError("it is neither true nor false")
-    if isinstance(kept, pa.Scalar):  # of constants alone
+        raise TypeError("its value is not true or false")
+    if isinstance(kept, pa.Scalar):  # the expression has only constants
         return np.full(len(next(iter(columns.values()))), bool(kept.as_py()))
     return np.asarray(kept.fill_null(False).to_numpy(zero_copy_only=False), bool)

@@ -1,5 +1,5 @@
-"""Class folders of images, `class/image.jpg`, as torchvision's ImageFolder reads them: the store of a folder, here
-or in an object store; and, for tar and zip, the samples of an archive by the names of its members."""
+"""Class folders of images, `class/image.jpg`, as in torchvision's ImageFolder: the store of a folder, local or in
+an object store, and, for tar and zip, the samples of an archive by the names of its members."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ M = TypeVar("M")
 _SUFFIXES = {*IMAGE_SUFFIXES, ARRAY_SUFFIX}
 
 _File = tuple[str, int]
-"""The path of a file from the root, and its size; of a local one -1, which is asked for where it is needed."""
+"""Path of a file from the root, and its size; -1 for a local file, whose size is read only when needed."""
 
 
 class FolderStore(FileStore["_Images"]):
     """A store in `root/class/**/file`.
 
-    Every folder in the root is a class, in the order of the names, even one without images: a split
-    that lacks a class then keeps the labels of the others. Samples are sorted by class, then by path.
-    Hidden files and folders do not count, nor do files in the root. Links are followed; a folder that several
-    links lead to counts once in a class, by the shortest path, and of these by the first. A file that cannot be
-    read, or is over 512 MiB, is an image None. Where no folder has an image, arrays (*.npy) are the samples.
+    Every folder in the root is a class, in the order of names. A folder without images is a class too, so a split
+    that lacks a class keeps the labels of the others. Samples are sorted by class, then by path. Hidden files and
+    folders do not count, nor do files in the root. Links are followed; a folder at the end of several links counts
+    once per class, under its shortest and then first path. An image that cannot be read, or is over 512 MiB, is
+    None. If no folder has an image, arrays (*.npy) are the samples.
 
-    In an object store, the process that opens it first lists the folder, and sends what it has found to the
-    others; an object of another size than was listed raises StoreError. The fingerprint is a hash over the class
-    names and the files' relative paths and sizes, here and there.
+    In an object store, the process that opens the store first lists the folder and sends the listing to the
+    others; an object whose size has changed since then raises StoreError. The fingerprint is a hash over the class
+    names and the files' relative paths and sizes, for local and remote folders.
 
     Args:
         address: the root, a path or a URI.
@@ -57,10 +57,10 @@ class FolderStore(FileStore["_Images"]):
 
 
 def _samples_of(root: str, files: dict[str, list[_File]]) -> tuple[tuple[str, ...], list[int], list[_File]]:
-    """Class names, the number of samples of each, and the samples in order; `files` has those of each class."""
-    every = [sorted(of_class) for of_class in files.values()]
-    images = [[file for file in of_class if _suffix(file[0]) in IMAGE_SUFFIXES] for of_class in every]
-    samples = images if any(images) else every
+    """Return class names, the number of samples of each, and the samples in order, from the files by class."""
+    by_class = [sorted(class_files) for class_files in files.values()]
+    images = [[file for file in class_files if _suffix(file[0]) in IMAGE_SUFFIXES] for class_files in by_class]
+    samples = images if any(images) else by_class
     if not any(samples):
         raise StoreError(
             f"{root} has no class folders with images ({', '.join(sorted(IMAGE_SUFFIXES))}), nor with "
@@ -74,7 +74,7 @@ def _suffix(path: str) -> str:
 
 
 class _Images(ABC):
-    """What is in a folder: class names, and the path from the root and label of each sample."""
+    """Contents of a folder: class names, and each sample's path from the root and label."""
 
     columns = ("image", "label")
     groups = None
@@ -101,15 +101,15 @@ class _Images(ABC):
 
     @abstractmethod
     def sample_name(self, index: int) -> str:
-        """Where a sample is."""
+        """Return a sample's path or URI."""
 
     @abstractmethod
     def _size(self, index: int) -> int:
-        """Bytes of a sample's file; -1 where that cannot be known."""
+        """Return the bytes of a sample's file; -1 if unknown."""
 
     @abstractmethod
     def _images(self, indices: list[int]) -> list[bytes | None]:
-        """The contents of files."""
+        """Return the contents of files."""
 
 
 # On a disk
@@ -120,7 +120,7 @@ class _LocalImages(_Images):
         return f"{self._root}/{self._paths[index]}"
 
     def _size(self, index: int) -> int:
-        # Only for a fingerprint: one system call per file, which readers need not pay.
+        # Only the fingerprint needs it: readers are spared one system call per file.
         try:
             return Path(self.sample_name(index)).stat().st_size
         except OSError:
@@ -145,9 +145,9 @@ def _visible(folder: str) -> Iterator[os.DirEntry[str]]:
 
 
 def _files(root: str, name: str) -> Iterator[str]:
-    """Yield the paths of all images and arrays of a class from the root, in no order."""
+    """Yield the paths of all images and arrays of a class from the root, unordered."""
     folders, visited = [name], set[tuple[int, int]]()
-    for folder in folders:  # which grow meanwhile
+    for folder in folders:  # the loop appends to the list
         status = Path(f"{root}/{folder}").stat()
         if (status.st_dev, status.st_ino) in visited:
             continue
@@ -161,19 +161,19 @@ def _files(root: str, name: str) -> Iterator[str]:
                 try:
                     check_regular(mode)
                 except OSError as error:
-                    raise StoreError(f"{root}/{path} is no image: {error}; remove it") from None
+                    raise StoreError(f"{root}/{path} is not an image: {error}; remove it") from None
                 yield path
         folders += sorted(within)
 
 
 def _mode(entry: os.DirEntry[str]) -> int:
-    """The kind of an entry of a folder, or of a link's target."""
+    """Return the kind of a folder's entry, or of a link's target."""
     try:
-        # As the listing has it: no system call for each of a million files.
+        # The listing has the kind, which saves a system call for each of a million files.
         if entry.is_file():
             return stat.S_IFREG
         return stat.S_IFDIR if entry.is_dir() else entry.stat().st_mode
-    except OSError:  # a link that leads nowhere: a sample that cannot be read
+    except OSError:  # a broken link is a sample that cannot be read
         return stat.S_IFREG
 
 
@@ -222,7 +222,7 @@ class _RemoteImages(_Images):
 
 
 def _list_objects(address: str) -> dict[str, list[_File]]:
-    """Ask the object store what there is: the classes first, then several of them at a time."""
+    """List the classes in the object store, then the objects of several classes at a time."""
     with explained(StoreError, f"{address} cannot be listed"):
         filesystem, root = open_filesystem(address)
         infos = filesystem.get_file_info(pyarrow.fs.FileSelector(root))
@@ -233,7 +233,7 @@ def _list_objects(address: str) -> dict[str, list[_File]]:
 
 
 def _objects(filesystem: pyarrow.fs.FileSystem, root: str, name: str) -> list[_File]:
-    """The images and arrays of a class."""
+    """Return the images and arrays of a class."""
     infos = filesystem.get_file_info(pyarrow.fs.FileSelector(f"{root}/{name}", recursive=True))
     progress()
     objects = (info for info in infos if info.type == pyarrow.fs.FileType.File)
@@ -246,7 +246,7 @@ def _objects(filesystem: pyarrow.fs.FileSystem, root: str, name: str) -> list[_F
 
 
 _Packed = tuple[tuple[str, ...], list[int], bytes, bytes]
-"""Class names, the number of samples of each, and their paths and sizes, deflated: every process gets it."""
+"""Class names, the number of samples of each, and their paths and sizes, compressed for sending."""
 
 
 def _packed(classes: tuple[str, ...], num: list[int], files: list[_File]) -> _Packed:
@@ -264,15 +264,15 @@ def _unpacked(packed: _Packed) -> tuple[tuple[str, ...], list[int], list[_File]]
 
 
 def is_visible(name: PurePosixPath) -> bool:
-    """Whether a member counts: hidden members, absolute names and names that lead out of the folder do not."""
+    """Return whether a member counts: hidden ones, absolute names and names that leave the folder do not."""
     return not name.is_absolute() and not any(part.startswith(".") or part == "__MACOSX" for part in name.parts)
 
 
 def archive_samples(members: Iterable[tuple[str, M | None]]) -> dict[str, M]:
-    """The members of an archive that are samples, by name: its images or, where it has none, its arrays.
+    """Return the members of an archive that are samples, by name: its images or, if it has none, its arrays.
 
     Args:
-        members: names, and what stands for the files; None for links and folders. The last of a name counts.
+        members: pairs of name and member; None for links and folders. The last of equal names counts.
     """
     files: dict[str, M] = {}
     for name, member in members:
@@ -286,20 +286,22 @@ def archive_samples(members: Iterable[tuple[str, M | None]]) -> dict[str, M]:
 def class_samples(
     address: str, archives: Sequence[Iterable[str]], hint: str = ""
 ) -> tuple[tuple[str, ...], list[list[tuple[int, str]]]]:
-    """Class names, position = label; and of each archive the label and name of its samples, sorted by both.
+    """Return class names, position = label, and for each archive the sorted (label, name) of its samples.
 
     Args:
-        address: of the archives, for errors.
-        archives: the names of each one's samples.
-        hint: what else such archives may hold, for errors.
+        address: address of the archives, for errors.
+        archives: for each archive, the names of its samples.
+        hint: another layout that such archives may have, for errors.
     """
     shards = [list(names) for names in archives]
     shared = [name.split("/") for names in shards for name in names if "/" in name]
     if not shared:
-        where = "only images at its top, so their labels are unknown" if any(shards) else "no images"
-        raise StoreError(f"{address} has {where}: the layout is class/image.jpg, maybe below common folders{hint}")
+        problem = "only images at its top, so their labels are unknown" if any(shards) else "no images"
+        raise StoreError(
+            f"{address} has {problem}: the layout is class/image.jpg, or folder/class/image.jpg{hint}"
+        )
     depth = 0
-    # A folder that all share is a wrapper such as `train/`, as long as a class folder is left below it.
+    # A folder that all samples share, such as `train/`, is a wrapper if a class folder remains below it.
     while len({parts[depth] for parts in shared}) == 1 and min(map(len, shared)) > depth + 2:
         depth += 1
     by_class = [sorted((name.split("/")[depth], name) for name in names if "/" in name) for names in shards]

@@ -1,4 +1,4 @@
-"""Several stores as one, for mixtures: the samples of the first, then those of the second, and so on."""
+"""Several stores as one, for mixtures: the samples of the first store, then those of the second, and so on."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from raypipe.stores.base import (
 )
 from raypipe.stores.numbers import InexactError, exactly
 
-# Of a store that is not read in groups, beside one that is: any size will do.
+# Group size of an ungrouped store that is joined to a grouped one; any size works.
 _GROUP = 1024
 
 
 class JoinedStore:
-    """Stores one after the other; what differs between them is left out: columns, and names of classes.
+    """Stores in a row, with the columns that all have, and with class names if all have the same.
 
     Args:
-        parts: the stores, by the names of the sources that they are; one at least.
+        parts: name of the source → store; at least one.
 
     Attributes:
-        parts: as given.
-        offsets: int64 (parts + 1,), where each store's samples begin.
+        parts: as passed.
+        offsets: int64 (parts + 1,), the first sample of each store, and the number of samples.
     """
 
     def __init__(self, parts: Mapping[str, Store]) -> None:
@@ -44,13 +44,13 @@ class JoinedStore:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Names of the columns that all have."""
+        """Names of the columns that all stores have."""
         first, *others = self.parts.values()
         return tuple(name for name in first.columns if all(name in store.columns for store in others))
 
     @property
     def classes(self) -> tuple[str, ...] | None:
-        """Class names; None if a store names none, or others."""
+        """Class names; None if stores differ in them or have none."""
         first, *others = self.parts.values()
         return first.classes if all(store.classes == first.classes for store in others) else None
 
@@ -77,7 +77,7 @@ class JoinedStore:
         return int(self.offsets[-1])
 
     def read(self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")) -> Columns:
-        """Read samples, see `Store.read`; each store is asked once."""
+        """Read samples, see `Store.read`, with one read of each store."""
         wanted = check_indices(indices, len(self), self.address)
         for store in self.parts.values():
             check_columns(columns, store.columns, store.address)
@@ -86,19 +86,19 @@ class JoinedStore:
         values_of: dict[str, list[Any]] = {name: [] for name in columns}
         for number, positions in by_part(wanted, self.offsets):
             places.append(positions)
-            of_part = stores[number].read(wanted[positions] - self.offsets[number], columns)
+            store_values = stores[number].read(wanted[positions] - self.offsets[number], columns)
             for name in columns:
-                values_of[name].append(of_part[name])
+                values_of[name].append(store_values[name])
         if not values_of or len(places) == 1:
             return stores[0].read(wanted, columns)
         back = np.argsort(np.concatenate(places))
         return {name: _put_back(name, values, back) for name, values in values_of.items()}
 
     def sample_name(self, index: int) -> str:
-        """The name of a sample's source, and what that store calls it."""
-        number, of_part = part_of(self.offsets, index)
+        """Return the name of a sample's source, its index there, and the store's name for it."""
+        number, store_index = part_of(self.offsets, index)
         name, store = list(self.parts.items())[number]
-        return " ".join(filter(None, (name, str(of_part), name_of(store, of_part))))
+        return " ".join(filter(None, (name, str(store_index), name_of(store, store_index))))
 
     def close(self) -> None:
         for store in self.parts.values():
@@ -106,18 +106,18 @@ class JoinedStore:
 
 
 def _put_back(name: str, values: list[Any], back: np.ndarray) -> Any:
-    """A column that was read by parts, in the order that was asked for."""
+    """Join a column that was read in parts, in the requested order."""
     arrays = [isinstance(part, np.ndarray) for part in values]
     if all(arrays) and len({part.shape[1:] for part in values}) == 1:
         try:
             common = np.result_type(*values)
             return np.concatenate([exactly(part, common) for part in values])[back]
         except InexactError as error:
-            raise StoreError(f"column {name!r} of {common} has {error}: give the stores one type for it") from None
+            raise StoreError(f"column {name!r} as {common} has {error}: give it one type in all stores") from None
     if all(arrays):
         shapes = sorted({part.shape[1:] for part in values})
-        raise StoreError(f"column {name!r} has arrays of several shapes in the stores, {shapes}")
+        raise StoreError(f"column {name!r} must have arrays of one shape in all stores, got {shapes}")
     if any(arrays) and any(not array and None not in part for part, array in zip(values, arrays, strict=True)):
-        raise StoreError(f"column {name!r} has numbers in one of the stores and no numbers in another")
+        raise StoreError(f"column {name!r} has numbers in one store and other values in another")
     joined = [value for part in values for value in part]
     return [joined[place] for place in back.tolist()]

@@ -1,11 +1,11 @@
-"""Lance data sets, as the library lance (on PyPI `pylance`) writes them: made for reading single rows.
+"""Lance datasets, as the library lance (on PyPI `pylance`) writes them: a format for reading single rows.
 
-    NAME.lance/_versions/*.manifest     one for each version: its fragments, and the files that they are in
-    NAME.lance/data/*.lance             columns of a fragment; never changed once they are written
-    NAME.lance/_deletions/*             which of its rows are deleted
+    NAME.lance/_versions/*.manifest     one for each version: its fragments, and their files
+    NAME.lance/data/*.lance             columns of a fragment; never changed after they are written
+    NAME.lance/_deletions/*             deleted rows of a fragment
 
-A store is one version, the newest when it was first opened, in all processes: what others write meanwhile changes
-nothing. It goes by the library, on a disk and in object storage.
+A store is one version in all processes, the newest when it was first opened, so later writes have no effect on it.
+The lance library does all reads, from a disk and from object storage.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from raypipe.storage.patience import one_line, patience_s
 from raypipe.stores.arrow_columns import TableColumns
 from raypipe.stores.base import MAX_SAMPLE_BYTES, Columns, FileStore, check_indices, hash_of_facts
 
-# Of the library's errors: the place in its own source.
+# Source position at the end of the library's errors.
 _PLACE = re.compile(r",? ?/\S+\.rs:\d+.*", re.DOTALL)
-# Of a column whose values lie apart: in its metadata, or, since format 2.2, its type.
+# Mark of a blob column: in its metadata or, since format 2.2, its type.
 _BLOB, _BLOB_TYPE = b"lance-encoding:blob", "lance.blob.v2"
 
 
 class LanceStore(FileStore["_Version"]):
-    """A store in a Lance data set, `NAME.lance`. Samples are in the data set's order, without deleted rows.
+    """A store in a Lance dataset, `NAME.lance`. Samples are in the dataset's order, without deleted rows.
 
-    Null images are None, as are those over 512 MiB, and blobs that are links to files elsewhere; null labels raise
-    StoreError. The fingerprint is a hash over columns, class names, and the names and sizes of the files of data
-    and of deletions. A copy of the files has the same fingerprint; data that is written again does not, since the
-    library gives each file a new name.
+    Null images, images over 512 MiB, and blobs that are links to other files are None; null labels raise
+    StoreError. The fingerprint is a hash over columns, class names, and the names and sizes of the data and
+    deletion files. The library gives each file a new random name, so a copy of the files keeps the fingerprint,
+    and a rewritten dataset gets a new one.
 
     Args:
         address: a path, or a URI: s3://, gs://, az:// or abfs://.
         image_column: the column that becomes `image`: binary, a blob, or a struct with the field `bytes`.
-        target_column: the column of numbers, or of lists of them, that becomes `label`; integers are classes. A
-            data set without a column `label` is a store without labels; any other name must be there.
+        target_column: the column of numbers, or of lists of numbers, that becomes `label`; integers are classes.
+            The store has no labels if the dataset lacks `label`; a column of any other name must exist.
     """
 
-    _has_lock = True  # the library's threads
+    _has_lock = True  # held by the library's threads
 
     def __init__(self, address: str | Path, image_column: str = "image", target_column: str = "label") -> None:
         super().__init__(address, image_column, target_column)
@@ -59,7 +59,7 @@ class LanceStore(FileStore["_Version"]):
 
 
 class _Version(TableColumns):
-    """One version of a data set; `number` None = the newest."""
+    """A version of a dataset; `number` None = the newest."""
 
     groups = None
 
@@ -70,7 +70,7 @@ class _Version(TableColumns):
             extra = f"{to_install('lance')}, on every node"
             raise ConfigError(f"{address} needs the library of Lance ({error}): {extra}") from error
         self._address = address
-        with _explained(f"{address} cannot be opened as a Lance data set"):
+        with _explained(f"{address} cannot be opened as a Lance dataset"):
             self._data = lance.dataset(_uri(address), version=number, storage_options=_options(address))
             self.number = int(self._data.version)
             schema = self._data.schema
@@ -81,7 +81,7 @@ class _Version(TableColumns):
         schema = pa.schema(plain, schema.metadata)
         super().__init__([(address, schema)], image_column, target_column)
         facts = [(name, str(field)) for name, field in self.fields.items()], self.classes
-        files = [[fragment[name] for name in _OF_A_FRAGMENT if fragment.get(name)] for fragment in fragments]
+        files = [[fragment[name] for name in _FRAGMENT_FACTS if fragment.get(name)] for fragment in fragments]
         self.fingerprint = hash_of_facts((facts, files))
 
     def __len__(self) -> int:
@@ -90,7 +90,7 @@ class _Version(TableColumns):
     def read(self, indices: np.ndarray, columns: tuple[str, ...]) -> Columns:
         stored = {name: self.fields[name].name for name in columns}
         with _explained(f"{self._address}, version {self.number}, cannot be read"):
-            # Of a blob this is where it lies.
+            # For a blob, `take` returns only its place.
             table = self._data.take(indices.tolist(), columns=list(stored.values())) if len(indices) else None
             return {
                 name: self._contents_of(column, table, indices)
@@ -111,14 +111,14 @@ class _Version(TableColumns):
         return self.join(name, [values], rows)
 
     def _contents_of(self, column: str, table: pa.Table | None, indices: np.ndarray) -> list[bytes | None]:
-        """The blobs of a column; None for one that is a link to a file elsewhere, which is not followed."""
+        """Return the blobs of a column; None for a link to another file, which is not followed."""
         places = [] if table is None else table.column(column).to_pylist()
-        inside = [at for at, place in enumerate(places) if place is not None and not place.get("blob_uri")]
+        inside = [row for row, place in enumerate(places) if place is not None and not place.get("blob_uri")]
         contents: list[bytes | None] = [None] * len(places)
         blobs = self._data.take_blobs(column, indices=indices[inside].tolist()) if inside else []
-        for at, blob in zip(inside, blobs, strict=True):
+        for row, blob in zip(inside, blobs, strict=True):
             if blob is not None and blob.size() <= MAX_SAMPLE_BYTES:
-                contents[at] = blob.readall()
+                contents[row] = blob.readall()
         return contents
 
     def sample_name(self, index: int) -> str:
@@ -126,17 +126,17 @@ class _Version(TableColumns):
         return f"{self._address}, version {self.number}, row {index}"
 
 
-_OF_A_FRAGMENT = ("files", "physical_rows", "deletion_file", "overlays")
-"""What tells its contents from another's."""
+_FRAGMENT_FACTS = ("files", "physical_rows", "deletion_file", "overlays")
+"""Fields of a fragment's metadata that identify its contents."""
 
 
 def _is_blob(field: pa.Field) -> bool:
-    """Whether its values lie apart from the rows, in either of the library's ways."""
+    """Return whether values are stored outside the rows, in either of the library's two ways."""
     return getattr(field.type, "extension_name", "") == _BLOB_TYPE or (field.metadata or {}).get(_BLOB) == b"true"
 
 
 def _plain(field: pa.Field) -> pa.DataType:
-    """The type of a field's values; of an extension, such as the library's encoded images, that of its storage."""
+    """Return the type of a field's values; for an extension, such as encoded images, its storage type."""
     if _is_blob(field):
         return pa.large_binary()
     return field.type.storage_type if isinstance(field.type, pa.BaseExtensionType) else field.type
@@ -144,7 +144,7 @@ def _plain(field: pa.Field) -> pa.DataType:
 
 @contextlib.contextmanager
 def _explained(what: str) -> Iterator[None]:
-    """Within, what the library raises becomes a StoreError: it has a dozen types, and a panic is no Exception."""
+    """Context manager: turn the library's errors, a dozen types and Rust panics, into StoreError."""
     try:
         yield
     except (StoreError, MemoryError):
@@ -158,7 +158,7 @@ def _explained(what: str) -> Iterator[None]:
 
 
 def _uri(address: str) -> str:
-    """An address as the library knows it: without `anonymous@`, and abfs:// by its other name."""
+    """Return an address in the library's form: without `anonymous@`, and with abfss:// for abfs://."""
     scheme, mark, rest = address.partition("://")
     if not mark:
         return address
@@ -167,7 +167,7 @@ def _uri(address: str) -> str:
 
 
 def _options(address: str) -> dict[str, str]:
-    """What the library does not find in the environment where pyarrow finds it, see `storage.filesystem`."""
+    """Return storage options from variables that pyarrow reads and lance does not; see `storage.filesystem`."""
     scheme, _, rest = address.partition("://")
     environment, options = os.environ.get, {}
     if scheme == "s3":
@@ -175,11 +175,11 @@ def _options(address: str) -> dict[str, str]:
         if endpoint:
             endpoint = endpoint if "://" in endpoint else f"https://{endpoint}"
             options = {"aws_endpoint": endpoint, "allow_http": str(endpoint.startswith("http://")).lower()}
-        # It waits by itself, without a line, and its error is then a store's.
+        # The library retries silently by itself; after that its error becomes a StoreError.
         options |= {"client_max_retries": "1000", "client_retry_timeout": f"{patience_s():.0f}"}
     elif scheme in ("az", "abfs", "abfss"):
         names = {"account_name": "ACCOUNT", "account_key": "KEY", "sas_token": "SAS_TOKEN"}
-        variables = {name: environment(f"AZURE_STORAGE_{ours}") for name, ours in names.items()}
+        variables = {name: environment(f"AZURE_STORAGE_{suffix}") for name, suffix in names.items()}
         options = {f"azure_storage_{name}": value for name, value in variables.items() if value}
     if rest.startswith("anonymous@"):
         options["aws_skip_signature" if scheme == "s3" else "google_skip_signature"] = "true"

@@ -1,10 +1,10 @@
-"""LMDB stores: one file in raypipe's own layout, or a folder of them as shards, here or in an object store.
+"""LMDB stores: one file in raypipe's own layout, or a folder of such files as shards, local or in an object store.
 
 Keys are the index as big-endian uint64, values are records (see `raypipe.stores.record`), and the key
-`__raypipe__` holds a JSON record: version, count, columns, classes, fingerprint. Nothing is pickled. The lmdb
-library writes them; `raypipe.stores.lmdb_pages` reads, since the library trusts its files.
+`__raypipe__` has a JSON record: version, count, columns, classes, fingerprint. Nothing is pickled. The lmdb
+library writes the files, but `raypipe.stores.lmdb_pages` reads them, since the library trusts its files.
 
-Shards in an object store are opened by ranged reads of their metadata; records come through the node's cache.
+Opening a shard in an object store reads only its metadata, by ranges; records come through the node's cache.
 """
 
 from __future__ import annotations
@@ -33,9 +33,8 @@ if TYPE_CHECKING:
 class LMDBStore(FileStore["_Shards"]):
     """A store in one LMDB file, an LMDB environment folder, or a folder of `*.lmdb` shards, local or remote.
 
-    Shards are sorted by name and concatenated; they must agree in columns and classes. Those of a remote store
-    are read through the node's cache, see `raypipe.storage.local_cache`. Values of a missing or damaged record are
-    None.
+    Shards are sorted by name and concatenated; they must agree in columns and classes. Remote shards are read
+    through the node's cache, see `raypipe.storage.local_cache`. Values of a missing or damaged record are None.
 
     Args:
         address: see above.
@@ -60,7 +59,7 @@ class LMDBStore(FileStore["_Shards"]):
 
 
 def lmdb_files(address: str) -> list[RemoteFile]:
-    """The files of a store; for a local environment folder, the file in it."""
+    """Return the files of a store; for a local environment folder, the file in it."""
     if Path(address, "data.mdb").exists():
         return [RemoteFile(f"{address}/data.mdb")]
     what = "data.mdb of an LMDB environment, and no *.lmdb"
@@ -72,22 +71,22 @@ def lmdb_files(address: str) -> list[RemoteFile]:
 
 
 def is_foreign(address: str) -> bool:
-    """Whether the first file at a local address looks sound, and is not raypipe's own."""
+    """Return whether the first file at a local address looks intact, and raypipe did not write it."""
     try:
         return LMDBFile(lmdb_files(address)[0].address).get(METADATA_KEY) is None
-    except (StoreError, OSError):  # as it will be told by who reads it
+    except (StoreError, OSError):  # opening the store will raise it again
         return False
 
 
 @dataclass(frozen=True)
 class _Shard:
-    """One file of a store.
+    """A file of a store.
 
     Attributes:
         path: its path or URI, for errors.
-        metadata: see above.
-        file: a local one stays open; a forked child goes on with its parent's, since nothing in it moves. Nothing
-            of a remote one is downloaded before its first record is read.
+        metadata: the JSON record of the file.
+        file: a local file stays open, and forked children share it, since reads do not move its position. A remote
+            file is downloaded when its first record is read.
     """
 
     path: str
@@ -95,7 +94,7 @@ class _Shard:
     file: LMDBFile | RemoteFile
 
     def open(self) -> LMDBFile:
-        """The file, from the node's cache where it is remote; raises StoreError where it is another one by now."""
+        """Return the file, from the node's cache if remote; raise StoreError if it has changed since."""
         return self.file if isinstance(self.file, LMDBFile) else shared_cache().get(self.file, self._open_cached)
 
     def _open_cached(self, path: Path) -> LMDBFile:
@@ -122,22 +121,21 @@ class _Shards:
         self.label_is_class = label == "int64"
         if label in ("string", "binary"):
             raise StoreError(
-                f"{shards[0].path}, column {target_column!r} is {label}; a label is a number, or an array of "
-                f"them; set target_column, of {', '.join(first.types)}"
+                f"{shards[0].path}, column {target_column!r} has type {label}; labels must be numbers or arrays: "
+                f"set target_column to one of {', '.join(first.types)}"
             )
         if target_column != "label":
-            self.classes = None  # they are those of `label`
+            self.classes = None  # the class names belong to `label`
         for shard in shards:
             if (shard.metadata.types, shard.metadata.classes) != (self._types, first.classes):
                 raise StoreError(
                     f"{shard.path} and {shards[0].path} differ in columns or classes; "
-                    "all shards of one store have the same"
+                    "all shards of one store must have the same"
                 )
         self._layouts = [RecordLayout(shard.metadata.types) for shard in shards]
         self._offsets = np.cumsum([0] + [shard.metadata.count for shard in shards], dtype=np.int64)
-        # That of a single file, as written; for shards, the hash over theirs.
         self.fingerprint = join_fingerprints([shard.metadata.fingerprint for shard in shards])
-        if target_column != "label":  # other labels are other contents
+        if target_column != "label":  # other labels make other contents
             self.fingerprint = join_fingerprints([self.fingerprint, target_column])
 
     def __len__(self) -> int:
@@ -167,11 +165,11 @@ class _Shards:
     def _row(
         shard: _Shard, file: LMDBFile, key: int, layout: RecordLayout, stored: Collection[str]
     ) -> dict[str, Any]:
-        """The columns of one record; none where it is missing or damaged."""
+        """Return the columns of one record; none if it is missing or damaged."""
         try:
             record = file.get(KEY.pack(key))
         except StoreError:
-            return {}  # a bad sample like any other: its place in the file is what is damaged
+            return {}  # only this record's place in the file is damaged, so it is one bad sample
         except OSError as error:
             raise StoreError(f"{shard.path} cannot be read at key {key}: {error}") from error
         return {} if record is None else layout.unpack(record, stored)
@@ -182,7 +180,7 @@ class _Shards:
 
 
 def _put(values: dict[str, Any], name: str, positions: np.ndarray, column: np.ndarray | list[Any]) -> None:
-    """Put the values of some samples into a column."""
+    """Write the values of some samples into a column."""
     if isinstance(column, np.ndarray) and isinstance(values[name], np.ndarray):
         values[name][positions] = column
         return
@@ -193,7 +191,7 @@ def _put(values: dict[str, Any], name: str, positions: np.ndarray, column: np.nd
 
 
 def _with(values: np.ndarray | list[Any], position: int, value: Any) -> np.ndarray | list[Any]:
-    """A column with a value in its place; a list from the first number on that has none."""
+    """Return a column with one value set; None as the value turns an array into a list."""
     if value is None and isinstance(values, np.ndarray):
         values = values.tolist()
     values[position] = value
@@ -201,7 +199,7 @@ def _with(values: np.ndarray | list[Any], position: int, value: Any) -> np.ndarr
 
 
 def _column(values: Any, kind: str) -> Any:
-    """Values of one column: an array of arrays, where all samples have one."""
+    """Return the values of one column: as one array if all samples have an array."""
     array = None if isinstance(values, np.ndarray) else array_type(kind)
     if array is None or any(value is None for value in values):
         return values
@@ -210,7 +208,7 @@ def _column(values: Any, kind: str) -> Any:
 
 
 def _open_file(path: Path | str, source: pa.NativeFile | None = None) -> _Shard:
-    """Open a file, or what is read instead of it, with its metadata."""
+    """Open a file, or a source that replaces it, with its metadata."""
     file = LMDBFile(path, source)
     with explained(StoreError, f"{path} cannot be read"):
         try:
@@ -221,7 +219,7 @@ def _open_file(path: Path | str, source: pa.NativeFile | None = None) -> _Shard:
             record = memoryview(b"")
     if record is None:
         raise StoreError(
-            f"{path} is LMDB that raypipe did not write: copy it with `raypipe convert`, which reads it from disk"
+            f"{path} is LMDB from another program: copy it with `raypipe convert`, which reads it from a disk"
         )
     if file.num_bytes < file.declared_bytes:
         raise StoreError(
@@ -230,7 +228,7 @@ def _open_file(path: Path | str, source: pa.NativeFile | None = None) -> _Shard:
     metadata = Metadata.from_json(bytes(record), f"{path} has a bad {METADATA_KEY.decode()} record")
     if file.num_entries != metadata.count + 1:
         raise StoreError(
-            f"{path} holds {file.num_entries - 1} samples, but was written with {metadata.count}; convert it again"
+            f"{path} has {file.num_entries - 1} samples, but was written with {metadata.count}; convert it again"
         )
     return _Shard(str(path), metadata, file)
 

@@ -1,20 +1,20 @@
-"""LMDB's file format, read page by page, with every number in it checked before it is used.
+"""Reader of LMDB's file format, page by page, that checks every number in the file before using it.
 
-liblmdb maps its file and follows what stands in it: a page overwritten by something else, or a file cut
-short while it is open, kills the process (SIGSEGV, SIGBUS). Here `pread` reads everything, so that damage is
-an exception, whatever the bytes are, and threads and forked processes may share an open file.
+liblmdb maps its file and follows the numbers in it: a page overwritten by something else, or a file cut short
+while it is open, kills the process (SIGSEGV, SIGBUS). This reader uses `pread`, so damage of any kind raises an
+exception, and threads and forked processes may share an open file.
 
     page 0, 1   meta: magic, version, page size; root, depth and entries of the tree; transaction number.
-                Transactions write them in turn, so the one of the higher number counts
-    branch      ascending keys → page numbers. The first key says nothing: it is below all others
+                Transactions write the two alternately, so the page with the higher number is current
+    branch      ascending keys → page numbers. The first key is ignored: it counts as below all others
     leaf        ascending keys → values, or lengths and page numbers of values too long for a leaf
     overflow    a header, then one such value, over as many pages as it takes
 
-A page starts with its own number, so a page that was written to a wrong place is found out. Values have no
-checksum: other bytes instead of a value's are returned as they are.
+A page starts with its own number, so a page written to a wrong place is detected. Values have no checksum: changed
+bytes within a value are returned unnoticed.
 
-Understood is what liblmdb 0.9 (data version 1) writes on little-endian 64-bit machines into the main
-database, with keys in the order of their bytes and one value per key.
+The reader supports files of liblmdb 0.9 (data version 1) from little-endian 64-bit machines, and only the main
+database, with keys in byte order and one value per key.
 """
 
 from __future__ import annotations
@@ -46,24 +46,24 @@ _VERSION = 1
 _NO_PAGE = (1 << 64) - 1  # root of an empty tree
 _NUM_METAS = 2
 
-# Page flags, of which a page in a file has one, and node flags.
+# Page flags, exactly one per page in a file, and node flags.
 _BRANCH, _LEAF, _OVERFLOW, _META = 1, 2, 4, 8
 _LONG_VALUE = 1
 
 _HEADER = struct.Struct("<QHHHH")  # page number, unused, flags, bounds of the free space
 _OVERFLOW_HEADER = struct.Struct("<QHHI")  # page number, unused, flags, number of pages
-# Magic, version, page size; of the main tree its flags, depth, entries and root; last page, transaction number.
+# Magic, version, page size; the main tree's flags, depth, entries and root; last page, transaction number.
 _META_BODY = struct.Struct("<II16xI48xHH24xQQQQ")
 _NODE = struct.Struct("<IHH")  # value length, flags, key length; in a branch: page number of 48 bits, key length
 _POINTER = struct.Struct("<H")
 _PAGE_NUMBER = struct.Struct("<Q")
-_HEADER_BYTES, _NODE_BYTES, _POINTER_BYTES = _HEADER.size, _NODE.size, _POINTER.size  # of either header
+_HEADER_BYTES, _NODE_BYTES, _POINTER_BYTES = _HEADER.size, _NODE.size, _POINTER.size  # both headers have one size
 
-_MIN_PAGE_BYTES, _MAX_PAGE_BYTES = 512, 32_768  # as liblmdb has them
-_MAX_DEPTH = 32  # liblmdb's; no tree that fits a disk comes near it
+_MIN_PAGE_BYTES, _MAX_PAGE_BYTES = 512, 32_768  # liblmdb's limits
+_MAX_DEPTH = 32  # liblmdb's limit, far above any tree that fits on a disk
 
-# A parsed branch page takes about 20 KB. A page of 4 KiB leads to 200 others: two levels of branches and
-# their leaves, six million keys, are 200 branch pages.
+# A parsed branch page takes about 20 KB. A page of 4 KiB has about 200 children, so a tree of two branch levels,
+# with six million keys, has 200 branch pages.
 _MAX_CACHED_BRANCHES = 1024
 
 Layout = tuple[int, int, int]
@@ -71,20 +71,20 @@ Layout = tuple[int, int, int]
 
 
 class LMDBFile:
-    """One file of LMDB, open for reading. The file closes with the object.
+    """An LMDB file, open for reading; it closes with the object.
 
-    What reads it raises StoreError where its pages are damaged, and OSError where the file cannot be read.
+    Every reading method raises StoreError for damaged pages, and OSError if the file cannot be read.
 
     Args:
-        path: the file, or, for errors, the address of what is read instead.
-        source: an object to be read by ranges instead of a local file; whoever opened it closes it.
+        path: the file, or the address of `source`, for errors.
+        source: an object that is read by ranges instead of a local file; its opener closes it.
 
     Attributes:
-        path: as above.
-        num_entries: keys in the main database, as declared; no more than the file has room for.
-        num_bytes: of the file when it was opened.
-        declared_bytes: of all pages that the file counts. A sound file may be shorter: pages at its end
-            that hold nothing need never have been written.
+        path: as passed.
+        num_entries: number of keys that the main database declares, checked against the file's size.
+        num_bytes: size of the file when it was opened.
+        declared_bytes: size of all pages that the file counts. An intact file may be shorter, since unused pages
+            at its end may never have been written.
     """
 
     def __init__(self, path: Path | str, source: pa.NativeFile | None = None) -> None:
@@ -105,18 +105,18 @@ class LMDBFile:
             raise StoreError(f"{path} cannot be opened as LMDB: {error}") from error
         except _DamageError as error:
             raise StoreError(f"{path} cannot be opened as LMDB: {error}; copy or convert it again") from None
-        # Threads may add to it at one time: each finds a whole entry or none.
+        # Threads may insert concurrently: each lookup returns a complete entry or none.
         self._branches: dict[int, tuple[list[bytes], list[int]]] = {}
         self._reader: Any = None
         kernel = native.module() if self._file is not None and self._depth else None
         if kernel is not None:
             tree = self._page_bytes, self._root, self._depth, self._last_page
-            with contextlib.suppress(ValueError):  # a tree that none can be: `get` says what is wrong with it
+            with contextlib.suppress(ValueError):  # an impossible tree: `get` raises an error that explains it
                 self._reader = kernel.lmdb_open(self._file, self.num_bytes, *tree)
             self._read_many = kernel.lmdb_read
 
     def get(self, key: bytes) -> memoryview | None:
-        """Return the value of a key, None if there is none."""
+        """Return the value of a key, None if it does not exist."""
         with self._explained(f" at key {key!r}"):
             if not self._depth:
                 return None
@@ -126,19 +126,19 @@ class LMDBFile:
                 number = children[bisect_right(keys, key)]
             page, num_nodes = self._page(number, _LEAF)
             slot = bisect_left(range(num_nodes), key, key=lambda slot: _node(page, slot)[1])
-            start, found = _node(page, min(slot, num_nodes - 1))
-            return self._value(page, start) if found == key else None
+            start, node_key = _node(page, min(slot, num_nodes - 1))
+            return self._value(page, start) if node_key == key else None
 
     def records(self, keys: np.ndarray, layout: Layout) -> tuple[bytes, list[list[bytes | None]], np.ndarray]:
-        """Read many records of raypipe's own in one call, by the compiled reader, which takes sound ones alone.
+        """Read many of raypipe's own records in one call with the compiled reader, which skips damaged ones.
 
         Args:
             keys: int64 (n,).
-            layout: the number of fixed columns, of variable ones, and a bit for each variable one that is wanted.
+            layout: the number of fixed columns, of variable columns, and a bit for each requested variable column.
 
         Returns:
-            The fixed columns, 8 bytes of each; for each wanted variable column n values, None where there is none;
-            and whether a record was read, bool (n,). Of others `get` decides.
+            The fixed columns, 8 bytes each; for each requested variable column a list of n values, None for a
+            missing value; and bool (n,), whether each record was read. Callers use `get` for the others.
         """
         if self._reader is None:
             return b"", [], np.zeros(len(keys), bool)
@@ -146,14 +146,14 @@ class LMDBFile:
         return fixed, columns, np.frombuffer(done, bool)
 
     def entries(self) -> Iterator[tuple[bytes, memoryview | None]]:
-        """Yield all keys, ascending, each with its value; None if damage has made the value unreadable."""
+        """Yield all keys, ascending, each with its value; None for a damaged value."""
         with self._explained():
             num_entries = 0
             last: bytes | None = None
             for number in self._leaf_numbers(self._root, self._depth):
                 page, num_nodes = self._page(number, _LEAF)
                 for start, key in [_node(page, slot) for slot in range(num_nodes)]:
-                    # This also ends a walk that comes to a page twice.
+                    # This check also ends a walk that reaches a page twice.
                     if last is not None and key <= last:
                         raise _DamageError(f"key {key[:64]!r} comes after {last[:64]!r}")
                     last = key
@@ -164,7 +164,7 @@ class LMDBFile:
                     yield key, value
                 num_entries += num_nodes
             if num_entries != self.num_entries:
-                raise _DamageError(f"{num_entries} keys are there and {self.num_entries} are declared")
+                raise _DamageError(f"it has {num_entries} keys, but declares {self.num_entries}")
 
     @contextmanager
     def _explained(self, where: str = "") -> Iterator[None]:
@@ -174,10 +174,10 @@ class LMDBFile:
             raise StoreError(f"{self.path} is damaged{where}: {error}; copy or convert it again") from None
 
     def _read_metas(self) -> None:
-        """Set what the newer of the two meta pages says of the file and its main database."""
+        """Set the attributes of the file and its main database from the newer of the two meta pages."""
         first = self._meta(0, 0)
         self._page_bytes = first[-1]
-        # Both must be sound: the older one alone would show an earlier state, and nobody would notice.
+        # Both must be intact: falling back to the older page would silently show an earlier state.
         second = self._meta(1, self._page_bytes)
         if second[-1] != self._page_bytes:
             raise _DamageError(f"its pages have {self._page_bytes} or {second[-1]} bytes")
@@ -186,20 +186,20 @@ class LMDBFile:
             raise _DamageError(f"its database has the flags {flags:#x}: duplicate, reversed or integer keys")
         empty = self._root == _NO_PAGE and not self._depth and not self.num_entries
         if not empty and not 1 <= self._depth <= _MAX_DEPTH:
-            raise _DamageError(f"its tree has the depth {self._depth}")
+            raise _DamageError(f"its tree has depth {self._depth}")
         if self.num_entries * (_NODE_BYTES + _POINTER_BYTES) > self.num_bytes:
             raise _DamageError(f"it declares {self.num_entries} entries in {self.num_bytes} bytes")
         self.declared_bytes = (self._last_page + 1) * self._page_bytes
 
     def _meta(self, number: int, start: int) -> tuple[int, ...]:
-        """Transaction number; the main tree's flags, depth, entries and root; the last page; the page size."""
+        """Return transaction number; the main tree's flags, depth, entries and root; last page; page size."""
         page = self._pread(_HEADER_BYTES + _META_BODY.size, start)
         if len(page) < _HEADER_BYTES + _META_BODY.size:
             raise _DamageError(f"it ends within meta page {number}")
-        found, _, flags, *_ = _HEADER.unpack_from(page)
+        page_number, _, flags, *_ = _HEADER.unpack_from(page)
         magic, version, page_bytes, *tree, last_page, transaction = _META_BODY.unpack_from(page, _HEADER_BYTES)
-        if magic != _MAGIC or found != number or flags != _META:
-            raise _DamageError(f"page {number} is no meta page of 64-bit little-endian LMDB")
+        if magic != _MAGIC or page_number != number or flags != _META:
+            raise _DamageError(f"page {number} is not a meta page of 64-bit little-endian LMDB")
         if version != _VERSION:
             raise _DamageError(f"its data version is {version}; this raypipe reads version {_VERSION}")
         if not _MIN_PAGE_BYTES <= page_bytes <= _MAX_PAGE_BYTES or page_bytes & (page_bytes - 1):
@@ -207,7 +207,7 @@ class LMDBFile:
         return transaction, *tree, last_page, page_bytes
 
     def _value(self, page: bytes, start: int) -> memoryview:
-        """Return the value of the leaf's node at `start`, whose key lies within the page."""
+        """Return the value of the leaf's node at `start`, whose key must be within the page."""
         num_bytes, flags, key_bytes = _NODE.unpack_from(page, start)
         start += _NODE_BYTES + key_bytes
         if flags == _LONG_VALUE:
@@ -215,20 +215,22 @@ class LMDBFile:
                 raise _DamageError(f"a page number at byte {start} of a page of {len(page)}")
             return self._long_value(_PAGE_NUMBER.unpack_from(page, start)[0], num_bytes)
         if flags:
-            raise _DamageError(f"its flags are {flags:#x}: a database within the database, or damage")
+            raise _DamageError(f"its flags are {flags:#x}: a nested database, or damage")
         if start + num_bytes > len(page):
             raise _DamageError(f"a value of {num_bytes} bytes at byte {start} of a page of {len(page)}")
         return memoryview(page)[start : start + num_bytes]
 
     def _long_value(self, number: int, num_bytes: int) -> memoryview:
         if num_bytes > MAX_SAMPLE_BYTES:
-            raise _DamageError(f"a value of {num_bytes} bytes, limit is {MAX_SAMPLE_BYTES}")
+            raise _DamageError(f"a value of {num_bytes} bytes; the limit is {MAX_SAMPLE_BYTES}")
         size = _HEADER_BYTES + num_bytes
         data = self._read(number, size)
-        found, _, flags, num_pages = _OVERFLOW_HEADER.unpack_from(data)
-        if found != number or flags != _OVERFLOW:
-            raise _DamageError(f"page {number} holds a page {found} of flags {flags:#x}, and no long value")
-        # It may have more pages than it needs: a value that is written over by a shorter one keeps them.
+        page_number, _, flags, num_pages = _OVERFLOW_HEADER.unpack_from(data)
+        if page_number != number or flags != _OVERFLOW:
+            raise _DamageError(
+                f"page {number} has the number {page_number} and flags {flags:#x}, but must be a long value"
+            )
+        # It may have more pages than it needs, since replacing a value with a shorter one keeps the pages.
         if num_pages * self._page_bytes < size or number + num_pages > self._last_page + 1:
             raise _DamageError(f"a value of {num_bytes} bytes in {num_pages} pages from page {number}")
         return memoryview(data)[_HEADER_BYTES:]
@@ -242,7 +244,7 @@ class LMDBFile:
             raise _DamageError(f"the keys of branch page {number} do not ascend")
         if len(self._branches) >= _MAX_CACHED_BRANCHES:
             self._branches.clear()
-        # A child's number has the 48 bits that in a leaf are a value's length and flags.
+        # A child's page number has 48 bits, the bits of a value's length and flags in a leaf.
         children = [low | high << 32 for low, high, _ in (_NODE.unpack_from(page, start) for start, _ in nodes)]
         self._branches[number] = branch = keys, children
         return branch
@@ -255,11 +257,13 @@ class LMDBFile:
             yield number
 
     def _page(self, number: int, kind: int) -> tuple[bytes, int]:
-        """Return a branch or leaf page, and how many nodes it has."""
+        """Return a branch or leaf page, and its number of nodes."""
         page = self._read(number, self._page_bytes)
-        found, _, flags, lower, upper = _HEADER.unpack_from(page)
-        if found != number or flags != kind:
-            raise _DamageError(f"page {number} holds a page {found} of flags {flags:#x}, expected {kind:#x}")
+        page_number, _, flags, lower, upper = _HEADER.unpack_from(page)
+        if page_number != number or flags != kind:
+            raise _DamageError(
+                f"page {number} has the number {page_number} and flags {flags:#x}, but must have flags {kind:#x}"
+            )
         if not _HEADER_BYTES <= lower <= upper <= self._page_bytes:
             raise _DamageError(f"page {number} has its free space from byte {lower} to {upper}")
         if lower < _HEADER_BYTES + _POINTER_BYTES:
@@ -267,7 +271,7 @@ class LMDBFile:
         return page, (lower - _HEADER_BYTES) // _POINTER_BYTES
 
     def _read(self, number: int, num_bytes: int) -> bytes:
-        """Return the first bytes of a page, and of those after it; never more than the file had."""
+        """Return bytes from the start of a page, maybe across pages; never beyond the file's end at opening."""
         start = number * self._page_bytes
         if not _NUM_METAS <= number <= self._last_page or start + num_bytes > self.num_bytes:
             raise _DamageError(f"page {number}, {num_bytes} bytes, in a file of {self.num_bytes}")
@@ -278,7 +282,7 @@ class LMDBFile:
 
 
 def _node(page: bytes, slot: int) -> tuple[int, bytes]:
-    """Return where a node starts, and its key."""
+    """Return a node's offset and its key."""
     (start,) = _POINTER.unpack_from(page, _HEADER_BYTES + _POINTER_BYTES * slot)
     key_start = start + _NODE_BYTES
     if key_start > len(page):
@@ -290,4 +294,4 @@ def _node(page: bytes, slot: int) -> tuple[int, bytes]:
 
 
 class _DamageError(Exception):
-    """What is wrong with the file, without the file's name."""
+    """A description of damage, without the file's name."""

@@ -1,11 +1,11 @@
-"""Stores of MosaicML's MDS: what `streaming.MDSWriter` writes, without the streaming library.
+"""Stores in MosaicML's MDS format, as `streaming.MDSWriter` writes it, read without the streaming library.
 
     index.json   {"version": 2, "shards": [{"format": "mds", "samples": n, "compression": null or "zstd:7",
                  "column_names": […], "column_encodings": […], "column_sizes": […],
                  "raw_data": {"basename", "bytes", "hashes"}, "zip_data": null or the same, compressed}, …]}
 
-A sample in a shard is | uint32 size of each value that has no fixed one | values |. Each is read alone. Compressed
-shards are unpacked into memory whole, so they are groups of the store.
+A sample in a shard is | uint32 size of each value without a fixed size | values |. Single samples are read from
+uncompressed shards. Compressed shards are unpacked into memory as a whole, so they are groups of the store.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from raypipe.stores.mds_shard import OpenShard, Shard, check_shard, open_file, u
 from raypipe.stores.numbers import labels_of
 
 _INDEX = "index.json"
-# Of unpacked shards that a store keeps, beside the one used last: 16 of 64 MiB, the usual size.
+# Unpacked shards that a store keeps, besides the last used: 16 of the usual size of 64 MiB.
 _MAX_UNPACKED_BYTES = 1 << 30
 
 _MAX_OPEN = 256  # each takes a file descriptor
@@ -40,13 +40,13 @@ _MAX_OPEN = 256  # each takes a file descriptor
 
 @dataclass(frozen=True)
 class _IndexFile:
-    """What an index says.
+    """Contents of an index.
 
     Attributes:
         encodings: name of each value of a sample → its encoding, in the order of the values.
-        sizes: fixed size of each value; None where each sample gives it.
-        shards: in their order.
-        facts: what else tells contents from others, such as checksums.
+        sizes: fixed size of each value; None if samples differ in it.
+        shards: the shards, in order.
+        facts: further facts that identify the contents, such as checksums.
     """
 
     encodings: dict[str, str]
@@ -56,16 +56,16 @@ class _IndexFile:
 
 
 class MDSStore(FileStore["_Opened"]):
-    """A store of MDS: a folder with index.json and *.mds, local or remote.
+    """A store in MDS format: a folder with index.json and *.mds, local or remote.
 
-    Remote shards are read through the node's cache, see `storage.local_cache`. The fingerprint is a hash over what
-    the index says: columns, numbers of samples, sizes and checksums. It does not cover the data.
+    Remote shards are read through the node's cache, see `storage.local_cache`. The fingerprint is a hash over the
+    index: columns, numbers of samples, sizes and checksums. It does not cover the data.
 
     Args:
         address: path or URI of the folder.
         image_column: the column that becomes `image`.
-        target_column: the column of numbers, or of arrays of them, that becomes `label`; integers are classes. A
-            store without a column `label` has no labels; any other name must be there.
+        target_column: the column of numbers, or of arrays of numbers, that becomes `label`; integers are classes.
+            The store has no labels if the shards lack `label`; a column of any other name must exist.
     """
 
     _has_lock = True
@@ -110,18 +110,20 @@ class MDSStore(FileStore["_Opened"]):
         return index, files
 
     def _preferred(self, shard: Shard) -> Shard:
-        """The uncompressed file of a local shard, if it is there instead of the compressed one."""
+        """Return a local shard's uncompressed file if the compressed one is missing, else the shard itself."""
         if not shard.unpacked_name or is_remote(self.address) or Path(self.address, shard.name).exists():
             return shard
         return Shard(shard.unpacked_name, shard.num_samples, shard.unpacked_bytes)
 
 
 def _parsed(content: Any) -> _IndexFile:
-    """The JSON of an index, understood. StoreError says what is not read; damage may raise others."""
+    """Parse the JSON of an index; raise StoreError for unsupported formats, and one of `DAMAGE` for damage."""
     shards = content["shards"]
     if content["version"] != 2 or {shard["format"] for shard in shards} != {"mds"}:
         kinds = sorted({str(shard["format"]) for shard in shards})
-        raise StoreError(f"has version {content['version']} of {', '.join(kinds)}: only version 2 of mds is read")
+        raise StoreError(
+            f"has version {content['version']} of {', '.join(kinds)}: raypipe reads only version 2 of mds"
+        )
     first = shards[0]
     names, kinds, sizes = (first[f"column_{what}"] for what in ("names", "encodings", "sizes"))
     for number, shard in enumerate(shards):
@@ -150,14 +152,14 @@ def _shard_of(entry: dict[str, Any]) -> Shard:
 def _refusal(name: str, encoding: str) -> str:
     if encoding in ("pkl", "pickle"):
         return (
-            f"column {name!r} is pickled, and a pickle is a program, which is not run: write the data set anew, "
-            "with bytes, text or numbers"
+            f"column {name!r} is pickled, and raypipe does not run pickles, since they are programs: write the "
+            "dataset again with bytes, text or numbers"
         )
-    return f"column {name!r} has the encoding {encoding!r}, which is not read"
+    return f"column {name!r} has the encoding {encoding!r}, which raypipe cannot read"
 
 
 class _Opened:
-    """The shards of a store; those used last are open."""
+    """The shards of a store; the last used shards stay open."""
 
     classes = None
 
@@ -184,7 +186,7 @@ class _Opened:
         self.label_is_class = label is None or integers
         counts = [shard.num_samples for shard in index.shards]
         self._bounds = np.cumsum([0, *counts], dtype=np.int64)
-        # What is unpacked at a time is read at a time.
+        # A compressed shard is unpacked as a whole, so its samples are read together.
         self.groups = np.unique(self._bounds) if any(shard.codec for shard in index.shards) else None
         facts = (index.encodings, index.sizes, counts, index.facts, stored)
         self.fingerprint = hash_of_facts(facts)
@@ -208,7 +210,7 @@ class _Opened:
         return f"{self._files[number].address}, sample {within}"
 
     def _row(self, shard: OpenShard, sample: int, columns: tuple[str, ...]) -> dict[str, Any]:
-        """The values of a sample that are sound."""
+        """Return a sample's values, without the damaged ones."""
         start, end = shard.offsets[sample : sample + 2].tolist()
         head = np.frombuffer(shard.part(start, 4 * self._num_sizes), np.uint8)
         if len(head) < 4 * self._num_sizes:
@@ -217,7 +219,7 @@ class _Opened:
         sizes = [next(own_sizes) if size is None else size for size in self._sizes]
         begins = list(itertools.accumulate(sizes, initial=start + len(head)))
         row: dict[str, Any] = {}
-        if begins[-1] != end:  # each value may then be a part of another
+        if begins[-1] != end:  # the sizes are damaged, so no value can be located
             return row
         for name in columns:
             place, encoding = self._fields[name]
@@ -236,10 +238,10 @@ class _Opened:
         return labels_of(column) if name == "label" and self.label_is_class else column
 
     def _shard(self, number: int) -> OpenShard:
-        """A shard, which becomes the one used last."""
+        """Return an open shard, which becomes the last used."""
         shard, file = self._shards[number], self._files[number]
         name, remote = file.address, is_remote(file.address)
-        if remote and not shard.codec:  # the node's cache knows when to close it
+        if remote and not shard.codec:  # the node's cache closes it
             return shared_cache().get(file, lambda path: _open_shard(open_file(path, shard, name), shard, name))
         with self._lock:
             if number not in self._open:
@@ -259,7 +261,7 @@ def _open_shard(file: OpenFile, shard: Shard, name: str) -> OpenShard:
 def _stored_names(
     address: str, kinds: dict[str, str], encodings: dict[str, Encoding], renamed: dict[str, str]
 ) -> dict[str, str]:
-    """See `stored_names`; raises StoreError where `image` and `label` are none. Refused columns are left out."""
+    """Call `stored_names`, drop unreadable columns, and raise StoreError for wrong types of image and label."""
     stored = stored_names(address, kinds, renamed)
     for name in renamed.keys() & stored:
         place = stored[name]
@@ -267,9 +269,9 @@ def _stored_names(
             raise StoreError(f"{address}: {_refusal(place, kinds[place])}")
         encoding = encodings[place]
         if not (encoding.is_image if name == "image" else encoding.dtype is not None or encoding.is_array):
-            needed = "jpeg, png or bytes" if name == "image" else "a number, or an array of them"
+            needed = "jpeg, png or bytes" if name == "image" else "a number or an array"
             raise StoreError(
-                f"{address}: column {place!r} has the encoding {kinds[place]!r}; {name} is {needed}; "
+                f"{address}: column {place!r} has the encoding {kinds[place]!r}; {name} must be {needed}: "
                 f"set {name}_column"
             )
     return {name: place for name, place in stored.items() if place in encodings}

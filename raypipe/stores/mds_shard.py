@@ -1,4 +1,4 @@
-"""One shard of MDS: a file of samples, which may be compressed as a whole, and is then unpacked into memory.
+"""Shards of MDS: files of samples. A compressed shard is unpacked into memory as a whole.
 
 uint32 n | uint32 offsets (n + 1) | … | samples, from one offset to the next
 """
@@ -17,21 +17,21 @@ from raypipe.storage.local_file import OpenFile
 
 MAX_UNPACKED_BYTES = 1 << 30
 
-# Name in an index → pyarrow's.
+# Name in an index → name in pyarrow.
 _CODECS = {"zstd": "zstd", "gz": "gzip"}
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One shard, as an index describes it.
+    """A shard, as an index describes it.
 
     Attributes:
-        name: its path below the folder of the index.
-        num_samples: that it holds.
-        num_bytes: of the file.
-        codec: how it is compressed, such as `zstd:7`; empty = not.
-        unpacked_bytes: its size, unpacked; only with a codec.
-        unpacked_name: a file of the same, uncompressed, which need not be there; empty = none.
+        name: path below the folder of the index.
+        num_samples: number of samples.
+        num_bytes: size of the file.
+        codec: compression, such as `zstd:7`; empty = not compressed.
+        unpacked_bytes: unpacked size; only with a codec.
+        unpacked_name: the uncompressed file, which may be missing; empty = none.
     """
 
     name: str
@@ -43,32 +43,32 @@ class Shard:
 
 
 def check_shard(shard: Shard) -> None:
-    """Raise ValueError where an index says what cannot be, or names a file outside its folder."""
+    """Raise ValueError if an index has impossible numbers, or names a file outside its folder."""
     path = PurePosixPath(shard.name)
     if not path.parts or path.is_absolute() or ".." in path.parts or "\0" in shard.name or "\\" in shard.name:
-        raise ValueError(f"the shard {shard.name!r} is no file below this folder")
+        raise ValueError(f"the shard {shard.name!r} is not below this folder")
     if shard.num_samples < 0 or shard.num_bytes < 0:
         raise ValueError(f"{shard.name} with {shard.num_samples} samples in {shard.num_bytes} bytes")
     if not shard.codec:
         return
     if shard.codec.partition(":")[0] not in _CODECS:
-        raise ValueError(f"{shard.name} with the compression {shard.codec!r}; known are {', '.join(_CODECS)}")
+        raise ValueError(f"{shard.name} has compression {shard.codec!r}; raypipe reads {', '.join(_CODECS)}")
     if not 0 <= shard.unpacked_bytes <= MAX_UNPACKED_BYTES:
         raise ValueError(
-            f"{shard.name}, which unpacks to {shard.unpacked_bytes:,} bytes: the limit is {MAX_UNPACKED_BYTES:,}"
+            f"{shard.name} unpacks to {shard.unpacked_bytes:,} bytes; the limit is {MAX_UNPACKED_BYTES:,}"
         )
 
 
 class OpenShard:
-    """A shard whose samples are read by position: from an open file, or from what a compressed one unpacks to.
+    """A shard whose samples are read by position, from an open file or from unpacked content.
 
     Attributes:
         offsets: int64 of shape (num_samples + 1,), ascending.
-        num_bytes: that it takes in memory.
+        num_bytes: bytes in memory.
 
     Args:
-        name: of the shard, for errors.
-        num_samples: that the index gives it.
+        name: the shard's name, for errors.
+        num_samples: number of samples in the index.
         source: the file, or its content.
     """
 
@@ -83,12 +83,12 @@ class OpenShard:
         self.offsets = table[1:].astype(np.int64)
         if table[0] != num_samples or self.offsets[0] < table.nbytes or (np.diff(self.offsets) < 0).any():
             raise StoreError(
-                f"{name} is damaged, or another shard than the index describes: it begins with {table[0]} and "
+                f"{name} is damaged, or not the shard that the index describes: it begins with {table[0]} and "
                 f"{self.offsets[0]}, for {num_samples} samples; copy it again"
             )
 
     def part(self, start: int, num_bytes: int) -> bytes:
-        """As many bytes from `start` on as there are. Threads may share the shard; it may raise StoreError."""
+        """Return bytes from `start` on, fewer at the end; may raise StoreError. Threads may share the shard."""
         if isinstance(self._source, bytes):
             return self._source[start : start + num_bytes]
         try:
@@ -98,7 +98,7 @@ class OpenShard:
 
 
 def open_file(path: str | Path, shard: Shard, name: str) -> OpenFile:
-    """The file of a shard; StoreError, with its name for errors, where it cannot be opened or has another size."""
+    """Open the file of a shard; raise StoreError, with `name`, if it cannot be opened or has another size."""
     try:
         file = OpenFile(Path(path))
     except OSError as error:
@@ -112,16 +112,16 @@ def open_file(path: str | Path, shard: Shard, name: str) -> OpenFile:
 
 
 def unpacked(file: OpenFile, shard: Shard, name: str) -> bytes:
-    """What a compressed shard unpacks to; StoreError where it is damaged."""
+    """Return the unpacked content of a compressed shard; raise StoreError if it is damaged."""
     packed_bytes = os.fstat(file.descriptor).st_size
     codec = _CODECS[shard.codec.partition(":")[0]]
     try:
         if packed_bytes > MAX_UNPACKED_BYTES:
             raise ValueError(f"{packed_bytes:,} bytes; the limit is {MAX_UNPACKED_BYTES:,}")
         with pa.CompressedInputStream(pa.BufferReader(file.path.read_bytes()), codec) as stream:
-            content = bytes(stream.read(shard.unpacked_bytes + 1))  # a bomb unpacks no further
+            content = bytes(stream.read(shard.unpacked_bytes + 1))  # the limit stops decompression bombs
         if len(content) > shard.unpacked_bytes:
             raise ValueError(f"more than {shard.unpacked_bytes} bytes")
         return content
     except (pa.ArrowException, OSError, ValueError) as error:
-        raise StoreError(f"{name} cannot be unpacked by {codec}: {error}; copy it again") from error
+        raise StoreError(f"{name} cannot be unpacked with {codec}: {error}; copy it again") from error

@@ -1,4 +1,4 @@
-"""Numbers that stay what they are: casts that change none, labels of 64 bits, .npy that hold what they declare."""
+"""Exact numbers: casts that raise instead of changing a number, labels of 64 bits, and a strict reader of .npy."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ import numpy.typing as npt
 from raypipe.errors import SampleError
 
 NPY = b"\x93NUMPY"
-"""The bytes that a .npy file starts with."""
+"""First bytes of a .npy file."""
 _MAX_HEADER_BYTES = 10_000  # numpy's own default
 _WHOLE = 2.0**53  # from here on, a float64 may stand for several integers
 
 
 class InexactError(ValueError):
-    """An array of a dtype would hold another number than the one that was given: `the number …, and …`."""
+    """A cast to a dtype would change a number; the message is `the number …, and … cannot hold it`."""
 
 
 def exactly(values: Any, dtype: npt.DTypeLike | None = None) -> np.ndarray:
-    """Numbers as an array, of a dtype where one is given: integers keep their values, and floats stay finite.
+    """Return numbers as an array, of a dtype if one is passed: integers keep their values, and floats stay finite.
 
-    The fractions of floats are rounded, as those of a float64 in float32 must be.
+    Floats may be rounded, for example from float64 to float32.
 
     Raises:
         InexactError: a number would change.
-        ValueError: the values make no array.
+        ValueError: the values do not form an array.
     """
     array = np.asarray(values)
     if array.dtype.kind == "f" and not isinstance(values, np.ndarray | np.generic):
-        # numpy makes floats of integers that stand beside floats, and of those over 63 bits beside negative ones.
+        # numpy turns integers next to floats into floats, and integers over 63 bits next to negative ones too.
         large = np.abs(array) >= _WHOLE
         for value in np.asarray(values, object)[large].flat if large.any() else ():
             if isinstance(value, int | np.integer) and int(float(value)) != int(value):
@@ -49,11 +49,11 @@ def exactly(values: Any, dtype: npt.DTypeLike | None = None) -> np.ndarray:
 
 
 def _changed(array: np.ndarray, cast: np.ndarray) -> np.ndarray:
-    """Which numbers are others after a cast, bool of their shape."""
+    """Return whether each number changed in a cast, as bool of the same shape."""
     if array.dtype.kind == "f":
         if cast.dtype.kind == "f":
             return np.isfinite(array) & ~np.isfinite(cast)
-        return np.ones(array.shape, bool)  # of floats no integers are made
+        return np.ones(array.shape, bool)  # casting floats to integers is never exact enough
     if cast.dtype.kind != "f" or array.dtype.kind == "b":
         return np.asarray(cast != array)
     wide = cast.astype(np.float64)
@@ -62,7 +62,7 @@ def _changed(array: np.ndarray, cast: np.ndarray) -> np.ndarray:
 
 
 def labels_of(values: Any) -> Any:
-    """Integer labels as int64 (n,); a list of n where some have no value, or int64 cannot hold them: None."""
+    """Return integer labels as int64 (n,), or as a list with None for missing labels and those beyond int64."""
     if isinstance(values, np.ndarray) and (values.dtype != np.uint64 or values.max(initial=0) < 1 << 63):
         return values.astype(np.int64, copy=False)
     labels = [None if value is None or not -(1 << 63) <= value < 1 << 63 else int(value) for value in values]
@@ -70,7 +70,7 @@ def labels_of(values: Any) -> Any:
 
 
 class NpyHeader(NamedTuple):
-    """What a .npy says of its array: whether the first axis varies fastest, and where the values begin."""
+    """Header of a .npy; `fortran` = the first axis varies fastest, `begin` = offset of the values."""
 
     shape: tuple[int, ...]
     fortran: bool
@@ -79,41 +79,41 @@ class NpyHeader(NamedTuple):
 
 
 def npy_header(data: bytes) -> NpyHeader:
-    """The header of a .npy of numbers.
+    """Return the header of a .npy of numbers.
 
     Raises:
-        SampleError: it is damaged, holds something else, or declares more or fewer bytes than there are. Nothing
-            of its size has been allocated by then.
+        SampleError: it is damaged, is not an array of numbers, or declares more or fewer bytes than it has. The
+            error comes before anything of the declared size is allocated.
     """
     file = io.BytesIO(data)
     try:
         version = np.lib.format.read_magic(file)
         readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
         if version not in readers:
-            raise SampleError(f"a .npy of version {version}, which is for arrays with named fields")
+            raise SampleError(f"a .npy of version {version}, for arrays with named fields")
         shape, fortran, dtype = readers[version](file, max_header_size=_MAX_HEADER_BYTES)
     except SampleError:
         raise
-    except Exception as error:  # it is a Python expression: MemoryError of a thousand brackets, and the like
+    except Exception as error:  # the header is a Python expression, so damage raises MemoryError and other types
         raise SampleError(f"damaged .npy: {' '.join(str(error).split())[:200] or type(error).__name__}") from None
     if dtype.hasobject or dtype.kind not in "biuf" or not 0 < dtype.itemsize <= 8:
-        what = "objects, which only a pickle holds" if dtype.hasobject else f"{dtype!s:.200}"
+        what = "objects, which need a pickle" if dtype.hasobject else f"{dtype!s:.200}"
         raise SampleError(f"a .npy of {what}: store integers or floats of 8 to 64 bits")
-    there, num_bytes = len(data) - file.tell(), math.prod(shape) * dtype.itemsize
-    if there != num_bytes or not all(0 <= side <= sys.maxsize for side in shape):
-        damage = "truncated" if there < num_bytes else "damaged"
+    value_bytes, num_bytes = len(data) - file.tell(), math.prod(shape) * dtype.itemsize
+    if value_bytes != num_bytes or not all(0 <= side <= sys.maxsize for side in shape):
+        damage = "truncated" if value_bytes < num_bytes else "damaged"
         raise SampleError(
-            f"{damage} .npy: {there} bytes behind its header, and it declares {dtype} of shape {shape!s:.200}"
+            f"{damage} .npy: {value_bytes} bytes after its header, which declares {dtype} of shape {shape!s:.200}"
         )
     return NpyHeader(tuple(map(int, shape)), fortran, dtype, file.tell())
 
 
 def read_npy(data: bytes, header: NpyHeader | None = None) -> np.ndarray:
-    """The array of a .npy, writable, C-contiguous and in native byte order; raises SampleError as `npy_header`."""
+    """Return the array of a .npy, writable, C-contiguous, in native byte order; raises like `npy_header`."""
     shape, fortran, dtype, begin = header or npy_header(data)
     values = np.frombuffer(data, dtype, offset=begin) if begin < len(data) else np.empty(0, dtype)
     try:
         values = values.reshape(shape, order="F" if fortran else "C")
-    except ValueError as error:  # of too many axes, or of two that are too long beside one of 0
+    except ValueError as error:  # too many axes, or two overlong axes next to an axis of 0
         raise SampleError(f"damaged .npy: {error}") from None
     return np.array(values, dtype.newbyteorder("="), order="C")

@@ -1,8 +1,7 @@
-"""Parquet stores: a file, or a folder of files, local or on any file system that pyarrow knows.
+"""Parquet stores: a file, or a folder of files, local or on any of pyarrow's file systems.
 
-Two layouts are understood: flat, with the image column `binary`, and that of Hugging Face, with the
-image column `struct{bytes: binary, path: string}`. A row group is the unit of reading, so a store
-keeps the last ones decoded.
+The image column has one of two layouts: `binary`, or Hugging Face's `struct{bytes: binary, path: string}`. A row
+group is the unit of reading, so a store keeps the last used row groups decoded.
 """
 
 from __future__ import annotations
@@ -27,36 +26,36 @@ from raypipe.stores.arrow_columns import StoredColumn, TableParts
 from raypipe.stores.base import FileStore, part_of
 
 DEFAULT_CACHE_BYTES = 1 << 30  # more than a hundred groups of the 8 MiB that ParquetWriter makes
-# Of cache_bytes: what images that are views may keep in memory of row groups that have left the cache. A window of
-# 10 groups of 8 MiB needs a third of that.
+# 1 / fraction of cache_bytes that views of images may keep in memory after their row groups have left the cache. A
+# window of 10 groups of 8 MiB needs a third of it.
 _VIEWED = 4
 
 _MAGIC = b"PAR1"
 _TAIL_BYTES = 8  # uint32 size of the footer, then the magic
 
 MAX_GROUP_BYTES = 1 << 29
-"""What the wanted columns of one row group may unpack to, as the footer says. Images hardly shrink: they may
-unpack to _GROWTH times what is stored, up to _MAX_IMAGE_BYTES."""
+"""Largest unpacked size, by the footer, of the requested columns of one row group. Images hardly compress, so
+columns may also unpack to _GROWTH times their stored size, up to _MAX_IMAGE_BYTES."""
 
 _GROWTH, _MAX_IMAGE_BYTES = 3, 4 << 30
-_VALUE_BYTES = 8  # of each value at least: equal ones may take next to nothing in the file
+_VALUE_BYTES = 8  # least unpacked size of a value: equal values may take almost nothing in the file
 
 
 class ParquetStore(FileStore["_Groups"]):
-    """A store in Parquet files, sorted by name, that all have one schema.
+    """A store in Parquet files with one schema, sorted by name.
 
-    Null images are None, and so is text that is not UTF-8; null labels raise StoreError. The fingerprint is a hash
-    over the files' footers: schema, rows, sizes, positions and statistics. It does not cover the data, except in
-    files by `ParquetWriter`, whose footers contain a hash of the data. It includes the names of the image and
-    label columns if these are not the defaults.
+    Null images, and text that is not UTF-8, are None; null labels raise StoreError. The fingerprint is a hash over
+    the files' footers: schema, rows, sizes, positions and statistics. It does not cover the data, except in files
+    that `ParquetWriter` wrote, whose footers contain a hash of the data. It includes the names of the image and
+    label columns if they are not the defaults.
 
     Args:
         address: path or URI of a file or folder.
         image_column: the column that becomes `image`.
-        target_column: the column of numbers, or of lists of them, that becomes `label`; integers are classes. A
-            file without a column `label` is a store without labels; any other name must be there.
-        cache_bytes: decoded row groups that this object keeps; the last one always stays. The images of one read
-            keep a quarter of it at most beyond that, as long as one of them is held.
+        target_column: the column of numbers, or of lists of numbers, that becomes `label`; integers are classes.
+            The store has no labels if its files lack `label`; a column of any other name must exist.
+        cache_bytes: size of the decoded row groups that this object keeps; the last used always stays. Images of
+            one read, while in use, may keep up to a quarter of it in addition.
     """
 
     _has_lock = True
@@ -74,13 +73,13 @@ class ParquetStore(FileStore["_Groups"]):
         return _Groups(self.address, *self._options)
 
     def forwards(self) -> ParquetStore:
-        """The same store for a single pass from one end to the other: it keeps one row group."""
+        """Return the same store for a single pass from start to end, which keeps only one row group."""
         image_column, target_column, _ = self._options
         return ParquetStore(self.address, image_column, target_column, cache_bytes=0)
 
 
 class _Group(NamedTuple):
-    """One row group: which file, and which of its groups."""
+    """A row group of a file."""
 
     path: str
     metadata: pq.FileMetaData
@@ -92,7 +91,7 @@ class _Group(NamedTuple):
 
 
 class _Groups(TableParts):
-    """The row groups of the files that have rows, as one sequence; the last used ones are decoded."""
+    """The row groups that have rows, as one sequence; the last used row groups stay decoded."""
 
     def __init__(self, address: str, image_column: str, target_column: str, cache_bytes: int) -> None:
         files = list_files(address, lambda name: name.endswith(".parquet"), "*.parquet")
@@ -112,7 +111,7 @@ class _Groups(TableParts):
         digest = hashlib.blake2b(digest_size=16)
         for footer in footers:
             digest.update(len(footer).to_bytes(8, "little") + footer)
-        if (image_column, target_column) != ("image", "label"):  # other columns are other contents
+        if (image_column, target_column) != ("image", "label"):  # other columns make other contents
             digest.update(repr((image_column, target_column)).encode())
         self.fingerprint = digest.hexdigest()
         self.groups = self.bounds = np.cumsum([0, *(group.num_rows for group in self._groups)], dtype=np.int64)
@@ -122,7 +121,7 @@ class _Groups(TableParts):
         self._lock = threading.Lock()
 
     def num_bytes(self) -> int:
-        """Of the columns that are held now."""
+        """Return the bytes of the columns in the cache."""
         return sum(column.num_bytes for column in self._cache.values())
 
     def sample_name(self, index: int) -> str:
@@ -130,7 +129,7 @@ class _Groups(TableParts):
         return f"{self._groups[number]}, row {row}"
 
     def _part(self, number: int, names: tuple[str, ...]) -> dict[str, StoredColumn]:
-        """Columns of a row group, which become the last used."""
+        """Return columns of a row group, which become the last used."""
         with self._lock:
             missing = [name for name in names if (number, name) not in self._cache]
             for name, column in self._load(number, missing).items():
@@ -147,28 +146,28 @@ class _Groups(TableParts):
             return {}
         group = self._groups[number]
         stored = {name: self.fields[name].name for name in names}
-        # Of a Hugging Face image, the bytes alone: the paths would be decoded for nothing.
+        # Only the bytes of a Hugging Face image are read, not its path.
         leaves = [f"{stored[name]}.bytes" if self.is_hf_image(name) else stored[name] for name in names]
         _check_size(group, leaves)
 
         def read(file: pa.NativeFile) -> pa.Table:
             reader = pq.ParquetFile(file, metadata=group.metadata, pre_buffer=True)
-            # One thread: a reader inside an actor has the CPUs of that actor and no more.
+            # One thread, since a reader inside an actor only has that actor's CPUs.
             return reader.read_row_group(group.number, columns=leaves, use_threads=False)
 
         try:
             table = read_by(self._filesystem, group.path, read)
         except (pa.ArrowException, OSError, ValueError) as error:
-            raise StoreError(f"{group}, cannot be read: {one_line(error)}; copy or convert it again") from error
+            raise StoreError(f"{group}: cannot be read: {one_line(error)}; copy or convert it again") from error
         if table.num_rows != group.num_rows:
             raise StoreError(
-                f"{group}, has {table.num_rows} rows, but declares {group.num_rows}; copy or convert it again"
+                f"{group}: has {table.num_rows} rows, but declares {group.num_rows}; copy or convert it again"
             )
         return {name: self.opened(name, table[stored[name]], group.path) for name in names}
 
 
 def _check_size(group: _Group, leaves: list[str]) -> None:
-    """Raise StoreError where the footer says that columns of a row group unpack to more than the limits."""
+    """Raise StoreError if, by the footer, columns of a row group unpack to more than the limits."""
     row_group = group.metadata.row_group(group.number)
     unpacked, stored = _VALUE_BYTES * row_group.num_rows * len(leaves), 0
     if row_group.total_byte_size + unpacked <= MAX_GROUP_BYTES:
@@ -182,28 +181,28 @@ def _check_size(group: _Group, leaves: list[str]) -> None:
     limit = min(max(MAX_GROUP_BYTES, _GROWTH * stored), _MAX_IMAGE_BYTES)
     if unpacked > limit:
         raise StoreError(
-            f"{group}: its columns have {unpacked:,} bytes unpacked, limit is {limit:,}: write smaller row groups "
+            f"{group}: its columns unpack to {unpacked:,} bytes; the limit is {limit:,}: write smaller row groups "
             "(row_group_size=1000)"
         )
 
 
 def _read_footer(filesystem: pafs.FileSystem, path: str) -> bytes:
-    """Return the footer as it stands in the file, so that its hash does not depend on pyarrow's version."""
+    """Return the footer's raw bytes, so that its hash does not depend on pyarrow's version."""
     try:
         with open_input(filesystem, path) as file:
             num_bytes = file.size()
             tail = file.read_at(_TAIL_BYTES, max(0, num_bytes - _TAIL_BYTES))
             start = num_bytes - _TAIL_BYTES - int.from_bytes(tail[:4], "little")
             if tail[4:] != _MAGIC or start < len(_MAGIC):
-                raise StoreError(f"{path} is truncated or no Parquet: no footer at its end; copy it again")
+                raise StoreError(f"{path} is truncated or not Parquet: no footer at its end; copy it again")
             return file.read_at(num_bytes - _TAIL_BYTES - start, start)
     except (pa.ArrowException, OSError) as error:
         raise StoreError(f"{path} cannot be read as Parquet: {error}") from error
 
 
 def _parse_footer(path: str, footer: bytes) -> tuple[pq.FileMetaData, pa.Schema, list[int]]:
-    """Return what a footer says about the file, the schema, and the rows of each row group."""
-    # A footer between two magics is itself a Parquet file, one without data.
+    """Return a footer's metadata of the file, its schema, and the rows of each row group."""
+    # A footer between two magics is itself a Parquet file, without data.
     file = _MAGIC + footer + len(footer).to_bytes(4, "little") + _MAGIC
     try:
         parsed = pq.read_metadata(pa.BufferReader(file))
@@ -213,5 +212,5 @@ def _parse_footer(path: str, footer: bytes) -> tuple[pq.FileMetaData, pa.Schema,
                 f"{parsed.num_rows} rows, in row groups of {sum(sizes)}, the smallest of {min(sizes, default=0)}"
             )
         return parsed, parsed.schema.to_arrow_schema(), sizes
-    except (pa.ArrowException, OSError, ValueError) as error:  # also UnicodeDecodeError, of a column's name
+    except (pa.ArrowException, OSError, ValueError) as error:  # includes UnicodeDecodeError for a column's name
         raise StoreError(f"{path} has a broken footer: {error}; copy or convert it again") from error

@@ -1,15 +1,14 @@
-"""What raypipe's own files hold: samples as records, a note of the whole file, and lists of bad samples.
+"""Contents of raypipe's own files: samples as records, metadata of the whole file, and lists of bad samples.
 
 A record is one sample as one value, which files store and writers fingerprint:
 
     | fixed columns, 8 bytes each, little-endian | for each variable column: uint32 length | bytes |
 
-Columns keep the order in which they were declared, the fixed ones (int64, float64) going before the
-variable ones (binary, string, and arrays of one shape: `float32[512]`, `uint8[2,3]`). A length of 0xFFFFFFFF says
-None.
+Columns keep the order in which they were declared, but fixed ones (int64, float64) precede variable ones (binary,
+string, and arrays of one shape: `float32[512]`, `uint8[2,3]`). A length of 0xFFFFFFFF means None.
 
-`raypipe verify STORE` writes a list of bad samples, which a run can exclude. It belongs to the contents
-that it was made from, as the fingerprint shows:
+`raypipe verify STORE` writes a list of bad samples, which a run can exclude. The fingerprint in the list ties it
+to the contents of the store:
 
     {"store": address, "fingerprint": …, "num_samples": N, "bad": [{"index": i, "name": "…", "error": "…"}, …]}
 """
@@ -39,15 +38,15 @@ _ARRAY = re.compile(r"(bool|u?int(?:8|16|32|64)|float(?:16|32|64))\[([0-9]{1,9}(
 DEFAULT_COLUMNS = {"image": "binary", "label": "int64"}
 
 ColumnValues = Mapping[str, Any]
-"""Columns and their values: a sample as it comes from others."""
+"""A sample from outside: column → value."""
 
 KEY = struct.Struct(">Q")
-"""In LMDB: that of a record, by its index."""
+"""Key of a record in LMDB: its index."""
 METADATA_KEY = b"__raypipe__"
-"""In LMDB: that of the writer's note."""
+"""Key of the file's `Metadata` in LMDB."""
 VERSION = 1
 
-# What parsing damage raises: OverflowError for a count of 1e999, RecursionError for a thousand brackets.
+# Exceptions from parsing damage: a count of 1e999 raises OverflowError, a thousand brackets RecursionError.
 _DAMAGE = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError, StoreError)
 
 _FIXED_CODES = {"int64": "q", "float64": "d"}
@@ -56,7 +55,7 @@ _NONE = 0xFFFFFFFF
 
 
 def check_column_types(types: Mapping[str, str]) -> None:
-    """Raise StoreError unless every type is in `COLUMN_TYPES`, or an array's, and image, label are usable."""
+    """Raise StoreError unless every type is in `COLUMN_TYPES` or an array type, and fits image and label."""
     for name, kind in types.items():
         if kind not in COLUMN_TYPES and array_type(kind) is None:
             known = f"{', '.join(COLUMN_TYPES)}, and arrays such as float32[512]"
@@ -68,7 +67,7 @@ def check_column_types(types: Mapping[str, str]) -> None:
 
 
 def array_type(kind: str) -> tuple[np.dtype[Any], tuple[int, ...]] | None:
-    """The dtype and the shape of a column of arrays; None where the type is no such."""
+    """Return dtype and shape of a column of arrays; None for any other type."""
     match = _ARRAY.fullmatch(kind)
     if match is None:
         return None
@@ -87,7 +86,7 @@ class RecordLayout:
         self._fixed = struct.Struct("<" + "".join(_FIXED_CODES[types[name]] for name in self._fixed_names))
 
     def pack(self, sample: ColumnValues) -> bytes:
-        """The record of a sample; raises StoreError where its columns, or their types, are not those declared."""
+        """Return the record of a sample; raise StoreError if its columns or their types were not declared so."""
         if sample.keys() != self.types.keys():
             raise StoreError(f"a sample has the columns {sorted(sample)}, but {sorted(self.types)} were declared")
         try:
@@ -115,14 +114,14 @@ class RecordLayout:
         return b"".join(parts)
 
     def native(self, wanted: Collection[str]) -> tuple[int, int, int]:
-        """Numbers of fixed and of variable columns, and a bit for each of these that is wanted."""
+        """Return the numbers of fixed and variable columns, and a bit for each requested variable column."""
         bits = (1 << number for number, name in enumerate(self._variable_names) if name in wanted)
         return len(self._fixed_names), len(self._variable_names), sum(bits)
 
     def columns(
         self, fixed: bytes, variable: Sequence[Sequence[bytes | None]], wanted: Collection[str]
     ) -> dict[str, np.ndarray | list[Any]]:
-        """The wanted columns of n records, of what a compiled reader found in them."""
+        """Return the requested columns of n records from the output of the compiled reader."""
         num_fixed = len(self._fixed_names)
         numbers = np.frombuffer(fixed, "<i8").reshape(-1, num_fixed) if num_fixed else None
         columns: dict[str, np.ndarray | list[Any]] = {}
@@ -138,10 +137,10 @@ class RecordLayout:
         return columns
 
     def unpack(self, value: memoryview, wanted: Collection[str]) -> dict[str, Any]:
-        """Return the wanted columns of a record, copied out of it.
+        """Return copies of the requested columns of a record.
 
-        Damage never raises. A record shorter than its fixed columns has no columns at all; a variable
-        column that ends beyond the record, or is no UTF-8, is None, and so are those after it.
+        Damage never raises. A record shorter than its fixed columns returns no columns. A variable column that
+        ends beyond the record is left out, with all after it; text that is not UTF-8 is None.
         """
         if len(value) < self._fixed.size:
             return {}
@@ -177,10 +176,10 @@ def _array_bytes(name: str, value: Any, dtype: np.dtype[Any], shape: tuple[int, 
     try:
         array = exactly(value)
         if array.shape != shape or not np.can_cast(array.dtype, dtype, "same_kind"):
-            raise StoreError(f"column {name!r} is {dtype} {shape}, not {array.dtype} {array.shape}")
+            raise StoreError(f"column {name!r} must be {dtype} {shape}, got {array.dtype} {array.shape}")
         return exactly(array, dtype).tobytes()
     except ValueError as error:
-        raise StoreError(f"column {name!r} is {dtype} {shape}, and has {error}") from None
+        raise StoreError(f"column {name!r} must be {dtype} {shape}, got {error}") from None
 
 
 class Fingerprint:
@@ -191,7 +190,7 @@ class Fingerprint:
         self.add(json.dumps([list(types.items()), None if classes is None else list(classes)]).encode())
 
     def add(self, record: bytes) -> None:
-        # The length goes in first: otherwise moving bytes from one record to the next would not show.
+        # The length is hashed first, so that bytes moved from one record to the next change the hash.
         self._hash.update(len(record).to_bytes(8, "little"))
         self._hash.update(record)
 
@@ -201,7 +200,7 @@ class Fingerprint:
 
 @dataclass(frozen=True)
 class Metadata:
-    """What raypipe's writers note in their files: the number of samples, and what all samples share.
+    """Metadata that raypipe's writers add to a file: the number of samples, and facts about all samples.
 
     {"version": 1, "count": …, "columns": [{"name": …, "type": …}, …], "classes": […] or null, "fingerprint": …}
     """
@@ -218,7 +217,7 @@ class Metadata:
 
     @staticmethod
     def from_json(text: bytes, where: str) -> Metadata:
-        """Raises StoreError, which begins with `where`, when the text is damaged or of another version."""
+        """Parse JSON; raise StoreError, which begins with `where`, if it is damaged or has another version."""
         try:
             content = json.loads(text)
             if content["version"] != VERSION:
@@ -235,20 +234,20 @@ class Metadata:
 
 @functools.cache
 def _one_of_equals(classes: tuple[str, ...]) -> tuple[str, ...]:
-    """Equal names as one object: a pickled store of many shards has them once, and not once per shard."""
+    """Return equal names as one object, so that a pickled store of many shards contains them only once."""
     return classes
 
 
-# The columns of what others have
+# Columns of other sources
 
 
 def column_types(first: Mapping[str, Iterable[Any]], where: str, short_side: int = 0) -> dict[str, str]:
-    """The columns of a source with the types that writers know, found by its first samples.
+    """Return the columns of a source with the types of the writers, by its first samples.
 
     Args:
-        first: column → some of its values.
-        where: they are from, for errors.
-        short_side: see `convert`; with it lists, which may be boxes in pixels, are refused.
+        first: column → its first values.
+        where: their origin, for errors.
+        short_side: see `convert`; lists are then rejected, since they may be boxes in pixels.
     """
     if "image" not in first:
         raise StoreError(missing(where, "image", list(first), RENAMED["image"]))
@@ -267,21 +266,21 @@ def column_types(first: Mapping[str, Iterable[Any]], where: str, short_side: int
             types[name] = "float64"
         elif _is_json(value) and short_side:
             raise ConfigError(
-                f"{where}: column {name!r} holds lists. If they are boxes, in pixels, they would no longer fit "
-                "the images that --short-side makes smaller: leave it out"
+                f"{where}: column {name!r} has lists. If they are boxes in pixels, they would not fit the smaller "
+                "images that --short-side makes: leave it out"
             )
         elif isinstance(value, str) or _is_json(value):
-            types[name] = "string"  # lists as JSON, which loses nothing: writers have no type for them
+            types[name] = "string"  # lists become JSON, without loss, since writers have no type for them
         else:
             raise StoreError(
-                f"{where}: column {name!r} holds {type(value).__name__}; "
-                "int, float, bytes and str columns, and lists of them but of bytes, can be copied"
+                f"{where}: column {name!r} has values of type {type(value).__name__}; raypipe copies int, float, "
+                "bytes and str, and lists of int, float and str"
             )
     return types
 
 
 def plain(sample: ColumnValues, types: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """A sample with values of their columns' types; where these are given, arrays stay, and no float is None."""
+    """Return a sample with plain values; if `types` are passed, arrays stay, and None as a float becomes NaN."""
     plain = dict(sample)
     for name, value in sample.items():
         if types is not None and array_type(types[name]) is not None:
@@ -312,15 +311,15 @@ def _is_json(value: Any) -> bool:
 
 
 def read_bad_list(address: str | Path, store: Store, setting: str) -> np.ndarray:
-    """The indices of the samples that a list names: int64 (k,), sorted, each once.
+    """Return the indices of a list's samples: int64 (k,), sorted, without duplicates.
 
     Args:
-        address: the list's address; empty = there is none.
-        store: the store that it must belong to.
+        address: the list's address; empty = no list.
+        store: the store that the list must belong to.
         setting: the setting that the address comes from, for errors.
 
     Raises:
-        ConfigError: the list cannot be read, is malformed, belongs to a different store, or leaves no sample.
+        ConfigError: the list cannot be read, is malformed, belongs to a different store, or excludes all samples.
     """
     if not str(address):
         return np.empty(0, np.int64)
@@ -328,7 +327,7 @@ def read_bad_list(address: str | Path, store: Store, setting: str) -> np.ndarray
         content = read_json(address)
         fingerprint, bad = content["fingerprint"], [entry["index"] for entry in content["bad"]]
         if fingerprint != store.fingerprint:
-            raise ValueError(f"it was made of {content.get('store')} with fingerprint {fingerprint}")
+            raise ValueError(f"it was made for {content.get('store')} with fingerprint {fingerprint}")
         for index in bad:
             if type(index) is not int or not 0 <= index < len(store):
                 raise ValueError(f"it names sample {index!r}, outside the samples 0 to {len(store) - 1}")
@@ -336,17 +335,20 @@ def read_bad_list(address: str | Path, store: Store, setting: str) -> np.ndarray
         raise ConfigError(f"{setting}: {error}") from error
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"{setting}: {address} is no list of bad samples of {store.address}, which has fingerprint "
+            f"{setting}: {address} is not a list of bad samples of {store.address}, which has fingerprint "
             f"{store.fingerprint} ({type(error).__name__}: {error}): make one with `raypipe verify "
             f"{store.address}`"
         ) from error
-    left_out = np.unique(np.array(bad, np.int64))
-    if len(left_out) == len(store):
-        raise ConfigError(f"{setting}: {address} leaves out all {len(store)} samples: fix {store.address}")
-    return left_out
+    excluded = np.unique(np.array(bad, np.int64))
+    if len(excluded) == len(store):
+        raise ConfigError(
+            f"{setting}: {address} excludes all {len(store)} samples of {store.address}: shorten the list, or "
+            "check the store"
+        )
+    return excluded
 
 
 def write_bad_list(address: str | Path, store: Store, bad: list[dict[str, Any]]) -> None:
-    """Write or replace a store's list, whole or not at all; `bad` has the entries."""
+    """Write the list of a store's bad samples atomically, replacing an old one; `bad` has the entries."""
     about = {"store": store.address, "fingerprint": store.fingerprint, "num_samples": len(store)}
     write_json(address, {**about, "bad": bad})

@@ -1,10 +1,10 @@
-"""Columns of a whole store, a few thousand samples at a time, but never its images; and the sizes of its images,
-which stand beside a store that has no columns `width` and `height`.
+"""Columns of a whole store, except its images, 65,536 samples at a time; and image sizes in a separate file, for
+stores without the columns `width` and `height`.
 
-`raypipe add-sizes STORE` writes them to `_NAME.sizes.parquet`, in the folder that the store is in; the
-underscore hides the file from folders of shards. It has the columns `width` and `height`, int32, -1 where an image
-has none, and in its schema's metadata the fingerprint of the store whose sizes they are. `scan` looks for it when
-it is asked for a column that the store itself lacks; nothing else does.
+`raypipe add-sizes STORE` writes the sizes to `_NAME.sizes.parquet`, in the folder that contains the store; the
+underscore hides the file from folders of shards. It has the columns `width` and `height`, int32, -1 for an image
+of unknown size, and in its schema's metadata the store's fingerprint. Only `scan` reads the file, if it is asked
+for a size that the store lacks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from raypipe.stores.base import Columns, FileStore, Store, missing
 from raypipe.stores.joined import JoinedStore
 
 SIZE_COLUMNS = ("width", "height")
-"""Pixels of an image, int64; -1 where its header does not tell."""
+"""Size of an image in pixels, int64; -1 if its header cannot be read."""
 
 _KEY = b"raypipe.sizes_of"
 _PATTERN = re.compile(r"[*{}]")
@@ -30,22 +30,22 @@ _CHUNK = 1 << 16
 
 
 def scan(store: Store, columns: tuple[str, ...], setting: str) -> Iterator[Columns]:
-    """Values of columns, in stored order, in parts; sizes may stand beside the store.
+    """Yield the values of columns in stored order, in parts; sizes may come from the file next to the store.
 
     Args:
-        setting: that names the columns, for the error.
+        setting: the setting that names the columns, for the error.
 
     Raises:
-        ConfigError: the store lacks one, or it is the images'.
+        ConfigError: the store lacks a column, or a column is `image`.
     """
     lacking = set(columns) - set(store.columns)
     if lacking & set(SIZE_COLUMNS) and isinstance(store, JoinedStore):
         for part in store.parts.values():
             yield from scan(part, columns, setting)
         return
-    beside = read_sizes(store) if lacking & set(SIZE_COLUMNS) else {}
+    sizes = read_sizes(store) if lacking & set(SIZE_COLUMNS) else {}
     for name in columns:
-        if name == "image" or name not in (*store.columns, *beside):
+        if name == "image" or name not in (*store.columns, *sizes):
             others = [other for other in store.columns if other != "image"]
             add = f"; `raypipe add-sizes {store.address}` adds it" if name in SIZE_COLUMNS else ""
             raise ConfigError(f"{missing(store.address, name, others, setting)}{add}")
@@ -53,24 +53,24 @@ def scan(store: Store, columns: tuple[str, ...], setting: str) -> Iterator[Colum
     for first in range(0, len(store), _CHUNK):
         stop = min(len(store), first + _CHUNK)
         stored = store.read(np.arange(first, stop), inside) if inside else {}
-        yield {name: stored[name] if name in stored else beside[name][first:stop] for name in columns}
+        yield {name: stored[name] if name in stored else sizes[name][first:stop] for name in columns}
 
 
 def numbers_of(store: Store, column: str, setting: str) -> np.ndarray:
-    """A column of numbers, (N,); raises ConfigError where it is none."""
+    """Return a column of numbers, (N,); raise ConfigError if it has other values."""
     parts = []
     for part in scan(store, (column,), setting):
         values = part[column]
         if isinstance(values, list) and all(isinstance(value, int | float | np.number | None) for value in values):
-            values = np.array([np.nan if value is None else value for value in values])  # some have no value
+            values = np.array([np.nan if value is None else value for value in values])
         if not (isinstance(values, np.ndarray) and values.dtype.kind in "iufb" and values.ndim == 1):
-            raise ConfigError(f"{setting} names {column!r} of {store.address}, which is no column of numbers")
+            raise ConfigError(f"{setting} must name a column of numbers, got {column!r} of {store.address}")
         parts.append(values)
     return np.concatenate(parts) if parts else np.empty(0)
 
 
 def sizes_address(store: Store) -> str:
-    """Where a store's sizes are; "" for one that is at no path or URI, or has no folder beside it."""
+    """Return the address of a store's sizes; "" for a store that is not at a path or URI."""
     if not isinstance(store, FileStore):
         return ""
     folder, name = split(store.address)
@@ -80,11 +80,11 @@ def sizes_address(store: Store) -> str:
 
 
 def write_sizes(store: Store, sizes: np.ndarray) -> str:
-    """Write a store's sizes, int (N, 2) of width and height, and return where; see `write_bytes` for errors."""
+    """Write a store's sizes, int (N, 2) of width and height, and return the address; raises like `write_bytes`."""
     import pyarrow.parquet as pq
 
     assert sizes.shape == (len(store), 2)
-    columns = {name: pa.array(sizes[:, at], pa.int32()) for at, name in enumerate(SIZE_COLUMNS)}
+    columns = {name: pa.array(sizes[:, axis], pa.int32()) for axis, name in enumerate(SIZE_COLUMNS)}
     table = pa.table(columns).replace_schema_metadata({_KEY: store.fingerprint.encode()})
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, compression="zstd")
@@ -94,10 +94,10 @@ def write_sizes(store: Store, sizes: np.ndarray) -> str:
 
 
 def read_sizes(store: Store) -> dict[str, np.ndarray]:
-    """The columns, int64 (N,), that stand beside a store; empty where none do.
+    """Return the columns of sizes, int64 (N,), from the file next to a store; empty without such a file.
 
     Raises:
-        ConfigError: they cannot be read, or do not fit the store's contents.
+        ConfigError: the file cannot be read, or belongs to other contents than the store's.
     """
     address = sizes_address(store)
     content = read_whole(address) if address else None
@@ -105,16 +105,16 @@ def read_sizes(store: Store) -> dict[str, np.ndarray]:
         return {}
     import pyarrow.parquet as pq  # 50 ms, in every process that makes a plan
 
-    again = f"write it again by `raypipe add-sizes {store.address}`"
+    again = f"write it again with `raypipe add-sizes {store.address}`"
     try:
         table = pq.read_table(pa.BufferReader(content))
         columns = {name: table[name].to_numpy().astype(np.int64) for name in SIZE_COLUMNS}
         written_for = (table.schema.metadata or {})[_KEY].decode()
     except (pa.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{address} holds no sizes ({type(error).__name__}: {error}): {again}") from None
+        raise ConfigError(f"{address} has no sizes ({type(error).__name__}: {error}): {again}") from None
     if written_for != store.fingerprint or table.num_rows != len(store):
         raise ConfigError(
-            f"{address} has the sizes of a store with fingerprint {written_for}, and {store.address} has "
+            f"{address} has the sizes of a store with fingerprint {written_for}, but {store.address} has "
             f"{store.fingerprint}: {again}"
         )
     return columns

@@ -1,7 +1,7 @@
 """Uncompressed tars as stores: WebDataset's, see `raypipe.stores.webdataset`, or class folders, `class/image.jpg`.
 
-One scan of a tar's headers by `tarfile`, which trusts nothing in them, finds what is there; samples are then read
-by position. Nothing is ever extracted, so what the members' names say has no effect on the disk.
+`tarfile` scans a tar's headers once, with checks against hostile ones, and samples are then read by position.
+Nothing is ever extracted, so members' names have no effect on the disk.
 """
 
 from __future__ import annotations
@@ -40,33 +40,34 @@ from raypipe.stores.folder import archive_samples, class_samples
 from raypipe.stores.webdataset import Place, Scan, TarIndex, find_samples, index_samples
 
 _NUM_FETCHES = 4  # tars that are fetched and scanned at a time
-# A scan takes about 80 us for each member: of a local tar below this size, a few seconds at most.
+# A scan takes about 80 us per member: at most a few seconds for a local tar below this size.
 _SMALL_BYTES = 64 << 20
-_SCAN_FILE = "tar-5.json"  # in the cache; another layout gets another number
-# Names are up to 4 KiB, extended attributes up to 64 KiB.
+_SCAN_FILE = "tar-5.json"  # name in the cache, with the version of its layout
+# Names have up to 4 KiB, extended attributes up to 64 KiB.
 _MAX_HEADER_BYTES = 128 << 10
-_ENDLESS_NUMBER = re.compile(rb"\d{256}")  # more than a file name may be long
+_ENDLESS_NUMBER = re.compile(rb"\d{256}")  # longer than the longest file name
 
 
 class TarStore(FileStore["_Opened"]):
     """A store in one tar, in several, `NAME-{0000..0099}.tar`, or in a folder of `*.tar`, local or remote.
 
-    Class folders: members `class/image.jpg`. Classes are the folders that hold images, in the order of their
-    names; samples are sorted by shard, by class, then by member name. Of members of a tar with one name, the last
+    Class folders: members `class/image.jpg`. Classes are the folders with images, in the order of their names;
+    samples are sorted by shard, by class, then by member name. If a tar has several members of one name, the last
     counts, as in extraction. Links, hidden files, absolute names and names with `..` do not count.
 
     WebDataset: members `key.jpg`, `key.cls`, … , see `raypipe.stores.webdataset`. Samples are in the order of the
-    tars and of their members. A tar has this layout if any sample has a label as it has them, or if text or JSON
-    stands beside every image.
+    tars and of their members. A tar has this layout if any sample has a WebDataset label, or if every image has
+    text or JSON.
 
     Remote tars are read through the node's cache, see `storage.local_cache`. Each node fetches and scans all of
-    them once; the result stays in its cache, as it does for large local ones. The fingerprint is a hash over the
-    members' names, sizes and modification times. A member over 512 MiB is None.
+    them once; it caches the result, for large local tars too. The fingerprint is a hash over the members' names,
+    sizes and modification times. A member over 512 MiB is None.
 
     Args:
-        address: see above, or a URI; a relative path is made absolute, since other processes have other folders.
-        image_column: of WebDataset: the suffix of the images; "image" = any that is one of images.
-        target_column: of WebDataset: the suffix of the labels, or their field in the JSON; "label" = `cls`, or the
+        address: see above, or a URI; a relative path is made absolute, since processes differ in their working
+            folder.
+        image_column: for WebDataset, the suffix of the images; "image" = any image suffix.
+        target_column: for WebDataset, the suffix of the labels, or their field in the JSON; "label" = `cls`, or the
             field `label`.
     """
 
@@ -89,7 +90,7 @@ class TarStore(FileStore["_Opened"]):
         return _Opened(archives, self._index([archive.name for archive in archives], scans))
 
     def _scanned(self, archive: _Archive) -> Scan:
-        """What is in a tar. Scans of remote and of large ones are kept on the node, for all its processes."""
+        """Return a tar's scan; those of remote and large tars are cached on the node for all its processes."""
         if isinstance(archive.file, RemoteFile):
             version: tuple[Any, ...] = astuple(archive.file)
         else:
@@ -99,7 +100,7 @@ class TarStore(FileStore["_Opened"]):
             version = archive.name, status.st_size, status.st_mtime_ns, status.st_ino
         try:
             folder = make_cache_folder("scans")
-        except OSError:  # it is for speed alone
+        except OSError:  # the cache only saves time
             return self._checked_scan(archive.open().path, archive.name)
         kept = folder / f"{hash_of_facts((version, self._options))}-{_SCAN_FILE}"
         with locked(kept.with_suffix(".lock")):  # one process scans, and the others wait
@@ -118,7 +119,7 @@ class TarStore(FileStore["_Opened"]):
         except Exception as error:  # tarfile lets half a dozen types through
             raise StoreError(
                 f"{name} cannot be read as tar: {type(error).__name__}: {error!s:.500}; it is compressed, which "
-                "allows no random access, or truncated or no tar: uncompress it, or copy it again"
+                "allows no random access, truncated, or not a tar: uncompress it, or copy it again"
             ) from error
 
     def _index(self, names: Sequence[str], scans: Sequence[Scan]) -> TarIndex:
@@ -128,17 +129,17 @@ class TarStore(FileStore["_Opened"]):
         if any(has_samples):
             first, other = names[has_samples.index(True)], names[has_samples.index(False)]
             raise StoreError(
-                f"{first} has the WebDataset layout, and {other} has not, or no labels: all tars of one store "
-                "have one layout"
+                f"{first} has the WebDataset layout, but {other} has another one, or no labels: all tars of one "
+                "store must have one layout"
             )
         if self._options != ("image", "label"):
-            raise StoreError(f"{self.address} is not of the WebDataset layout, so it has no {self._options}")
-        return _index_class_folders(self.address, scans, ", or that of WebDataset, key.jpg beside key.cls")
+            raise StoreError(f"{self.address} does not have the WebDataset layout, so it has no {self._options}")
+        return _index_class_folders(self.address, scans, ", or WebDataset's pairs key.jpg, key.cls")
 
 
 @dataclass(frozen=True)
 class _Archive:
-    """One tar. A local one stays open, so that it is the one that was scanned; a remote one is cached."""
+    """A tar. A local tar stays open, so that reads and scan see the same file; a remote one is cached."""
 
     name: str
     file: OpenFile | RemoteFile
@@ -148,7 +149,7 @@ class _Archive:
 
 
 class _Opened:
-    """The tars of a store, and what is in them."""
+    """The tars of a store, and the index of their samples."""
 
     groups = None
 
@@ -179,7 +180,7 @@ class _Opened:
     def sample_name(self, index: int) -> str:
         archive = self._archives[part_of(self._index.bounds, index)[0]]
         start = int(self._index.columns["image"][index][0]) - tarfile.BLOCKSIZE
-        # Of a name beyond 100 characters, or of an extended header's, this has the beginning.
+        # A name beyond 100 characters, or in an extended header, is cut off here.
         header = os.pread(archive.open().descriptor, tarfile.BLOCKSIZE, start)
         return f"{archive.name}, {tarfile.TarInfo.frombuf(header, 'utf-8', 'surrogateescape').name}"
 
@@ -195,10 +196,10 @@ def _find(listed: RemoteFile) -> _Archive:
 
 
 def _content(file: OpenFile, name: str, start: int, num_bytes: int) -> bytes | None:
-    """What is at a place; None if there is none, or it is over 512 MiB."""
+    """Return the bytes of a member; None for no member, or for more than 512 MiB."""
     if not 0 <= num_bytes <= MAX_SAMPLE_BYTES:
         return None
-    # pread leaves the file's position alone, so threads and forks may share the file.
+    # pread does not move the file's position, so threads and forks may share the file.
     content = os.pread(file.descriptor, num_bytes, start)
     if len(content) < num_bytes:
         raise StoreError(f"{name} has become shorter than {start + num_bytes} bytes; copy it again")
@@ -206,7 +207,7 @@ def _content(file: OpenFile, name: str, start: int, num_bytes: int) -> bytes | N
 
 
 def _scan(path: Path, name: str, image_column: str, target_column: str) -> Scan:
-    """Read all headers of a tar, and the labels of a WebDataset's."""
+    """Read all headers of a tar, and the labels of a WebDataset tar."""
     entries: list[tuple[str, Place | None]] = []
     with (
         _HeaderReader(io.FileIO(path, opener=open_regular)) as file,
@@ -221,7 +222,7 @@ def _scan(path: Path, name: str, image_column: str, target_column: str) -> Scan:
             start = tar.offset
             place = (member.offset_data, member.size, member.mtime) if is_file else None
             entries.append((str(PurePosixPath(member.name)), place))
-        # tarfile takes a missing or a broken header for the end; the real one is a block of zeros.
+        # tarfile mistakes a missing or broken header for the end; the real end mark is a block of zeros.
         assert tar.fileobj is not None
         tar.fileobj.seek(tar.offset)
         if tar.fileobj.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
@@ -233,10 +234,10 @@ def _scan(path: Path, name: str, image_column: str, target_column: str) -> Scan:
 
 
 class _HeaderReader(io.BufferedReader):
-    """A tar as `tarfile` reads it while it looks for headers.
+    """File object that limits what `tarfile` reads while it scans headers.
 
-    What follows a header and belongs to it, such as a long name, is read whole: a damaged size would take the
-    rest of the file for it. And for a number of n digits `tarfile` takes n² steps (CVE-2024-6232).
+    `tarfile` reads the data of an extended header, such as a long name, as a whole, so a damaged size could make
+    it read the rest of the file. A number of n digits takes it n² steps (CVE-2024-6232).
     """
 
     def read(self, size: int | None = -1, /) -> bytes:
@@ -245,13 +246,13 @@ class _HeaderReader(io.BufferedReader):
         content = super().read(size)
         if size > tarfile.BLOCKSIZE and _ENDLESS_NUMBER.search(content):
             raise tarfile.ReadError(
-                f"an extended header at byte {self.tell() - len(content)} is nothing but a number"
+                f"an extended header at byte {self.tell() - len(content)} contains an endless number"
             )
         return content
 
 
 def _index_class_folders(address: str, scans: Sequence[Scan], hint: str) -> TarIndex:
-    """The index of tars of {"members": name → place}: samples are sorted by tar, by class, then by name."""
+    """Return the index of scans {"members": name → place}; samples are sorted by tar, by class, then by name."""
     shards = [scan["members"] for scan in scans]
     classes, samples_of_tars = class_samples(address, shards, hint)
     pairs = list(zip(shards, samples_of_tars, strict=True))

@@ -1,14 +1,14 @@
-"""The samples of a tar in the WebDataset layout: members in a row whose names are equal up to the first dot.
+"""Samples of a tar in the WebDataset layout: consecutive members whose names are equal up to the first dot.
 
-    000123.jpg    the image: the first member whose suffix is that of an image
+    000123.jpg    the image: the first member with an image suffix
     000123.cls    the label, an integer in ASCII; without it, the field `label` of 000123.json, which may also be
                   a float, or a list of numbers
-    000123.txt    a column `txt` of strings; so are text, transcript, html, htm, json and jsn
-    000123.npy    the image, as an array, where no sample of the tar has one of another suffix
-    000123.npy    a column `npy` of bytes: any other suffix
+    000123.txt    a column `txt` of strings; the same for text, transcript, html, htm, json and jsn
+    000123.npy    the image, as an array, if no sample of the tar has an image of another suffix
+    000123.npy    a column `npy` of bytes; the same for any other suffix
 
 A suffix is everything after the first dot, in lower case, as in WebDataset. A suffix that all samples have becomes
-a column. A key that comes again, after a different one, starts a new sample.
+a column. A key that appears again after a different key starts a new sample.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ _SIMPLE_IMAGES = frozenset(suffix[1:] for suffix in IMAGE_SUFFIXES)
 _WEBDATASET_SKIPS = re.compile(r"__[^/]*__(/|$)")
 _INTEGER = re.compile(rb"[+-]?[0-9]{1,19}")
 _MAX_LABEL_BYTES = 64
-_MAX_JSON_BYTES = 1 << 20  # a label is not looked for in a larger one
+_MAX_JSON_BYTES = 1 << 20  # a larger one is not searched for a label
 
 Place = tuple[int, int, float]
 """Position of a member's data, num_bytes, mtime."""
 
 Scan = dict[str, Any]
-"""What a scan of a tar finds, as JSON has it: of class folders {"members": {name: [position, num_bytes, mtime]}},
-of WebDataset {"samples": what `find_samples` returns}."""
+"""Result of a tar's scan, as JSON values: {"members": {name: [position, num_bytes, mtime]}} for class folders,
+{"samples": return value of `find_samples`} for WebDataset."""
 
 
 @dataclass(frozen=True)
 class TarIndex:
-    """The samples of one tar or of several, one tar after the other.
+    """The samples of one or several tars, in the order of the tars.
 
     Attributes:
-        columns: image and label first. Labels are int64 of shape (N,). Other columns hold places, int64 of shape
-            (N, 2): position and num_bytes of each sample's member, -1 if it has none.
-        texts: the columns that are text.
-        classes: class names, position = label; None if they have no names.
+        columns: image and label first. Labels are numbers, (N,) or (N, …). Other columns are places, int64 of
+            shape (N, 2): position and num_bytes of each sample's member, -1 for no member.
+        texts: suffixes of columns that are text.
+        classes: class names, position = label; None if classes have no names.
         bounds: int64 of shape (num_tars + 1,): the first sample of each tar, and N.
         fingerprint: 32 hex digits.
     """
@@ -68,7 +68,7 @@ class TarIndex:
 
 
 def _label(key: str, members: Mapping[str, Place], column: str, descriptor: int) -> Any:
-    """A sample's label, a number or a list; None if there is none. Raises ValueError if it is anything else."""
+    """Return a sample's label, a number or a list, or None; raise ValueError if it is anything else."""
     suffix = _label_suffix(column)
     label: Any = None
     if suffix in members:
@@ -77,7 +77,7 @@ def _label(key: str, members: Mapping[str, Place], column: str, descriptor: int)
         if _INTEGER.fullmatch(text) and num_bytes <= _MAX_LABEL_BYTES:
             label = int(text)
         if not _is_number(label):
-            raise ValueError(f"the label {key}.{suffix} is {text!r}, which is no integer of 64 bits")
+            raise ValueError(f"the label {key}.{suffix} must be an integer of 64 bits, got {text!r}")
         return label
     else:
         content = _json_of(members, descriptor)
@@ -87,13 +87,15 @@ def _label(key: str, members: Mapping[str, Place], column: str, descriptor: int)
         if isinstance(label, list) and label and all(map(_is_number, label)):
             return label
         if not _is_number(label):
-            what = f"{column!r} of {key}.json is {label!r}"
-            raise ValueError(f"the label {what:.300}, which is no number of 64 bits, and no list of them")
+            raise ValueError(
+                f"the label {column!r} of {key}.json must be a number of 64 bits, or a list of such numbers, "
+                f"got {label!r:.300}"
+            )
     return label
 
 
 def _json_of(members: Mapping[str, Place], descriptor: int) -> dict[str, Any]:
-    """The fields of a sample's JSON; none where it has no such member, or a damaged one."""
+    """Return the fields of a sample's JSON; none if it is missing or damaged."""
     content: Any = None
     position, num_bytes, _ = members.get("json", (0, 0, 0.0))
     if num_bytes <= _MAX_JSON_BYTES:
@@ -109,14 +111,14 @@ def _is_number(value: Any) -> bool:
 
 
 def _labels_of(name: str, shards: Sequence[Mapping[str, Any]]) -> np.ndarray:
-    """The labels of all shards: int64 (N,) of integers; else float64 (N,), or numbers (N, …) of lists."""
+    """Return the labels of all shards: integers as int64 (N,), floats as float64 (N,), lists as numbers (N, …)."""
     labels = [label for shard in shards for label in shard["labels"]]
     try:
         return exactly(labels)
     except ValueError as error:
         raise StoreError(
-            f"{name}: its labels, with those of other shards, make no array ({error}): name a field of lists of "
-            "several lengths in store.columns, with a length, and not as store.target_column"
+            f"{name}: its labels and those of the other shards do not form an array ({error}). If they are lists "
+            "of different lengths, name the field in store.columns, with a length, not in store.target_column"
         ) from None
 
 
@@ -127,23 +129,23 @@ def _label_suffix(column: str) -> str:
 def find_samples(
     name: str, entries: Sequence[tuple[str, Place | None]], descriptor: int, image_column: str, target_column: str
 ) -> Scan | None:
-    """Make samples of a tar's members.
+    """Group a tar's members into samples.
 
     Args:
-        name: of the tar, for errors.
-        entries: its members in their order: names, and where the regular files are.
-        descriptor: of the tar.
-        image_column: the suffix of the images; "image" = that of any image.
+        name: name of the tar, for errors.
+        entries: its members in order: names, and the places of regular files.
+        descriptor: file descriptor of the tar.
+        image_column: the suffix of the images; "image" = any image suffix.
         target_column: the suffix of the labels, or their field in the JSON; "label" = as above.
 
     Returns:
-        None where the layout is not WebDataset's: there are no labels, and text does not stand beside every image.
-        Else, as JSON has it:
-        labels: of each sample; None where there are none.
-        places: suffix → position and num_bytes of each sample's member, one behind the other, -1 where it has
-            none; "" is the image.
-        num, first_key: how many samples, and the key of the first, for errors.
-        digest: hash over the members' names, sizes and times of change, and the labels.
+        None if the layout is not WebDataset's: no sample has a label, and not every image has text. Otherwise JSON
+        values:
+        labels: the label of each sample; None without labels.
+        places: suffix → position and num_bytes of each sample's member, as a flat list, -1 for no member; "" is
+            the image.
+        num, first_key: number of samples, and key of the first, for errors.
+        digest: hash over the members' names, sizes and modification times, and the labels.
     """
     problem = ""
     samples: list[tuple[str, dict[str, Place]]] = []
@@ -170,7 +172,7 @@ def find_samples(
     if not labelled and texts != {True}:
         return None
     if labelled and None in labels and not problem:
-        problem = f"sample {samples[labels.index(None)][0]!r} has no label, and others have one"
+        problem = f"sample {samples[labels.index(None)][0]!r} has no label, but others have one"
     if problem:
         raise _bad(name, problem, target_column)
     others = set(samples[0][1]).intersection(*(members for _, members in samples))
@@ -179,8 +181,8 @@ def find_samples(
     digest = hashlib.blake2b(digest_size=16)
     places: dict[str, list[int]] = {suffix: [] for suffix in ("", *suffixes)}
     for (key, members), image, label in zip(samples, images, labels, strict=True):
-        for suffix, of_suffix in places.items():
-            of_suffix += members.get(suffix or image or "", (-1, -1))[:2]
+        for suffix, flat_places in places.items():
+            flat_places += members.get(suffix or image or "", (-1, -1))[:2]
         parts = [f"\0{suffix}\0{num_bytes}\0{mtime}" for suffix, (_, num_bytes, mtime) in members.items()]
         digest.update(f"{key}\0{label}{''.join(parts)}\n".encode(errors="surrogateescape"))
     return {
@@ -193,7 +195,7 @@ def find_samples(
 
 
 def _parts(entries: Sequence[tuple[str, Place | None]]) -> Iterator[tuple[str, str, Place]]:
-    """Key, suffix and place of each member that counts."""
+    """Yield key, suffix and place of each member that counts."""
     for name, place in entries:
         folder, slash, file = name.rpartition("/")
         stem, _, suffix = file.partition(".")
@@ -205,7 +207,7 @@ def _parts(entries: Sequence[tuple[str, Place | None]]) -> Iterator[tuple[str, s
 def _image_of(members: Mapping[str, Place], suffix: str) -> str | None:
     if suffix != "image":
         return suffix if suffix in members else None
-    # `jpg` goes before `depth.png`.
+    # `jpg` takes precedence over `depth.png`.
     images = [suffix for suffix in members if suffix.rpartition(".")[2] in _SIMPLE_IMAGES]
     return min(images, key=lambda suffix: "." in suffix, default=None)
 
@@ -213,19 +215,19 @@ def _image_of(members: Mapping[str, Place], suffix: str) -> str | None:
 def _bad(name: str, problem: str, target_column: str) -> StoreError:
     return StoreError(
         f"{name}: {problem}. Each sample of a WebDataset tar has one .cls or one field "
-        f"{target_column!r} in its .json, and its members stand one behind the other (tar --sort=name)"
+        f"{target_column!r} in its .json, and its members must be consecutive (tar --sort=name)"
     )
 
 
 def index_samples(names: Sequence[str], scans: Sequence[Scan]) -> TarIndex:
-    """The index of tars of {"samples": what `find_samples` returns}, in their order; names are for errors."""
+    """Return the index of scans {"samples": …}, see `find_samples`, in their order; names are for errors."""
     shards = [scan["samples"] for scan in scans]
     labelled = [shard["labels"] is not None for shard in shards]
     if any(labelled) and not all(labelled):
         number = labelled.index(False)
         first = shards[number]["first_key"]
-        raise StoreError(f"{names[number]}: sample {first!r} has no label, and those of other shards have one")
-    # A column is what all shards have.
+        raise StoreError(f"{names[number]}: sample {first!r} has no label, but samples of other shards have one")
+    # A suffix becomes a column if all shards have it.
     suffixes = [suffix for suffix in shards[0]["places"] if all(suffix in shard["places"] for shard in shards)]
     places = {
         suffix: np.concatenate([np.array(shard["places"][suffix], np.int64) for shard in shards]).reshape(-1, 2)

@@ -1,6 +1,6 @@
 """Writers of new files in raypipe's own LMDB layout, see `raypipe.stores.lmdb`, and in flat Parquet.
 
-Writers write where they are told; `raypipe.stores.destination` makes sure that a store is whole or not there.
+Writers write directly to the path they get; `raypipe.stores.destination` makes the whole store appear atomically.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ from raypipe.stores.record import (
     array_type,
 )
 
-# A group of Parquet is what one read costs at least: big enough for throughput, small enough to shuffle well.
+# A Parquet row group is the least that one read costs: large enough for throughput, small enough to shuffle well.
 GROUP_BYTES = 8 << 20
-_FIRST_MAP_BYTES = 1 << 30  # of LMDB: it doubles as often as needed
+_FIRST_MAP_BYTES = 1 << 30  # LMDB's map; it doubles as often as needed
 
 
 class FileWriter(ABC):
     """Writes one new file, sample after sample.
 
-    A writer is a context manager. Leaving it normally finishes the file; leaving it by an exception removes it.
+    A writer is a context manager. Leaving it normally finishes the file; an exception removes the file.
 
     Args:
         path: the file to make; it must not exist.
-        columns: all columns, name → int64, float64, binary, string, or an array's `float32[512]`, in order; None
-            for `image` and `label`.
-        classes: class names, position = label; None where there are none.
+        columns: all columns, name → int64, float64, binary, string, or an array such as `float32[512]`, in order;
+            None = `image` and `label`.
+        classes: class names, position = label; None = no names.
     """
 
     batch_bytes: ClassVar[int]
-    """Records of so many bytes are written at a time."""
+    """Bytes of records that are written at a time."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class FileWriter(ABC):
 
     @property
     def fingerprint(self) -> str:
-        """Of what has been written so far."""
+        """Fingerprint of the samples so far."""
         return self._fingerprint.hexdigest()
 
     def __enter__(self) -> Self:
@@ -79,7 +79,7 @@ class FileWriter(ABC):
         return self
 
     def append(self, sample: ColumnValues) -> None:
-        """Add one sample with exactly the declared columns; None is allowed in binary and string ones."""
+        """Add one sample with exactly the declared columns; binary and string values may be None."""
         record = self._layout.pack(sample)
         self._fingerprint.add(record)
         self._batch.append((dict(sample), record))
@@ -119,15 +119,15 @@ class FileWriter(ABC):
 
     @abstractmethod
     def _open(self) -> None:
-        """Open the file, which is there and empty."""
+        """Open the file, which exists and is empty."""
 
     @abstractmethod
     def _write(self, batch: Sequence[tuple[ColumnValues, bytes]]) -> None:
-        """Add samples, each with its record, behind the `_count` that are there."""
+        """Add samples, each with its record, after the first `_count`."""
 
     @abstractmethod
     def _finish(self) -> None:
-        """Put all on the disk."""
+        """Write everything to the disk."""
 
     @abstractmethod
     def _close(self) -> None:
@@ -135,13 +135,13 @@ class FileWriter(ABC):
 
 
 class LMDBWriter(FileWriter):
-    """Writes one new LMDB file in raypipe's own layout, and leaves no lock file beside it."""
+    """Writes one new LMDB file in raypipe's own layout, without a lock file."""
 
-    batch_bytes = 32 << 20  # a few hundred images per commit: the cost of a commit no longer shows
+    batch_bytes = 32 << 20  # a few hundred images per commit make its cost negligible
 
     def _open(self) -> None:
-        # No lock: this writer has just made the file, so nobody else can be in it. No sync before
-        # the end: until then the file is worth nothing anyway.
+        # No lock, since this writer has just made the file and nobody else can have it open. No sync before the
+        # end, since the file is useless until then.
         self._env = lmdb.open(str(self._path), subdir=False, lock=False, sync=False, map_size=_FIRST_MAP_BYTES)
 
     def _write(self, batch: Sequence[tuple[ColumnValues, bytes]]) -> None:
@@ -150,8 +150,7 @@ class LMDBWriter(FileWriter):
     def _finish(self) -> None:
         metadata = Metadata(self._count, self._layout.types, self._classes, self.fingerprint)
         self._put([(METADATA_KEY, metadata.to_json())])
-        # LMDB may count a page at the end that it then had no need to write; readers take a file that is
-        # shorter than its pages for truncated.
+        # LMDB may count a page at the end that it never wrote, and readers would consider the file truncated.
         required_bytes = (self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"]
         if self._path.stat().st_size < required_bytes:
             os.truncate(self._path, required_bytes)
@@ -175,12 +174,12 @@ class LMDBWriter(FileWriter):
 class ParquetWriter(FileWriter):
     """Writes one new Parquet file in the flat layout.
 
-    The class names go into the schema's metadata as a Hugging Face ClassLabel, and a hash of all
-    samples into the footer.
+    The schema's metadata contains the class names as a Hugging Face ClassLabel. The footer contains a hash of all
+    samples.
 
     Args:
         path, columns, classes: see `FileWriter`.
-        row_group_size: samples per row group; None for as many as make up about 8 MiB.
+        row_group_size: samples per row group; None = about 8 MiB of samples.
     """
 
     batch_bytes = GROUP_BYTES
@@ -210,7 +209,7 @@ class ParquetWriter(FileWriter):
         return len(self._batch) == self._row_group_size if self._row_group_size else super()._is_full()
 
     def _open(self) -> None:
-        # Of images (JPEGs, mostly) there is nothing to compress, and statistics would repeat whole ones.
+        # Images, mostly JPEGs, do not compress, and their statistics would repeat whole images.
         small = [name for name in self._schema.names if name != "image"]
         self._file = self._path.open("wb")
         self._writer = pq.ParquetWriter(
@@ -232,14 +231,14 @@ class ParquetWriter(FileWriter):
         os.fsync(self._file.fileno())
 
     def _close(self) -> None:
-        # What is still buffered goes into a file that is about to be removed.
+        # An unfinished file is about to be removed, so errors in flushing it do not matter.
         with contextlib.suppress(pa.ArrowException, OSError):
             self._writer.close()
         self._file.close()
 
 
 def _arrow_type(kind: str) -> Any:
-    """Arrow's type of a column; it calls all but arrays the same."""
+    """Return Arrow's type of a column, which has the same name except for arrays."""
     if (array := array_type(kind)) is None:
         return kind
     dtype, shape = array
@@ -255,11 +254,11 @@ def _listed(value: Any) -> Any:
 
 _WRITERS: dict[str, type[FileWriter]] = {".lmdb": LMDBWriter, ".parquet": ParquetWriter}
 WRITTEN_SUFFIXES = tuple(_WRITERS)
-"""Of the files that `open_writer` makes."""
+"""Suffixes of the files that `open_writer` makes."""
 
 
 def open_writer(path: str | Path, *args: Any, **options: Any) -> FileWriter:
-    """Return the writer, not yet entered, for a new file, `.lmdb` or `.parquet`; see there for arguments."""
+    """Return the writer, not yet entered, for a new file `.lmdb` or `.parquet`; the writer takes the arguments."""
     suffix = Path(path).suffix
     if suffix not in _WRITERS:
         raise StoreError(f"{path} cannot be written: the suffix must be one of {', '.join(_WRITERS)}")

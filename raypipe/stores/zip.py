@@ -1,4 +1,4 @@
-"""Zips of class folders, `class/image.jpg`, a source of `raypipe convert`, which reads it once."""
+"""Zips of class folders, `class/image.jpg`: a source of `raypipe convert`, which reads them once."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ logger = logging.getLogger(__name__)
 
 
 class ZipSamples:
-    """The samples of one zip or of several, by zip, by class, then by name; members count as those of a tar do.
+    """The samples of one or several zips, by zip, by class, then by name; the rules for members are those of tars.
 
     A member that is damaged, or over 512 MiB, is {"image": None}, and a warning names it.
 
     Args:
-        address: a local file, or several, `NAME-{0000..0099}.zip`.
+        address: a local file, or several files, `NAME-{0000..0099}.zip`.
 
     Attributes:
         classes: class names, position = label.
@@ -48,13 +48,13 @@ class ZipSamples:
 def _opened(path: str) -> zipfile.ZipFile:
     try:
         return zipfile.ZipFile(io.BufferedReader(io.FileIO(path, opener=open_regular)))
-    except Exception as error:  # of half a dozen types
-        reason = f"{type(error).__name__}: {error!s:.500}; it is truncated or no zip: copy it again"
+    except Exception as error:  # zipfile lets half a dozen types through
+        reason = f"{type(error).__name__}: {error!s:.500}; it is truncated or not a zip: copy it again"
         raise StoreError(f"{path} cannot be read as zip: {reason}") from error
 
 
 def _members(path: str) -> dict[str, zipfile.ZipInfo]:
-    """Name → member, of those that are samples."""
+    """Return name → member for the members that are samples."""
     with _opened(path) as archive:
         infos = archive.infolist()
     return archive_samples((str(PurePosixPath(info.filename)), info if _is_file(info) else None) for info in infos)
@@ -70,8 +70,10 @@ def _content(archive: zipfile.ZipFile, info: zipfile.ZipInfo, path: str) -> byte
         if info.file_size <= MAX_SAMPLE_BYTES:
             return archive.read(info)
         reason = "it is over 512 MiB"
-    except (RuntimeError, NotImplementedError) as error:  # a password, or a method
-        raise StoreError(f"{where}, is not read: {error}; write the zip again (zip -0), without one") from error
+    except (RuntimeError, NotImplementedError) as error:  # a password, or an unknown compression
+        raise StoreError(
+            f"{where}: cannot be read: {error}; make the zip again, without a password (zip -0)"
+        ) from error
     except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         reason = str(error)
     logger.warning("%s: %s", where, reason)

@@ -1,1 +1,1 @@
-"""The training loop of raypipe: model, optimizer, checkpoints, the folder of a run."""
+"""raypipe's training loop: model, optimizer, checkpoints, and the folder of a run."""

@@ -1,11 +1,11 @@
-"""What rank 0 does beside the steps, each in a thread: it writes checkpoints, and looks for a request to stop.
+"""Background threads of rank 0: one writes checkpoints, one polls for a request to stop.
 
-Neither thread calls Ray, so each may outlast a Ray that is shut down, and none waits for the device in a step.
+Neither thread calls Ray, so both may outlive it, and neither makes a step wait for the device.
 
-Ray Train's own thread (`ray.train.report(checkpoint_upload_mode=ASYNC)`, alpha) does not write checkpoints here:
-the steps would wait until a local folder is written, nothing is synced to the disk, and Ray Train resumes from it
-only once its controller has noted it in a file of its own, some time after the upload. A job that is killed in
-between would lose a checkpoint that is whole.
+Ray Train's own thread (`ray.train.report(checkpoint_upload_mode=ASYNC)`, alpha) is not used: steps would wait for
+a local folder to be written, nothing is synced to the disk, and Ray Train resumes from a checkpoint only after its
+controller has registered it in a separate file, some time after the upload. A job that is killed in between would
+lose a complete checkpoint.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from raypipe.train.run_folder import stop_requested
 
 logger = logging.getLogger(__name__)
 
-# Between two looks for a request to stop: in object storage, each is a request that is paid for.
+# Periods of the poll for a request to stop: in object storage, each look is a billed request.
 _LOOK_S, _LOOK_REMOTE_S = 1.0, 3.0
 
 
 class CheckpointWriter:
     """Writes states in a thread, one at a time.
 
-    An error of the thread's is raised by the next call of any method, once.
+    The next call of any method raises an error of the thread, once.
     """
 
     def __init__(self) -> None:
@@ -38,15 +38,15 @@ class CheckpointWriter:
 
     @property
     def is_writing(self) -> bool:
-        """Whether the thread is at work."""
+        """True while the thread writes a state."""
         return self._thread is not None and self._thread.is_alive()
 
     def save(self, state: Any, write: Callable[[memoryview], None]) -> None:
-        """Serialise a state as it is now, and let the thread write it; waits for the one before.
+        """Serialize a state now, and write it in the thread; waits for the previous state.
 
         Args:
-            state: what torch.save takes.
-            write: puts the bytes where they belong; called in the thread.
+            state: an argument of torch.save.
+            write: writes the bytes; called in the thread.
         """
         self.wait()
         self._thread = threading.Thread(
@@ -55,13 +55,13 @@ class CheckpointWriter:
         self._thread.start()
 
     def check(self) -> None:
-        """Raise the error of a thread that has failed."""
+        """Raise the thread's error, if it has failed."""
         if self._error is not None:
             error, self._error = self._error, None
             raise error
 
     def wait(self) -> None:
-        """Until nothing is being written."""
+        """Block until the state is written."""
         if self._thread:
             self._thread.join()
             self._thread = None
@@ -75,13 +75,13 @@ class CheckpointWriter:
 
 
 class StopPoll:
-    """Looks for a request to stop a run, in a thread, from now until `close`.
+    """Polls for a request to stop a run, in a thread, until `close`.
 
     Args:
         run_uri: the run's folder.
 
     Attributes:
-        asked: whether there was one.
+        asked: whether a stop was requested.
     """
 
     def __init__(self, run_uri: str) -> None:
@@ -92,7 +92,7 @@ class StopPoll:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread; one that waits for storage is left to end by itself."""
+        """End the thread, without waiting for one that is blocked by storage."""
         self._ended.set()
         self._thread.join(self._every_s)
 
@@ -102,9 +102,9 @@ class StopPoll:
             try:
                 with impatient():
                     self.asked = stop_requested(self._run_uri)
-            except Exception as error:  # a run does not end because nobody can ask it to
+            except Exception as error:  # a failed poll must not end the run
                 if not has_failed:
-                    logger.warning("cannot see whether %s was asked to stop, and try on: %s", self._run_uri, error)
+                    logger.warning("cannot check for a stop request in %s, will retry: %s", self._run_uri, error)
                 has_failed = True
             if self.asked:
                 return

@@ -1,4 +1,4 @@
-"""What a run tells its user: at its start its settings and what was derived from them, then its progress."""
+"""Console output of a run: its settings and values derived from them, then its progress."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from raypipe.streaming.spec import StreamSpec
 from raypipe.train.run_folder import CONFIG_FILE, as_plain
 from raypipe.transform.jpeg import missing_extension
 
-_LINE_EVERY_S = 10.0  # beside those of each epoch
-_END_S = 3.0  # for the trainers' last lines, which Ray brings after a while
+_LINE_EVERY_S = 10.0  # period of lines between those of the epochs
+_END_S = 3.0  # longest wait for the trainers' last lines, which Ray delivers late
 
 
 class RunConsole:
-    """Within, progress that the trainers of a run relay is shown.
+    """Context manager: show the progress that a run's trainers relay.
 
-    A line for each epoch, and one every ten seconds of an epoch that takes long.
+    It prints a line per epoch, and in long epochs a line every ten seconds.
 
     Args:
-        steps_per_epoch: of the run.
-        validates: whether a validation follows an epoch, by its number.
-        relays: whether the trainers are to relay it; else they print it.
+        steps_per_epoch: steps of an epoch of the run.
+        validates: number of an epoch → whether a validation follows it.
+        relays: whether the trainers should relay progress; otherwise they print it.
 
     Attributes:
-        relays: whether they are, and can.
+        relays: whether the trainers should relay progress, and this console gets it.
     """
 
     def __init__(self, steps_per_epoch: int, validates: Callable[[int], bool], relays: bool = True) -> None:
@@ -52,9 +52,9 @@ class RunConsole:
         self._print_epoch()
 
     def show(self, text: str, values: dict[str, Any]) -> None:
-        """One line of the trainers; in a thread of Ray's."""
+        """Show a line of the trainers; called in a thread of Ray."""
         kind = values.get("kind")
-        if kind == "val" and self._epoch_line:  # the same epoch's: its number is told already
+        if kind == "val" and self._epoch_line:  # the line of the same epoch already has its number
             self._epoch_line += "  " + text.partition("  ")[2]
             text = ""
         self._print_epoch()
@@ -69,7 +69,7 @@ class RunConsole:
         now = time.monotonic()
         ends_epoch = values["step"] == (values["epoch"] + 1) * self._steps_per_epoch
         if ends_epoch and self._validates(values["epoch"]):
-            self._epoch_line = text  # until it has
+            self._epoch_line = text  # printed after the validation
         elif ends_epoch or now - self._printed_at >= _LINE_EVERY_S:
             print(text, flush=True)
             self._printed_at = self._printed_at if ends_epoch else now
@@ -81,7 +81,7 @@ class RunConsole:
 
 
 def changes(run: RunConfig, run_uri: str) -> str:
-    """The settings that a resume has otherwise than the run, with both values; empty = none, or not known."""
+    """Return the settings that a resume changes, with both values; empty if there are none or they are unknown."""
     try:
         before = yaml.safe_load(read_whole(join(run_uri, CONFIG_FILE)) or b"") or {}
     except yaml.YAMLError:
@@ -92,7 +92,7 @@ def changes(run: RunConfig, run_uri: str) -> str:
 
 
 def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """By their whole names, as `plan.seed`."""
+    """Return settings by whole name, such as `plan.seed`."""
     flat: dict[str, Any] = {}
     for name, value in settings.items():
         flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
@@ -100,20 +100,20 @@ def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def describe(run: RunConfig, spec: StreamSpec, allocation: Allocation, run_uri: str) -> str:
-    """What is about to run, for people: the settings that are not the defaults, and what was derived from them."""
+    """Describe a run: the settings that differ from the defaults, and values derived from the settings."""
     plan = spec.plan
-    left_out = sum(kept.num_left_out for kept in plan.kept.values())
+    num_excluded = sum(kept.num_left_out for kept in plan.kept.values())
     slower = missing_extension()
     trainers = f"{allocation.workers} x {'GPU' if allocation.gpu else f'{allocation.cpus_per_worker:g} CPU'}"
     if allocation.min_workers:
         trainers = f"{allocation.min_workers} to {trainers}"
     if allocation.idle_gpus:
         all_gpus = allocation.workers + allocation.idle_gpus
-        all_at_once = all_gpus * plan.config.micro_batch_size
+        batch_size = all_gpus * plan.config.micro_batch_size
         trainers += (
             f"\nidle GPUs  {allocation.idle_gpus} of {all_gpus}, since the number of workers must divide the "
-            f"{plan.config.per_step} micro-batches of a step: set plan.global_batch_size to {all_at_once} or a "
-            f"multiple of it, or train.num_workers={allocation.workers} if this is meant"
+            f"{plan.config.per_step} micro-batches of a step: set plan.global_batch_size to {batch_size} or a "
+            f"multiple of it, or train.num_workers={allocation.workers} if this is intended"
         )
     actors = f"{run.pool.least_actors} to {allocation.max_actors} actors"
     if run.pool.engine == "inline":
@@ -122,11 +122,11 @@ def describe(run: RunConfig, spec: StreamSpec, allocation: Allocation, run_uri: 
     settings = [f"{name}={value}" for name, value in _flat(as_plain(run)).items() if value != defaults.get(name)]
     return (
         f"settings   {', '.join(settings)}\n"
-        f"run        {run_uri}, whose config.yaml has all settings\n"
+        f"run        {run_uri}  (all settings: config.yaml)\n"
         f"plan       {plan.fingerprint}: {plan.config.epochs} epochs of {plan.steps_per_epoch} steps of "
         f"{plan.config.per_step} x {plan.config.micro_batch_size} = {plan.global_batch_size} samples "
         f"({plan.num_train} train, {plan.num_val} val"
-        f"{f'; {left_out} left out' if left_out else ''})\n"
+        f"{f'; {num_excluded} excluded' if num_excluded else ''})\n"
         f"trainers   {trainers}\n"
         f"transform  {actors}" + (f"\nslower     {slower}" if slower else "")
     )

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM of a run: how it is asked to end, and aborted."""
+"""Ctrl-C and SIGTERM of a run: the first stops it with a checkpoint, the second aborts it."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from raypipe.logs import progress
 
 logger = logging.getLogger(__name__)
 
-# `timeout` and `uv run` send a signal to the process and to its group: it comes twice, and is meant once.
+# `timeout` and `uv run` send a signal to the process and to its group, so one signal arrives twice.
 _ONE_SIGNAL_S = 0.5
-# After which trainers that were asked to end, and have not looked, are aborted: a step may take minutes, and so
-# may the first batch. With what an abort and Ray's own end take, a run has ended ten seconds after the signal.
+# Time for trainers to notice the request, before they are aborted: a step, or the first batch, may take minutes.
+# With the time for an abort and for Ray's end, a run ends within ten seconds of the signal.
 _PATIENCE_S = 6.0
 
 
 class Stopped(KeyboardInterrupt):
-    """The run was ended on request before its end, and has a checkpoint to go on from."""
+    """The run was stopped on request, and has a checkpoint to resume from."""
 
 
 class Interrupts:
-    """Ctrl-C and SIGTERM (`ray job stop`) of a run: the first asks it to end, the second aborts it.
+    """Context manager for Ctrl-C and SIGTERM (`ray job stop`): the first asks a run to end, the second aborts it.
 
-    A first signal within this context is never lost: nothing is raised where Ray would swallow it. In another
-    thread than the main one it does nothing: signals are not for others.
+    A first signal is never lost, since no exception is raised where Ray might swallow it. Outside the main thread,
+    which receives all signals, the context manager does nothing.
     """
 
     def __init__(self) -> None:
@@ -51,13 +51,13 @@ class Interrupts:
         self._leave()
 
     def stand(self) -> None:
-        """Take the place of handlers that Ray has set since."""
+        """Replace handlers that Ray has set in the meantime."""
         if threading.current_thread() is not threading.main_thread():
             return
         for signum in (signal.SIGINT, signal.SIGTERM):
             if (handler := signal.getsignal(signum)) != self._interrupted:
                 if signum not in self._before or signum == signal.SIGTERM:
-                    self._before[signum] = handler  # for SIGTERM Ray's, which ends Ray's processes
+                    self._before[signum] = handler  # Ray's handler of SIGTERM ends Ray's processes
                 signal.signal(signum, self._interrupted)
 
     def _leave(self) -> None:
@@ -70,11 +70,11 @@ class Interrupts:
             raise KeyboardInterrupt
 
     def hand_over(self, request: Callable[[], None], is_answered: Callable[[], bool] = lambda: True) -> None:
-        """From now on the run can be asked to end by itself, and is, if there was a signal already.
+        """Use `request` from now on to ask the run to end, and at once if there has been a signal.
 
         Args:
-            request: asks it.
-            is_answered: whether it is about to end. A run that is not, some seconds later, is aborted.
+            request: asks the run to end.
+            is_answered: returns whether the run is about to end. If it is not after a few seconds, it is aborted.
         """
         self._request, self._is_answered = request, is_answered
         self.stand()
@@ -82,7 +82,7 @@ class Interrupts:
             self._ask()
 
     def _ask(self) -> None:
-        # In a thread: storage may be slow, and this one is in a handler, in the middle of anything.
+        # A thread does it, since storage may be slow, and a signal handler interrupts arbitrary code.
         self._asking = threading.Thread(target=self._ask_and_wait, daemon=True, name="raypipe-stop")
         self._asking.start()
 
@@ -95,9 +95,9 @@ class Interrupts:
                 if self._is_answered() or self._ended.wait(0.2):
                     return
         except Exception as error:
-            logger.warning("the run cannot be asked to end: %s", error)
+            logger.warning("cannot ask the run to end: %s", error)
         if not self._ended.is_set():
-            os.kill(os.getpid(), signal.SIGINT)  # as if it came a second time
+            os.kill(os.getpid(), signal.SIGINT)  # acts as a second signal
 
     def _interrupted(self, signum: int, frame: Any) -> None:
         now = time.monotonic()
@@ -106,7 +106,7 @@ class Interrupts:
             if self._request is not None:
                 self._ask()
             else:
-                progress(logger, "stopping before the trainers are started; once more aborts")
+                progress(logger, "stopping before the trainers are started; press Ctrl-C again to abort")
         elif now - self._asked_at > _ONE_SIGNAL_S:
-            self._leave()  # a third gets what stood before
+            self._leave()  # a third signal gets the original handlers
             raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""A whole run from its configuration: stores, plan, preflight, Ray Train, result."""
+"""Launch of a run from its configuration: stores, plan, preflight, Ray Train, result."""
 
 from __future__ import annotations
 
@@ -45,24 +45,24 @@ logger = logging.getLogger(__name__)
 
 _ERROR_FILE = "error.txt"
 
-_RESIZE_EVERY_S = 60.0  # between two looks for room, where training is elastic
+_RESIZE_EVERY_S = 60.0  # period in which elastic training checks for more resources
 
 
 def train(run: RunConfig) -> dict[str, Any]:
-    """Train by a configuration, on the connected cluster or on a new local one.
+    """Train with a configuration, on the connected cluster or on a new local one.
 
-    At Ctrl-C or SIGTERM (`ray job stop`), be it sent to this process or to its group, the run ends within ten
-    seconds: with a checkpoint after a step of the next seconds, or, where there is none, without. A second one
-    aborts it. While the run starts, it ends before the trainers do.
+    After Ctrl-C or SIGTERM (`ray job stop`), to this process or to its group, the run ends within ten seconds,
+    with a checkpoint if a step ends in that time. A second signal aborts the run. During the start, the run ends
+    before it starts the trainers.
 
     Returns:
         `val_accuracy` (None without validation), `images_per_s`, `wait_fraction`, `steps`, `run_dir`,
-        `first_batch_s`, and `stopped`: whether it was ended before its last step, on request.
+        `first_batch_s`, and `stopped`: whether it was stopped on request, before its last step.
 
     Raises:
-        RaypipeError: what is wrong with the configuration, a store, the cluster or the run.
-        KeyboardInterrupt: it was asked to end before its trainers were started, or has done no step in time;
-            `Stopped` where it has a checkpoint.
+        RaypipeError: an error in the configuration, a store, the cluster or the run.
+        KeyboardInterrupt: the run was stopped before its trainers started, or finished no step in time; `Stopped`
+            if it has a checkpoint.
     """
     try:
         with located(run) as (run, run_uri, lease):
@@ -79,16 +79,16 @@ def train(run: RunConfig) -> dict[str, Any]:
 def _train(run: RunConfig, run_uri: str, lease: str) -> dict[str, Any]:
     configure_logs(run.log_format, run=run.name)
     spec, num_classes = _checked(run, run_uri)
-    stop_was_asked = stop_requested(run_uri)  # of the run before it was stopped, and now goes on
+    stop_was_asked = stop_requested(run_uri)  # an old request, from before this resume
     newest = _newest(run, run_uri, spec)
     if newest and _has_ended(spec, newest):
-        progress(logger, f"this run has ended already, with {newest.name}: nothing is left to do")
-        _leave_traces(run_uri)  # its process may have been killed before it did
+        progress(logger, f"this run has already ended, with {newest.name}: nothing left to do")
+        _leave_traces(run_uri)  # its process may have been killed before this
         return _result(newest.metrics | {"stopped": False}, run_uri)
     with Interrupts() as interrupts, contextlib.ExitStack() as starting:
         allocation, start = _allocated(run, spec, interrupts, starting)
-        # Nothing of an earlier start is changed before this line: all that can refuse this one has passed, but for
-        # the content of state.pt, which is read once, by the trainers.
+        # No file of an earlier start is changed before this line, where all checks have passed, except that of
+        # state.pt, which only the trainers read.
         if stop_was_asked:
             remove_stop(run_uri)
         store_config(run, run_uri)
@@ -101,9 +101,9 @@ def _train(run: RunConfig, run_uri: str, lease: str) -> dict[str, Any]:
             with console:
                 result = _fit(loop | {"relays": console.relays}, allocation, interrupts)
             if result["stopped"]:
-                progress(logger, _how_to_go_on(run_uri))
+                progress(logger, _how_to_continue(run_uri))
         except KeyboardInterrupt:
-            progress(logger, _how_to_go_on(run_uri))
+            progress(logger, _how_to_continue(run_uri))
             raise
         finally:
             _leave_traces(run_uri)
@@ -111,41 +111,41 @@ def _train(run: RunConfig, run_uri: str, lease: str) -> dict[str, Any]:
 
 
 def _checked(run: RunConfig, run_uri: str) -> tuple[StreamSpec, int]:
-    """The stream and the number of classes of a run; what is wrong with either is told before Ray starts."""
+    """Return a run's stream and number of classes, with all checks that need no Ray."""
     phase(logger, "reading the stores")
     spec = spec_of(run, run_uri)
     num_classes = num_classes_of(run, spec)
     check_augment(run.augment)
     check_code(run.train, len(run.augment.mean))
-    if not any(is_remote(store.address) for store in spec.stores.values()):  # else whole shards would be fetched
+    if not any(is_remote(store.address) for store in spec.stores.values()):  # this would fetch whole shards
         sizes = try_samples(spec, num_classes, channels=len(run.augment.mean))
-        if words := differing(spec.transform, spec.transforms, sizes):
-            progress(logger, words)
+        if message := differing(spec.transform, spec.transforms, sizes):
+            progress(logger, message)
     return spec, num_classes
 
 
 def _newest(run: RunConfig, run_uri: str, spec: StreamSpec) -> Checkpoint | None:
-    """The checkpoint that a run goes on from, if any; the trainers tell why newer ones are passed over."""
+    """Return the checkpoint that a run continues from, if any; the trainers log why newer ones are skipped."""
     changed = changes(run, run_uri) if run.resume else ""
     find = functools.partial(find_newest, run_uri, spec.plan.check, start_from=run.train.start_from)
     try:
         newest, _ = find()
-        if _has_ended(spec, newest):  # no trainer will read the state
+        if _has_ended(spec, newest):  # no trainer will check its state
             newest, _ = find(with_state=True)
     except CursorError as error:
         raise CursorError(f"{error}{changed and f'. Changed: {changed}'}") from error
     if run.resume:
-        where = newest.name if newest else "the beginning"
-        progress(logger, f"resumed from {where}{changed and f', with {changed}'}")
+        start = newest.name if newest else "the beginning"
+        progress(logger, f"resumed from {start}{changed and f', with {changed}'}")
     elif newest:
-        progress(logger, f"starts from {newest.address}")
+        progress(logger, f"starting from {newest.address}")
     return newest
 
 
 def _allocated(
     run: RunConfig, spec: StreamSpec, interrupts: Interrupts, starting: contextlib.ExitStack
 ) -> tuple[Allocation, Any]:
-    """Connect to Ray, and share out its cluster; also returns the actor that keeps other runs from starting."""
+    """Connect to Ray, and allocate resources; also return the actor that keeps other runs from starting."""
     wait = functools.partial(Wait, run.train.start_timeout_s, interrupts.check, "train.start_timeout_s")
     phase(logger, "connecting to Ray" if os.environ.get("RAY_ADDRESS") else "starting Ray on this machine")
     connect(log_format=run.log_format, wait=wait())
@@ -162,13 +162,13 @@ def _allocated(
 
 
 def _has_ended(spec: StreamSpec, newest: Checkpoint | None) -> bool:
-    """Whether a run's newest checkpoint is its last; one that it starts from is another run's, without figures."""
+    """Return whether a run's newest checkpoint is its last, not another run's, which has no metrics here."""
     return newest is not None and newest.metrics != {} and next(spec.plan.segments(newest.cursor), None) is None
 
 
 def _result(figures: dict[str, Any], run_uri: str) -> dict[str, Any]:
-    """What `train` returns, of the figures of a run."""
-    train_s = figures["train_s"] or 1.0  # of a run that has not trained
+    """Return the result of `train` from the figures of a run."""
+    train_s = figures["train_s"] or 1.0  # 0 if the run has not trained
     return {
         **{name: figures[name] for name in ("val_accuracy", "steps", "stopped", "first_batch_s")},
         "images_per_s": figures["images"] / train_s,
@@ -177,33 +177,33 @@ def _result(figures: dict[str, Any], run_uri: str) -> dict[str, Any]:
     }
 
 
-def _how_to_go_on(run_uri: str) -> str:
-    """What a run that was stopped has kept."""
-    kept = newest_name(run_uri)
-    where = f"its last checkpoint is {kept}" if kept else "before its first checkpoint"
-    return f"stopped; {where}. Go on by: {_command(run_uri)}"
+def _how_to_continue(run_uri: str) -> str:
+    """Return the message for a stopped run: its checkpoint, and the command to continue."""
+    checkpoint = newest_name(run_uri)
+    state = f"stopped with {checkpoint}" if checkpoint else "stopped before the first checkpoint"
+    return f"{state}. Continue with: {_command(run_uri)}"
 
 
 def _command(run_uri: str) -> str:
-    """It resumes a run."""
+    """Return the command that resumes a run."""
     command = "jobs/train.py" if Path(sys.argv[0]).name == "train.py" else "raypipe train"
     return f"{command} --resume {shlex.quote(run_uri.removeprefix('file://'))}"
 
 
 def _leave_traces(run_uri: str) -> None:
-    """Whatever becomes of the run."""
+    """Remove the stop request and write the report, after any end of a run."""
     try:
-        remove_stop(run_uri)  # it was for this run, and not for one that resumes it
-        if not exists(join(run_uri, METRICS)):  # it has not begun to train
+        remove_stop(run_uri)  # it must not stop a resume
+        if not exists(join(run_uri, METRICS)):  # the run has not begun to train
             return
         page = write_report(run_uri)["report"]
         progress(logger, f"report     {page.removeprefix('file://')}")
-    except Exception as error:  # the run has a result, or an error of its own, that must not hide behind this one
-        logger.warning("no report: %s: %s", type(error).__name__, error)
+    except Exception as error:  # must not hide the run's result or error
+        logger.warning("cannot write the report: %s: %s", type(error).__name__, error)
 
 
 def check_augment(config: AugmentConfig) -> None:
-    """What is wrong with it is told here, and not by the trainers once the cluster has started them."""
+    """Raise ConfigError for a wrong setting, before the cluster starts trainers."""
     if config.ops or config.preset != "none" or config.module:
         import torch
 
@@ -213,7 +213,7 @@ def check_augment(config: AugmentConfig) -> None:
 
 
 def _fit(loop: dict[str, Any], allocation: Allocation, interrupts: Interrupts) -> dict[str, Any]:
-    """Train on the resources that were allocated; `loop` has the arguments of `raypipe.train.loop.Trainer`."""
+    """Train on the allocated resources; `loop` has the arguments of `raypipe.train.loop.Trainer`."""
     from ray.train.v2.api import config as ray_config
 
     from raypipe.rayext.trainer import RunTrainer
@@ -222,16 +222,16 @@ def _fit(loop: dict[str, Any], allocation: Allocation, interrupts: Interrupts) -
     run, run_uri = loop["run"], loop["run_uri"]
 
     def on_interrupt() -> None:
-        progress(logger, "stopping with a checkpoint; once more aborts")
+        progress(logger, "stopping with a checkpoint; press Ctrl-C again to abort")
         request_stop(run_uri)
 
     sizes: dict[str, Any] = {"num_workers": allocation.workers}
     if allocation.min_workers:
         allowed = (allocation.min_workers, allocation.workers)
         sizes = {"num_workers": allowed, "elastic_resize_monitor_interval_s": _RESIZE_EVERY_S}
-    of_logs: dict[str, Any] = {}
-    if hasattr(ray_config, "LoggingConfig"):  # what Ray Train's controller does is told by the phases, and by ours
-        of_logs["logging_config"] = ray_config.LoggingConfig(log_level="WARNING")
+    log_options: dict[str, Any] = {}
+    if hasattr(ray_config, "LoggingConfig"):  # raypipe's phases and policies log the work of the controller
+        log_options["logging_config"] = ray_config.LoggingConfig(log_level="WARNING")
     failures = {"max_failures": run.train.max_failures}
     if hasattr(ray_config.FailureConfig, "max_preemption_failures"):
         failures["max_preemption_failures"] = run.train.max_preemption_failures
@@ -247,14 +247,14 @@ def _fit(loop: dict[str, Any], allocation: Allocation, interrupts: Interrupts) -
         scaling_config=ray_config.ScalingConfig(
             **sizes,
             use_gpu=allocation.gpu,
-            resources_per_worker={"CPU": allocation.cpus_per_worker},  # and a GPU, with `use_gpu`
+            resources_per_worker={"CPU": allocation.cpus_per_worker},  # `use_gpu` adds a GPU
         ),
         run_config=ray_config.RunConfig(
             name=run.name,
-            storage_path=f"{path}/ray",  # of its own: which checkpoints a run has, its folder says
+            storage_path=f"{path}/ray",  # a folder for Ray Train, which does not manage the run's checkpoints
             storage_filesystem=filesystem,
             failure_config=ray_config.FailureConfig(**failures),
-            **of_logs,
+            **log_options,
         ),
     )
     try:
@@ -265,19 +265,19 @@ def _fit(loop: dict[str, Any], allocation: Allocation, interrupts: Interrupts) -
 
 
 def _as_run_error(error: Exception, run_uri: str) -> RaypipeError:
-    """What has ended a run: an error of ours as it is; any other as its message alone, and the rest in a file."""
+    """Return the error of a failed run: raypipe's own error, or a message for any other, with a traceback file."""
     cause = cause_of(error)
     if isinstance(cause, RaypipeError):
         return cause
     if is_head_lost():
         return RunError(
-            f"the head of the Ray cluster does not answer any more ({explanation(error)}): start the cluster "
-            f"again, then go on by: {_command(run_uri)}"
+            f"the head of the Ray cluster no longer answers ({explanation(error)}): restart the cluster, then "
+            f"continue with: {_command(run_uri)}"
         )
-    where = join(run_uri, _ERROR_FILE)
+    address = join(run_uri, _ERROR_FILE)
     try:
-        write_text(where, "".join(traceback.format_exception(error)))
-        rest = f"its traceback is in {where.removeprefix('file://')}"
-    except (ConfigError, OutageError) as unwritten:
-        rest = f"its traceback is lost: {unwritten}"
-    return RunError(f"{explanation(error)} ({rest})")
+        write_text(address, "".join(traceback.format_exception(error)))
+        place = f"traceback: {address.removeprefix('file://')}"
+    except (ConfigError, OutageError) as write_error:
+        place = f"traceback lost: {write_error}"
+    return RunError(f"{explanation(error)} ({place})")

@@ -1,8 +1,8 @@
-"""What learns: a model, its optimizer and averages. Knows torch, not Ray.
+"""Learner: a model, its optimizer and averages. Imports torch, not Ray.
 
-Each micro-batch is its own forward and backward; gradients are averaged over the M of a step, over this
-rank's by scaling the loss and over ranks by DDP. So one worker with accumulation and M workers without
-it follow the same loss curve up to rounding; with the sums of ordered.py, bit by bit.
+Each micro-batch has its own forward and backward. Gradients are averaged over the M of a step: over this rank's by
+scaling the loss, over ranks by DDP. So one worker with accumulation and M workers without it have the same loss
+curve up to rounding; with the sums of ordered.py, bit for bit.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Ema:
     """An exponential moving average of a model's weights and running statistics.
 
     The decay is min(decay, (1 + n) / (10 + n)) at update n, as in TensorFlow's ExponentialMovingAverage, so that
-    a short run's average does not stay near the first weights. Nothing waits for the device (which the update
-    counter of torch's AveragedModel, a tensor, would make it do).
+    a short run's average does not stay near the first weights. Updates never wait for the device, unlike those of
+    torch's AveragedModel, whose counter is a tensor.
 
     Attributes:
         model: the average, in evaluation mode.
@@ -47,25 +47,25 @@ class Ema:
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Take the model's state in, after optimizer step `step`, from 1."""
+        """Update the average after optimizer step `step`, which counts from 1."""
         decay = min(self._decay, (1 + step) / (10 + step))
         torch._foreach_lerp_(self._own, self._theirs, 1 - decay)
 
 
 class Learner:
-    """A model and all that changes with it, the same on all ranks after each step.
+    """A model with its optimizer and averages, equal on all ranks after each step.
 
     Args:
         run: the configuration.
-        num_classes: of the classifier, or of the model's outputs.
-        device: where it learns.
+        num_classes: number of classes, or of the model's outputs.
+        device: the device to train on.
         world_size: W.
         has_classes: whether targets are classes.
 
     Attributes:
-        dtype: of autocast; None = off.
+        dtype: dtype of autocast; None = off.
         has_classes: whether targets are classes.
-        val_loss: logits and targets → losses (B,), of a validation.
+        val_loss: logits and targets → losses (B,), for validation.
     """
 
     def __init__(
@@ -99,37 +99,38 @@ class Learner:
         if config.deterministic_reduce is True or (config.deterministic_reduce == "auto" and not on_cuda):
             self._gradients = OrderedGradients(self._model, self._per_rank, world_size)
         elif world_size > 1:
-            # StepBatchNorm keeps the only buffers that training changes the same on all ranks.
-            # Those of 1 x 1 convolutions may have other strides, and are copied as any other.
+            # No broadcast: training only changes BatchNorm's buffers, which StepBatchNorm keeps equal on all
+            # ranks. Gradients of 1 x 1 convolutions may have other strides than the bucket; DDP then copies them
+            # correctly.
             warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
-            with warnings.catch_warnings():  # its new name is that of torch 2.15
+            with warnings.catch_warnings():  # the argument's new name exists only since torch 2.15
                 warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
                 self._parallel = DistributedDataParallel(
                     self._model, broadcast_buffers=False, gradient_as_bucket_view=True
                 )
 
     def begin_step(self, lr: float) -> None:
-        """Before a step's first micro-batch."""
+        """Begin a step; call before its first micro-batch."""
         self._model.train()
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         self._batch_norm.begin()
 
     def backward(self, batch: Batch, last: bool) -> torch.Tensor:
-        """Accumulate the gradient of one micro-batch, maybe the last of a step; returns its detached loss."""
-        if batch.views:  # of a function, which does not say so before
+        """Accumulate the gradient of one micro-batch, possibly the last of a step; return its detached loss."""
+        if batch.views:  # only the output of a user's function shows its views
             raise ConfigError(f"transform.train {NO_VIEWS}")
-        # On the host: a label out of range would otherwise end a GPU run in a device-side assertion.
+        # Checked on the host: a label out of range would end a GPU run in a device-side assertion.
         if self.has_classes:
             check_labels(batch.target_host, self._num_classes, lambda row: f"sample {batch.index[row]}")
-        torch.manual_seed(batch.seed)  # dropout, too, is a function of the micro-batch
-        synchronise = last or self._parallel is self._model
-        with contextlib.nullcontext() if synchronise else self._parallel.no_sync():  # type: ignore[operator]
+        torch.manual_seed(batch.seed)  # makes dropout a function of the micro-batch
+        synchronize = last or self._parallel is self._model
+        with contextlib.nullcontext() if synchronize else self._parallel.no_sync():  # type: ignore[operator]
             logits = self._logits(self._parallel, batch)
-            self._batch_norm.take()  # what it sends to other ranks is under way during the backward
+            self._batch_norm.take()  # its communication overlaps with the backward
             losses = self._checked(mixed_losses(self._loss, logits, batch.target, batch.mix), len(batch.weight))
             loss = (losses * batch.weight).sum() / len(losses)
-            # DDP averages over ranks, the ordered sum adds.
+            # DDP averages over ranks, while the ordered sum adds.
             share = self._per_step if self._gradients else self._per_rank
             self._scaler.scale(loss / share).backward()
             if self._gradients:
@@ -137,7 +138,7 @@ class Learner:
         return loss.detach()
 
     def end_step(self, global_step: int) -> None:
-        """After a step's last micro-batch, the run's step `global_step`, from 1: update the weights."""
+        """Update the weights after a step's last micro-batch; `global_step` counts the run's steps from 1."""
         self._batch_norm.end()
         if self._gradients:
             self._gradients.finish()
@@ -152,18 +153,18 @@ class Learner:
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> torch.Tensor:
-        """Logits (B, classes) of the average, or of the model where there is none."""
+        """Return logits (B, classes) of the average, or of the model if there is no average."""
         return self._logits(self._ema.model if self._ema else self._model.eval(), batch)
 
     def val_losses(self, logits: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """A validation's losses (B,), of what `evaluate` gave."""
+        """Return validation losses (B,) of the logits from `evaluate`."""
         return self._checked(self.val_loss(logits, batch.target), len(batch.weight))
 
     def _checked(self, losses: torch.Tensor, num_samples: int) -> torch.Tensor:
         if losses.shape != (num_samples,):
             raise ConfigError(
-                f"train.loss={self._config.loss} gave {tuple(losses.shape)} for {num_samples} samples: it must "
-                "give one loss for each (reduction='none')"
+                f"train.loss={self._config.loss} returned {tuple(losses.shape)} for {num_samples} samples: it "
+                "must return one loss per sample (reduction='none')"
             )
         return losses
 
@@ -180,47 +181,47 @@ class Learner:
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        """Take over the `state` of another run, of any kind of device; the settings stay those of this run.
+        """Load the `state` of another run, from any kind of device; this run's settings stay.
 
         Raises:
-            ConfigError: it belongs to another model or optimizer, or lacks one.
+            ConfigError: the state lacks a model or an optimizer, or has those of another kind.
         """
         if missing := {"model", "optimizer"} - state.keys():
             raise ConfigError(
-                f"the checkpoint has {', '.join(state)}, and no {' and '.join(sorted(missing))}: give these names "
-                "to the parts in loader.report"
+                f"the checkpoint has {', '.join(state)}, but no {' and '.join(sorted(missing))}: pass them under "
+                "these names to loader.report"
             )
         try:
             self._model.load_state_dict(state["model"])
         except RuntimeError as error:
-            raise ConfigError(f"the checkpoint belongs to another model: {error}") from error
+            raise ConfigError(f"the checkpoint has a different model: {error}") from error
         saved = state["optimizer"]["state"]
-        names = {name for of_parameter in saved.values() for name in of_parameter}
+        names = {name for parameter_state in saved.values() for name in parameter_state}
         own = self._config.optimizer in ("sgd", "adamw")
         if own and names and ("exp_avg" in names) != (self._config.optimizer == "adamw"):
             raise ConfigError(
-                "the checkpoint has the state of another optimizer: set train.optimizer to what it was "
-                f"({'adamw' if 'exp_avg' in names else 'sgd'})"
+                "the checkpoint has the state of a different optimizer: set train.optimizer to "
+                f"{'adamw' if 'exp_avg' in names else 'sgd'}"
             )
         groups = self._optimizer.state_dict()["param_groups"]
-        then = [len(group["params"]) for group in state["optimizer"]["param_groups"]]
-        now = [len(group["params"]) for group in groups]
-        if then != now:
+        saved_sizes = [len(group["params"]) for group in state["optimizer"]["param_groups"]]
+        sizes = [len(group["params"]) for group in groups]
+        if saved_sizes != sizes:
             raise ConfigError(
-                f"the checkpoint's optimizer has groups of {then} parameters, and this run's of {now}: make them "
-                "as docs/training-loop.md does, or set train.optimizer"
+                f"the checkpoint's optimizer has groups of {saved_sizes} parameters, but this run's has {sizes}: "
+                "make them as in docs/training-loop.md, or set train.optimizer"
             )
         self._optimizer.load_state_dict({"state": saved, "param_groups": groups})
         if own:
             fit_state(self._optimizer)
-        if state.get("scaler"):  # empty where it was not enabled
+        if state.get("scaler"):  # empty if it was disabled
             self._scaler.load_state_dict(state["scaler"])
         if self._ema:
             self._ema.model.load_state_dict(state.get("ema") or state["model"])
 
 
 def amp_dtype(name: str, device: torch.device) -> torch.dtype | None:
-    """The dtype of autocast by `train.amp`; None = off."""
+    """Return the dtype of autocast for `train.amp`; None = off."""
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else None
     return {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}[name]

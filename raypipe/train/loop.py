@@ -1,4 +1,4 @@
-"""The training loop: one optimizer step per step of the plan, for any number of workers."""
+"""Training loop: one optimizer step per step of the plan, for any number of workers."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ from raypipe.train.run_folder import FIGURES_FILE, answer_stop
 
 logger = logging.getLogger(__name__)
 
-# Between two agreements of the ranks on a stop: they wait for each other, and for their devices.
+# Period in which the ranks agree on a stop, since each time they wait for each other and for their devices.
 _AGREE_S = 1.0
 
 
 def train_loop(config: dict[str, Any]) -> None:
-    """Runs on each Ray Train worker; leaves the run's figures in its folder.
+    """Train on each Ray Train worker, and write the run's figures to its folder.
 
     Args:
-        config: the arguments of `Trainer`; `relays`, whether the driver shows what this process relays; and
-            `begun`, when the run was started.
+        config: the arguments of `Trainer`; `relays`, whether the driver shows progress that this process relays;
+            and `begun`, the start time of the run.
     """
     quiet_trainer()
     options, rank = dict(config), ray.train.get_context().get_world_rank()
@@ -62,28 +62,28 @@ def train_loop(config: dict[str, Any]) -> None:
     trainer = Trainer(**options)
     if is_first:
         decoder = trainer.loader.jpeg_decoder
-        by = f"; {decoder} decodes JPEGs on {trainer.device}" if decoder else ""
-        phase(logger, f"waiting for the first micro-batch{by}")
+        decoding = f"; {decoder} decodes JPEGs on {trainer.device}" if decoder else ""
+        phase(logger, f"waiting for the first micro-batch{decoding}")
     for _ in trainer.epochs():
         pass
-    if is_first:  # what a train function returns is for nobody before Ray 2.56
+    if is_first:  # before Ray 2.56, the train function's return value is dropped
         write_json(join(trainer.run_uri, FIGURES_FILE), trainer.figures())
         if relays:
             progress(logger, "", kind="end")
 
 
 class Trainer:
-    """One worker's training of one run, from the beginning or from the newest checkpoint.
+    """Training of a run on one worker, from the beginning or from the newest checkpoint.
 
     Args:
         run: the configuration.
         spec: the stream.
-        num_classes: of the classifier.
-        max_actors: transform actors that the pool may grow to; 0 = this process makes the stream.
+        num_classes: classes of the classifier.
+        max_actors: most transform actors of the pool; 0 = this process makes the stream.
         run_uri: the run's folder.
-        lease: by which the run has its folder; empty = it needs none.
-        start: an actor to be killed once every rank has what it needs; None = there is none.
-        device: where it trains; empty = the device that Ray Train gave this worker.
+        lease: token of the lease of the run's folder; empty = not needed.
+        start: an actor to kill once every rank has its resources; None = none.
+        device: the device to train on; empty = the device that Ray Train assigned to this worker.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Trainer:
         self.run, self.plan, self._start = run, spec.plan, start
         self.run_uri, self.stopping, self._lease = run_uri, False, lease
         self._check_lease()
-        # All ranks start from what rank 0 finds, so that no two of them find different ones.
+        # All ranks start from rank 0's checkpoint, since each might find a different one.
         ranks, checkpoint, content = ray.train.get_context(), None, b""
         if ranks.get_world_rank() == 0 and (checkpoint := self._newest()):
             checkpoint, content = checkpoint._replace(state=b""), checkpoint.state
@@ -108,7 +108,7 @@ class Trainer:
             checkpoint = broadcast_from_rank_zero(checkpoint)
         self._checkpoint = checkpoint.name if checkpoint else ""
         self.device = torch.device(device) if device else ray.train.torch.get_device()
-        # First of all the stream: its pool starts while the model is built.
+        # The stream comes first, so that its pool starts while the model is built.
         self.loader: Loader = loader(
             spec,
             max_actors=max_actors or None,
@@ -135,7 +135,7 @@ class Trainer:
         self._poll = StopPoll(run_uri) if self.loader.rank == 0 else None
 
     def epochs(self) -> Iterator[None]:
-        """Train what is left; stands still after each epoch and its validation."""
+        """Train the rest of the run; yield after each epoch and its validation."""
         try:
             for epoch in self.loader.epochs():
                 if len(epoch.train):
@@ -148,31 +148,31 @@ class Trainer:
                 self._diagnose(epoch.number)
                 yield
         except Exception:
-            with contextlib.suppress(Exception):  # what has failed is not to be hidden by what follows from it
+            with contextlib.suppress(Exception):  # must not hide the original error
                 self.close()
             raise
         self.close()
 
     def figures(self) -> dict[str, Any]:
-        """What a run comes to, so far: sums over its training, the newest validation, and where it stands."""
-        at = {
+        """Return the run's figures so far: sums over its training, the newest validation, and its progress."""
+        position = {
             "steps": self.loader.global_step,
             "first_batch_s": self.loader.first_batch_s,
             "stopped": self.stopping,
         }
-        return {**self.metrics, **at}
+        return {**self.metrics, **position}
 
     def close(self) -> None:
-        """End the stream and the log where they stand; waits for the checkpoint that is being written."""
+        """End the stream and the log, and wait for the checkpoint that is being written."""
         with contextlib.ExitStack() as ends:
             if self._poll:
                 ends.callback(self._poll.close)
             ends.callback(self.loader.close)
             ends.enter_context(self._account.saving(self._awaited))
-            ends.callback(self._writer.wait)  # which brings the record to the run's address as well
+            ends.callback(self._writer.wait)  # also uploads the records to the run's folder
 
     def _summed(self, sums: torch.Tensor) -> torch.Tensor:
-        """Over all ranks, in place."""
+        """Sum over all ranks, in place."""
         if self.world_size > 1:
             dist.all_reduce(sums)
         return sums
@@ -182,7 +182,7 @@ class Trainer:
         assert batches.segment
         total = plan.config.epochs * plan.steps_per_epoch
         warmup = round(config.warmup_epochs * plan.steps_per_epoch)
-        losses: list[torch.Tensor] = []  # on the device, so that nothing waits for it
+        losses: list[torch.Tensor] = []  # kept on the device, so that the host does not wait
         samples: list[tuple[MicroBatchId, list[int]]] = []
         begins_step, first, lr = True, not self.loader.times().images, 0.0
         for batch in batches:
@@ -200,10 +200,10 @@ class Trainer:
                 self._log_samples(samples)
             end = step == batches.segment.num_steps
             checkpoint = bool(config.checkpoint_steps) and done % config.checkpoint_steps == 0
-            # And the first: what is slow in a run, and what is wrong with its loss, is seen at once.
-            if self._start is not None:  # a step is done once every rank has had its micro-batches
+            if self._start is not None:  # after the first step, every rank has its micro-batches
                 ray.kill(self._start)
                 self._start = None
+            # The first step is logged too, which shows a slow run or a bad loss at once.
             if logs := done % config.log_interval == 0 or end or checkpoint or first:
                 self._log_train(lr, losses)
                 losses, first = [], False
@@ -211,7 +211,7 @@ class Trainer:
             if self.stopping:
                 return
             if (checkpoint or is_due) and (not end or self.loader.notice.is_last):
-                if not logs:  # a checkpoint has sums that go as far as the records
+                if not logs:  # the sums in a checkpoint must match the records
                     self._log_train(lr, losses)
                     losses = []
                 self._report()
@@ -231,20 +231,20 @@ class Trainer:
             loss_sum += term
         loss = self._summed(loss_sum).item() / (len(losses) * self.world_size)
         self._account.exported.learnt(trainer_loss=loss, trainer_learning_rate=lr)
-        # After the sums, for which the host has waited.
+        # This comes after the sums, since the host has waited for them.
         done = self._account.interval(self.loader.cursor, loss=loss, lr=lr)
         self.metrics["images"] += done.images
         self.metrics["train_s"] += done.seconds
         self.metrics["wait_s"] += done.wait_s
 
     def _look(self, at_once: bool = False) -> bool:
-        """At a step's end: whether the run was asked to stop, or the checkpoint's writer has failed.
+        """Check at a step's end for a request to stop, and for an error of the checkpoint writer.
 
-        The ranks agree on a stop, and on a checkpoint by the clock or at a notice, every second or so; all meet
-        there. So often by the steps of the first rank's clock, which all of them count: their own clocks differ.
+        About once a second the ranks synchronize, and agree on a stop, and on a checkpoint by the clock or after a
+        notice. Rank 0 sets the number of steps between two agreements, since the ranks' clocks differ.
 
         Returns:
-            Whether a checkpoint is due by the first rank's clock, or since a node of the trainers is about to go.
+            Whether a checkpoint is due, by rank 0's clock or because a node of the trainers is about to go.
         """
         self._writer.check()
         notice = self.loader.notice
@@ -265,13 +265,13 @@ class Trainer:
             self._agreed_at, self._steps_since, self._steps_between = time.perf_counter(), 0, int(steps)
         self.stopping = asked > 0
         if self.stopping and self.loader.rank == 0:
-            with contextlib.suppress(ConfigError):  # of a full disk: the checkpoint will tell
+            with contextlib.suppress(ConfigError):  # if the disk is full, the checkpoint raises
                 answer_stop(self.run_uri)
         return due > 0
 
     @torch.no_grad()
     def _validate(self, batches: Pass) -> None:
-        """Exact: every sample counts once, padding and unreadable samples have weight 0."""
+        """Validate exactly: every sample counts once, padding and unreadable samples have weight 0."""
         assert batches.segment
         sums = torch.zeros(3, dtype=torch.float64, device=self.device)
         for batch in batches:
@@ -280,34 +280,34 @@ class Trainer:
             correct = torch.zeros_like(batch.weight)
             if self.learner.has_classes:
                 correct = (logits.argmax(1) == batch.target).float()
-            # Bad samples and padding: their pixels are zeros, their losses must not even be NaN.
+            # Bad samples and padding have zeros as pixels; a NaN loss of theirs must not enter the sum.
             real = batch.weight > 0
             sums += torch.stack([torch.where(real, x, 0.0).sum() for x in (losses, correct, batch.weight)])
             if batch.ends_step and batch.position.step + 1 < batches.segment.num_steps:
                 is_due = self._look()
-                if self.stopping:  # the checkpoint is that of the training: the validation is made again
+                if self.stopping:  # the checkpoint is before the validation, which a resume repeats
                     return
                 if is_due:
                     self._report()
         loss, accuracy, count = self._summed(sums).tolist()
         loss, accuracy = loss / max(count, 1.0), accuracy / max(count, 1.0)
         values, epoch = {"accuracy": accuracy, "loss": loss, "samples": int(count)}, batches.segment.epoch
-        shown = f"accuracy {accuracy:.4f}"
+        score = f"accuracy {accuracy:.4f}"
         if not self.learner.has_classes:
             del values["accuracy"]
-            shown = f"loss {loss:.4f}"
+            score = f"loss {loss:.4f}"
         self.metrics |= {f"val_{name}": value for name, value in values.items()}
         learnt = {f"validation_{name}": value for name, value in values.items() if name != "samples"}
         self._account.exported.learnt(**learnt)
         self._account.chronicle.record(
             "val",
-            f"epoch {epoch + 1}/{self.plan.config.epochs}  validation {shown} ({int(count)} samples)",
+            f"epoch {epoch + 1}/{self.plan.config.epochs}  validation {score} ({int(count)} samples)",
             epoch=epoch,
             **values,
         )
 
     def _diagnose(self, epoch: int) -> None:
-        """At the end of an epoch: where the time of the run went; all ranks meet here."""
+        """Diagnose where the run's time went, at the end of an epoch; all ranks synchronize."""
         sums = torch.tensor(dataclasses.astuple(self.loader.times()), dtype=torch.float64, device=self.device)
         times = StageTimes(*self._summed(sums).tolist())
         times = dataclasses.replace(
@@ -317,53 +317,53 @@ class Trainer:
         self._account.diagnose(epoch, times)
 
     def _report(self) -> None:
-        """Checkpoint, on rank 0, and metrics; all ranks meet here.
+        """Write a checkpoint, on rank 0, and report metrics; all ranks synchronize.
 
-        The state is taken now and written by a thread. It counts once it is whole: until then a resume finds the
-        checkpoint before.
+        The state is copied now, and written by a thread. The checkpoint is valid when it is complete; until then,
+        a resume uses the previous one.
         """
         with self._account.saving(self._awaited):
             self._save()
 
     def _awaited(self) -> str:
-        """Name what holds up a checkpoint."""
+        """Describe why a checkpoint waits."""
         if self._writer.is_writing:
-            return f"the one before is being written to {self.run_uri}"
-        return "other ranks are not there yet"
+            return f"the previous one is being written to {self.run_uri}"
+        return "other ranks have not reached it yet"
 
     def _save(self) -> None:
         metrics, self._saved_at = self.figures(), time.perf_counter()
         notice, begun_at = self.loader.notice, self._saved_at
         if log := self._account.chronicle.log:
-            at = self.loader.cursor
+            cursor = self.loader.cursor
 
             def write(state: memoryview) -> None:
                 log.sync()
                 self._check_lease()
-                self._checkpoint = write_checkpoint(self.run_uri, at, state, metrics, before=self._checkpoint)
+                self._checkpoint = write_checkpoint(self.run_uri, cursor, state, metrics, before=self._checkpoint)
                 self._account.exported.checkpointed()
                 notice.saved_in(time.perf_counter() - begun_at)
 
             self._writer.save(self.learner.state(), write)
-            if notice.is_last:  # after the report below any rank may end, and all of them with it
+            if notice.is_last:  # after the report below, any rank may end, which ends all
                 self._writer.wait()
         ray.train.report(metrics)
 
     def _newest(self) -> Checkpoint | None:
-        """The newest checkpoint, with its state; tells of those that are passed over."""
-        newest, passed_over = find_newest(
+        """Return the newest checkpoint, with its state; log those that are skipped."""
+        newest, skipped = find_newest(
             self.run_uri, self.plan.check, with_state=True, start_from=self.run.train.start_from
         )
-        for name, reason in passed_over.items():
+        for name, reason in skipped.items():
             progress(logger, f"not resumed from {name}: {reason}")
-        if passed_over:
+        if skipped:
             progress(logger, f"resumed from {newest.name if newest else 'the beginning'}")
         return newest
 
     def _check_lease(self) -> None:
         if self._lease and not is_held(self.run_uri, self._lease):
             raise RaypipeError(
-                f"{self.run_uri} is not, or no more, this run's: either another run has taken it, or this machine "
-                "does not see it. Where trainers run on several machines, set storage_path to a folder that all "
-                "of them share, or to a bucket"
+                f"{self.run_uri} no longer belongs to this run: either another run has taken it, or this machine "
+                "cannot see it. If trainers run on several machines, set storage_path to a folder that all of "
+                "them share, or to a bucket"
             )

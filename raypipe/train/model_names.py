@@ -1,4 +1,4 @@
-"""The names of torchvision's models, found without its import, which takes seconds."""
+"""Names of torchvision's models, read from its files, since its import takes seconds."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _REGISTERED = re.compile(r"^@register_model\(\)\n(?:@.*\n)*def (\w+)", re.MULTIL
 
 
 def torchvision_models() -> list[str]:
-    """The classification models that the installed torchvision registers."""
+    """Return the names of the installed torchvision's classification models."""
     spec = find_spec("torchvision")
     files = Path(*spec.submodule_search_locations[:1], "models").glob("*.py") if spec else ()  # type: ignore[index]
     return sorted(name for file in files for name in _REGISTERED.findall(file.read_text("utf-8")))
 
 
 def check_model(name: str, channels: int = 3) -> None:
-    """Raise ConfigError if a model that is not `module:function` does not exist for so many channels."""
+    """Raise ConfigError if a name is not 'small' or a torchvision model, or the model cannot take the channels."""
     if name == "small":
         return
     known = ["small", *torchvision_models()]
@@ -32,6 +32,6 @@ def check_model(name: str, channels: int = 3) -> None:
         )
     if channels != 3:
         raise ConfigError(
-            f"train.model={name!r} needs three channels, and augment.mean has {channels}: use 'small' or a "
+            f"train.model={name!r} needs three channels, but augment.mean has {channels}: use 'small' or a "
             "module:function"
         )

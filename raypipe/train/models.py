@@ -1,4 +1,4 @@
-"""The model of a run, its optimizer, schedule and loss, as the settings name them. Knows torch, not Ray."""
+"""Model, optimizer, schedule and loss of a run, by its settings. Imports torch, not Ray."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from raypipe.transform.columns import ColumnType
 from raypipe.transform.views import makes_views
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Outputs (B, num_classes), targets int64 (B,), or (B, …) as their column holds them → losses (B,)."""
+"""Outputs (B, num_classes), targets int64 (B,), or (B, …) for other columns → losses (B,)."""
 
 Schedule = Callable[[int, int, int, float], float]
-"""Step in [0, total), total steps, steps of warm-up, peak → learning rate."""
+"""Step in [0, total), total steps, warm-up steps, peak → learning rate."""
 
 
 def check_code(config: TrainConfig, channels: int) -> None:
@@ -37,33 +37,32 @@ def check_code(config: TrainConfig, channels: int) -> None:
 
 
 def build_model(name: str, num_classes: int, channels: int = 3) -> nn.Module:
-    """A classifier with new weights: "small", a torchvision model by name, or what `module:function` makes of
-    `num_classes`.
+    """Make a classifier with new weights: "small", a torchvision model, or `module:function(num_classes=…)`.
 
     Args:
-        channels: of the images; torchvision's models take three.
+        channels: channels of the images; torchvision's models take three.
 
     Raises:
-        ConfigError: there is no such model.
+        ConfigError: the model does not exist.
     """
     if ":" in name:
         model = import_name(name, "train.model")(num_classes=num_classes)
         if not isinstance(model, nn.Module):
-            raise ConfigError(f"train.model={name} made {type(model).__name__}, which is no torch.nn.Module")
+            raise ConfigError(f"train.model={name} must return a torch.nn.Module, got {type(model).__name__}")
         return model
     check_model(name, channels)
     if name == "small":
         return small_model(num_classes, channels=channels)
     import torchvision
 
-    # One output and one loss for every model. What the heads at half depth were for, BatchNorm does (Szegedy et
-    # al. 2015 found the lower one to change nothing), and that of inception_v3 takes no small images.
+    # Every model has one output and one loss. BatchNorm makes auxiliary heads unnecessary (Szegedy et al. 2015
+    # found that the lower one had no effect), and inception_v3's rejects small images.
     more = {"aux_logits": False, "init_weights": True} if name.lower() in ("googlenet", "inception_v3") else {}
     return torchvision.models.get_model(name, weights=None, num_classes=num_classes, **more)
 
 
 def small_model(num_classes: int, width: int = 32, channels: int = 3) -> nn.Module:
-    """A convolutional net for tiny images, 8 to 64 pixels a side: about 0.3 M parameters at width 32."""
+    """Make a convolutional net for tiny images, 8 to 64 pixels a side: about 0.3 M parameters at width 32."""
 
     def block(channels_in: int, channels_out: int, stride: int) -> nn.Sequential:
         return nn.Sequential(
@@ -86,13 +85,15 @@ def small_model(num_classes: int, width: int = 32, channels: int = 3) -> nn.Modu
 
 
 def build_optimizer(model: nn.Module, config: TrainConfig, fused: bool = False) -> torch.optim.Optimizer:
-    """SGD with Nesterov momentum, AdamW, or what `module:function` makes of two groups of parameters and `lr`; no
-    weight decay on biases and normalisation layers.
+    """Make SGD with Nesterov momentum, AdamW, or `module:function(two groups of parameters, lr=…)`.
+
+    Biases and normalization layers have no weight decay.
 
     Args:
-        model: on its device.
+        model: the model, on its device.
         config: the settings.
-        fused: one kernel for all parameters; for CUDA, where fp16 would else wait for the device in each step.
+        fused: use one kernel for all parameters; for CUDA, where fp16 would otherwise wait for the device in each
+            step.
     """
     decay = [p for p in model.parameters() if p.ndim > 1]
     rest = [p for p in model.parameters() if p.ndim <= 1]
@@ -110,12 +111,13 @@ def build_optimizer(model: nn.Module, config: TrainConfig, fused: bool = False) 
 
 
 def fit_state(optimizer: torch.optim.Optimizer) -> None:
-    """Give the state of an optimizer of this module the form that its kernels rely on and do not check.
+    """Convert an optimizer's state to the form that its kernels need but do not check.
 
-    - Each tensor has its parameter's strides: the fused kernels walk through both in the order of memory.
-    - `step` is on the device for the fused kernels and on the host for the others, which else wait for the device.
-    - The fused SGD has its momentum from the start. It would make it of uninitialised memory at the first step,
-      and leave it so where that step's gradients are not finite. Of zeros the first momentum is the gradient, too.
+    - Each tensor gets its parameter's strides, since fused kernels walk through both in memory order.
+    - `step` is on the device for fused kernels, and on the host for others, which would otherwise wait for the
+    device. - Fused SGD gets a momentum of zeros. At its first step it would allocate uninitialized memory, and
+    leave it so if
+      the gradients are not finite. With zeros, the first momentum is the gradient too.
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -136,7 +138,7 @@ def build_schedule(config: TrainConfig) -> Schedule:
 
 
 def build_loss(config: TrainConfig, *, smooth: bool = True) -> Loss:
-    """As `train.loss` says; a validation's is without the label smoothing of the run's own."""
+    """Return the loss of `train.loss`; `smooth=False` omits label smoothing, for validation."""
     if config.loss != "cross_entropy":
         return import_name(config.loss, "train.loss")
     smoothing = config.label_smoothing if smooth else 0.0
@@ -144,7 +146,7 @@ def build_loss(config: TrainConfig, *, smooth: bool = True) -> Loss:
 
 
 def learning_rate(step: int, total_steps: int, warmup_steps: int, peak: float) -> float:
-    """Linear warm-up to `peak`, then half a cosine to zero (Loshchilov & Hutter 2017); step in [0, total)."""
+    """Return a linear warm-up to `peak`, then half a cosine to zero (Loshchilov & Hutter 2017), at a step."""
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps
     progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)
@@ -152,23 +154,23 @@ def learning_rate(step: int, total_steps: int, warmup_steps: int, peak: float) -
 
 
 def num_classes_of(run: RunConfig, spec: StreamSpec) -> int:
-    """Classes of the classifier that a run trains, or outputs of its model where targets are no classes.
+    """Return the number of classes of a run's classifier, or of its model's outputs if targets are not classes.
 
     Raises:
-        ConfigError: they are not to be told; or the run has no loss or no mixture for its targets.
+        ConfigError: the number is unknown, or the run's loss or mixing does not fit its targets.
     """
     if run.transform.target_columns:
         raise ConfigError(
-            f"a run trains a classifier, which has no use for {run.transform.target_settings}: leave it out, or "
-            "write a loop of your own around raypipe.loader, as docs/targets.md does"
+            f"`raypipe train` trains a classifier, which cannot use {run.transform.target_settings}: leave it "
+            "out, or write your own loop around raypipe.loader, see docs/targets.md"
         )
     for split, transform in spec.transforms.items():
         if makes_views(transform):
             raise ConfigError(f"transform.{split} {NO_VIEWS}")
     if not spec.columns.has_target:
         raise ConfigError(
-            "a run trains on targets, and store.target_column is '': name a column, or write a loop of your own "
-            "around raypipe.loader, as docs/transforms.md does"
+            "`raypipe train` needs targets, but store.target_column is '': name a column, or write your own loop "
+            "around raypipe.loader, see docs/transforms.md"
         )
     if target := spec.columns.target:
         return _num_outputs(run, target)
@@ -181,22 +183,22 @@ def num_classes_of(run: RunConfig, spec: StreamSpec) -> int:
     val = spec.stores.get("val")
     if val is not None and val.classes is not None and val.classes != classes:
         raise ConfigError(
-            f"{store.address} has {len(classes)} classes and {run.store.val} has {len(val.classes)} others, "
-            "or in another order: their labels mean different things. Convert both with the same classes"
+            f"{store.address} has {len(classes)} classes, and {run.store.val} has {len(val.classes)} with other "
+            "names or in another order, so their labels mean different things: convert both with the same classes"
         )
     return len(classes)
 
 
 def _num_outputs(run: RunConfig, target: ColumnType) -> int:
-    """Of a model whose targets are no classes."""
+    """Return the number of a model's outputs for targets that are not classes."""
     check_mixable(run.augment, target.dtype, target.shape)
     num = run.train.num_classes or {0: 1, 1: target.shape[-1] if target.shape else 0}.get(len(target.shape), 0)
     if not num:
         raise ConfigError(f"targets are {target}: set train.num_classes, the number of the model's outputs")
-    # Of floats, probabilities of the classes, it has a meaning.
+    # Floats may be probabilities of the classes.
     if run.train.loss == "cross_entropy" and not (target.dtype.startswith("float") and target.shape == (num,)):
         raise ConfigError(
-            f"targets are {target}, and train.loss=cross_entropy needs classes or their probabilities: set "
+            f"targets are {target}, but train.loss=cross_entropy needs classes or their probabilities: set "
             "train.loss to a module:function of outputs and targets"
         )
     return num

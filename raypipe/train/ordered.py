@@ -1,13 +1,13 @@
-"""Sums over micro-batches that do not depend on the number of workers. Knows torch, not Ray.
+"""Sums over micro-batches that do not depend on the number of workers. Imports torch, not Ray.
 
 Floating-point sums depend on their order, and training doubles the difference of two roundings every few
-steps: W=1 and W=2 part at 1e-7 and are 1e-2 apart after 50 steps of AdamW. So a step's M terms are added up in a
-tree that every power of two W cuts at its joints:
+steps: W=1 and W=2 diverge at 1e-7 and differ by 1e-2 after 50 steps of AdamW. So a step's M terms are added in a
+tree whose subtrees match the ranks for every power of two W:
 
     S(r, w) = S(r, 2w) + S(r + w, 2w)     the micro-batches m with m mod w = r, while M / w is even,
     S(r, w) = x_r + x_{r+w} + …           in order, once it is odd
 
-Rank r of W holds the micro-batches m mod W = r, so its sum is S(r, W), and S(0, 1) is what all ranks need.
+Rank r of W has the micro-batches m mod W = r, so its sum is S(r, W). All ranks need S(0, 1).
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 
 class OrderedSum:
-    """The sum of one flat tensor per micro-batch, over this rank's and over all ranks.
+    """Sum of one flat tensor per micro-batch, over this rank's micro-batches and over all ranks.
 
-    It holds half as many tensors as the rank has micro-batches in a step. From the last term on the sums are under
-    way between ranks, beside whatever is done before `finish`.
+    It keeps half as many tensors as the rank has micro-batches in a step. The communication between ranks starts
+    at the last term, and overlaps with other work until `finish`.
 
     Args:
-        num_local: M / W, micro-batches of this rank in a step.
+        num_local: M / W, number of this rank's micro-batches in a step.
         world_size: W.
     """
 
     def __init__(self, num_local: int, world_size: int) -> None:
         self._num_local, self._world_size = num_local, world_size
-        even = num_local & -num_local  # the largest power of two that divides it
-        # Two terms that are added first share a slot.
+        even = num_local & -num_local  # the largest power of two that divides num_local
+        # The two terms that are added first share a slot.
         self._num_slots = max(1, even // 2) if even == num_local else even
         self._slots: list[torch.Tensor] = []
         self._num_terms = 0
-        self._ranks: list[torch.Tensor] = []  # the sum of each, or of all
+        self._ranks: list[torch.Tensor] = []  # the sum of each rank, or one of all
         self._sent: Any = None
 
     def add(self, term: torch.Tensor) -> None:
-        """The term of the rank's next micro-batch; it is written to. All ranks meet at the last of a step."""
+        """Add the term of the rank's next micro-batch, in place. All ranks must reach the last term of a step."""
         if self._num_terms < self._num_slots:
             self._slots.append(term)
         else:
@@ -58,18 +58,18 @@ class OrderedSum:
             self._ranks = [torch.empty_like(total) for _ in range(self._world_size)]
             self._sent = dist.all_gather(self._ranks, total, async_op=True)
         elif self._world_size > 1:
-            self._sent = dist.all_reduce(total, async_op=True)  # of two, a + b is b + a
+            self._sent = dist.all_reduce(total, async_op=True)  # the order of two terms does not matter
 
     def finish(self) -> torch.Tensor:
-        """After the last term of a step: the sum over all ranks, on each."""
+        """Return the sum over all ranks, on each rank; call after the last term of a step."""
         if self._sent is not None:
-            self._sent.wait()  # on CUDA the stream waits, not the host
+            self._sent.wait()  # on CUDA only the stream waits, not the host
         total, self._ranks, self._sent = tree_sum(self._ranks), [], None
         return total
 
 
 def tree_sum(sums: list[torch.Tensor]) -> torch.Tensor:
-    """S(0, 1) of S(0, n) … S(n - 1, n), n a power of two; they are written to."""
+    """Return S(0, 1) from S(0, n) … S(n - 1, n), which are overwritten; n is a power of two."""
     while len(sums) > 1:
         half = len(sums) // 2
         sums = [sums[i].add_(sums[i + half]) for i in range(half)]
@@ -77,9 +77,9 @@ def tree_sum(sums: list[torch.Tensor]) -> torch.Tensor:
 
 
 class OrderedGradients:
-    """Takes the gradients of a rank's micro-batches one by one, and leaves the sum over all ranks' in `.grad`.
+    """Sums the gradients of all ranks' micro-batches into `.grad`.
 
-    Use it instead of DistributedDataParallel, with loss / M as each micro-batch's loss. `OrderedSum` has the
+    It replaces DistributedDataParallel, with loss / M as the loss of each micro-batch. See `OrderedSum` for
     arguments.
     """
 
@@ -89,7 +89,7 @@ class OrderedGradients:
 
     @torch.no_grad()
     def take(self) -> None:
-        """After each backward: the gradient of the rank's next micro-batch."""
+        """Take the gradient of the rank's next micro-batch; call after each backward."""
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters]
         self._sum.add(torch.cat([gradient.reshape(-1) for gradient in gradients]))
         for parameter in self._parameters:
@@ -97,9 +97,9 @@ class OrderedGradients:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """After the last of a step: sum over all ranks; every `.grad` then holds the step's."""
+        """Set every `.grad` to the sum over all ranks; call after the last micro-batch of a step."""
         parts = self._sum.finish().split([p.numel() for p in self._parameters])
-        # The parameters' strides, as backward has them: fused optimizers on CUDA ask for it.
+        # Gradients get the parameters' strides, as after a backward, since fused optimizers on CUDA need them.
         gradients = [torch.empty_like(parameter) for parameter in self._parameters]
         torch._foreach_copy_(gradients, [part.view_as(p) for part, p in zip(parts, gradients, strict=True)])
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
@@ -109,50 +109,50 @@ class OrderedGradients:
 class StepBatchNorm:
     """Running statistics of BatchNorm that do not depend on the number of workers.
 
-    torch updates them once per forward, so their values would depend on which micro-batches a rank has
-    seen. Here the statistics of a step's M micro-batches are averaged, and taken in once per step, with the
-    momentum that M single updates amount to: 1 - (1 - p)^M. `num_batches_tracked` counts all M. `OrderedSum`
-    has the arguments. The statistics of all layers are one flat tensor, so a step takes few operations.
+    torch updates them once per forward, so they would depend on a rank's micro-batches. This class averages the
+    statistics of a step's M micro-batches, and updates once per step, with the momentum of M single updates:
+    1 - (1 - p)^M. `num_batches_tracked` counts all M. The statistics of all layers are one flat tensor, so a step
+    takes few operations. See `OrderedSum` for arguments.
     """
 
     def __init__(self, model: nn.Module, num_local: int, world_size: int) -> None:
         self._layers = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
         self._per_step = num_local * world_size
-        self._of_others = self._per_step - num_local
+        self._num_remote = self._per_step - num_local
         self._sum = OrderedSum(num_local, world_size)
         self._before = self._momenta = torch.empty(0)
         momenta = []
         for layer in self._layers:
             momenta += 2 * layer.num_features * [0.1 if layer.momentum is None else layer.momentum]
-            layer.momentum = 1.0  # a forward leaves its own statistics
+            layer.momentum = 1.0  # a forward then sets its own statistics
         if self._layers:
             kept = torch.tensor(momenta, dtype=torch.float64).neg_().add_(1).pow_(self._per_step)
             flat = self._flat()
             self._momenta = kept.neg_().add_(1).to(flat)
 
     def begin(self) -> None:
-        """Before a step's first forward."""
+        """Begin a step; call before its first forward."""
         if self._layers:
             self._before = self._flat()
 
     def take(self) -> None:
-        """After the forward of the rank's next micro-batch; its backward need not be done."""
+        """Take the statistics of the rank's next micro-batch; call after its forward."""
         if self._layers:
             self._sum.add(self._flat())
 
     def end(self) -> None:
-        """After a step's last forward."""
+        """Update the running statistics; call after a step's last forward."""
         if not self._layers:
             return
         means = self._sum.finish() / self._per_step
         blended, live = torch.lerp(self._before, means, self._momenta), self._live()
         torch._foreach_copy_(live, blended.split([statistic.numel() for statistic in live]))
         counters = [m.num_batches_tracked for m in self._layers if m.num_batches_tracked is not None]
-        if self._of_others and counters:
-            torch._foreach_add_(counters, self._of_others)
+        if self._num_remote and counters:
+            torch._foreach_add_(counters, self._num_remote)
 
     def _live(self) -> list[torch.Tensor]:
-        """Running mean and variance of each layer: the layers' own, which a model that is moved replaces."""
+        """Return running mean and variance of each layer: their current tensors, which `model.to` replaces."""
         statistics = (statistic for m in self._layers for statistic in (m.running_mean, m.running_var))
         return [statistic for statistic in statistics if statistic is not None]
 

@@ -1,19 +1,19 @@
-"""The folder of a run: who may have it, how it is asked to stop, and what it records.
+"""Folder of a run: its files, its lease, and requests to stop.
 
-RUN/config.yaml        the effective configuration, below a first line by which a run is known
+RUN/config.yaml        the effective configuration, below a first line that identifies a run
 RUN/metrics.jsonl      one object per log interval ("train"), per validation ("val"), per start of the trainers
                        ("start"), per fault of the stream ("fault") and per change of the pool's size ("scale");
                        see `raypipe.metrics.records`, and `raypipe.streaming.chronicle`, which writes them
-RUN/status.json        where its loop stands, and whom it waits for, written every few seconds
-RUN/samples.jsonl      with train.log_samples: which samples each micro-batch had
-RUN/stop               is made to end the run within seconds, with a checkpoint; the run removes it
-RUN/figures.json       sums over the training, the newest validation, and where it stands, once it has ended
-RUN/error.txt          the traceback of what has ended the run, where that was other code's
+RUN/status.json        progress of its loop, and the ranks that it waits for, written every few seconds
+RUN/samples.jsonl      with train.log_samples: the samples of each micro-batch
+RUN/stop               a request to end the run within seconds, with a checkpoint; the run removes it
+RUN/figures.json       at the run's end: sums over the training, the newest validation, and the progress
+RUN/error.txt          the traceback of an error that ended the run, unless it is raypipe's own
 RUN/quarantine/        one JSON-lines object per micro-batch that had bad samples
-RUN/report.html        all of it as one page, see `raypipe.pages.report`
+RUN/report.html        the report on one page, see `raypipe.pages.report`
 RUN/checkpoint_*/      see `raypipe.streaming.checkpoints`
-RUN/lease/             who has the folder, see `raypipe.storage.lease`
-RUN/ray/               Ray Train's own
+RUN/lease/             the lease of the folder, see `raypipe.storage.lease`
+RUN/ray/               files of Ray Train
 """
 
 from __future__ import annotations
@@ -50,27 +50,27 @@ from raypipe.transform.transform_steps import config_without_files
 FIGURES_FILE = "figures.json"
 CONFIG_FILE = "config.yaml"
 CONFIG_HEAD = "# A run of raypipe: its settings.\n"
-"""The first line of a run's configuration. Data sets and other programs' folders have a config.yaml too."""
+"""First line of a run's configuration, since datasets and other programs' folders have a config.yaml too."""
 
 logger = logging.getLogger(__name__)
 
 _STOP_FILE = "stop"
-_MAX_CONFIG_BYTES = 16 << 20  # the steps of a transform are 1 MiB at most, see `transform_steps`
+_MAX_CONFIG_BYTES = 16 << 20  # the steps of a transform take at most 1 MiB, see `transform_steps`
 
 
 def request_stop(run_uri: str) -> None:
-    """Ask the trainers of a run to end, with a checkpoint, as soon as they look; see `loop.Trainer`."""
+    """Ask the trainers of a run to end with a checkpoint; see `loop.Trainer`."""
     filesystem, path = open_filesystem(join(run_uri, _STOP_FILE))
     write_synced(filesystem, path, b"")
 
 
 def stop_requested(run_uri: str) -> bool:
-    """Whether the trainers of a run were asked to end."""
+    """Return whether the trainers of a run were asked to end."""
     return exists(join(run_uri, _STOP_FILE))
 
 
 def answer_stop(run_uri: str) -> None:
-    """Say for the trainers that they have seen the request: what they still do is to write the checkpoint."""
+    """Confirm that the trainers have seen the request, and will only write the checkpoint."""
     write_text(join(run_uri, _STOP_FILE), "seen")
 
 
@@ -79,7 +79,7 @@ def stop_answered(run_uri: str) -> bool:
 
 
 def remove_stop(run_uri: str) -> None:
-    """Take the request back."""
+    """Withdraw the request."""
     if stop_requested(run_uri):
         filesystem, path = open_filesystem(join(run_uri, _STOP_FILE))
         filesystem.delete_file(path)
@@ -87,22 +87,22 @@ def remove_stop(run_uri: str) -> None:
 
 @contextlib.contextmanager
 def located(run: RunConfig, prefix: str = "") -> Iterator[tuple[RunConfig, str, str]]:
-    """Within, a run has its folder for itself alone.
+    """Context manager: hold the lease of a run's folder.
 
     Args:
-        run: the name is that of the run to resume, or its own, or made from the date.
-        prefix: of a name that is made from the date.
+        run: the configuration; its name is the resumed run's, its own, or made from the date.
+        prefix: prefix of a name that is made from the date.
 
     Yields:
         The run with its name, its stores and the steps of its transforms; the URI of its folder; and its lease.
 
     Raises:
-        ConfigError: there is a run in the folder, and it is not resumed; or there is none, and it is; or it is
-            going on; or the folder does not outlast the job; or a file of steps cannot be read.
+        ConfigError: the folder has a run that is not resumed, or none to resume, or a running one; or the folder
+            is removed with the job; or a file of steps cannot be read.
     """
     run = dataclasses.replace(run, resume=folder_to_resume(run.resume, run.storage_path, run.name))
     if not (run.name or run.resume):
-        # Several may start in one second.
+        # The random suffix is for runs that start in the same second.
         now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
         run = dataclasses.replace(run, name=f"{prefix}{now}-{secrets.token_hex(2)}")
     if run.resume:
@@ -117,12 +117,12 @@ def located(run: RunConfig, prefix: str = "") -> Iterator[tuple[RunConfig, str, 
     run = with_digits(run)
     run = dataclasses.replace(run, transform=config_without_files(run.transform))
     with leased(run_uri) as lease:
-        check_run_folder(run_uri, bool(run.resume))  # once more: nobody else can make it one now
+        check_run_folder(run_uri, bool(run.resume))  # checked again, now that no other process can change it
         yield run, run_uri, lease
 
 
 def folder_to_resume(resume: str, storage_path: str, name: str) -> str:
-    """The folder of the run to go on with; empty = a new one starts. "auto" is that of a name, once it has a run.
+    """Return the folder to resume; empty = a new run. "auto" is the folder of the name, if a run is in it.
 
     Raises:
         ConfigError: "auto" without a name, or a folder that cannot be read.
@@ -130,33 +130,33 @@ def folder_to_resume(resume: str, storage_path: str, name: str) -> str:
     if resume != "auto":
         return resume
     if not name:
-        raise ConfigError("resume=auto needs a name, by which each start finds the run: set --name")
+        raise ConfigError("resume=auto finds the run by its name: set --name")
     folder = join(storage_path, name)
     with explained(ConfigError, f"{folder} cannot be used"):
         return folder if has_run(as_uri(folder)) else ""
 
 
 def has_run(run_uri: str) -> bool:
-    """Whether a folder is a run's. Checkpoints make a run, even one that has lost its configuration."""
+    """Return whether a folder has a run: a configuration, or checkpoints of a run that has lost it."""
     return has_config(run_uri) or has_checkpoints(run_uri)
 
 
 def check_run_folder(run_uri: str, resume: bool) -> None:
-    """Raise ConfigError where there is no run and one is to be resumed, or there is one and none is."""
+    """Raise ConfigError if a resume finds no run, or a new run finds one."""
     check_bucket(run_uri)
     with explained(ConfigError, f"{run_uri} cannot be used"):
         is_run = has_run(run_uri)
         is_foreign = not is_run and exists(join(run_uri, CONFIG_FILE))
     if resume and not is_run:
-        raise ConfigError(f"there is no run at {run_uri}: give the folder that `run_dir` names")
+        raise ConfigError(f"no run at {run_uri}: pass the folder that the run printed as run_dir")
     if is_foreign:
-        raise ConfigError(f"{run_uri} holds a {CONFIG_FILE} that is not a run's: choose another --name")
+        raise ConfigError(f"{run_uri} has a {CONFIG_FILE} that is not a run's: choose another --name")
     if not resume and is_run:
-        raise RunExistsError(f"there is a run at {run_uri} already: go on with it by --resume, or choose --name")
+        raise RunExistsError(f"{run_uri} already has a run: continue it with --resume, or choose another --name")
 
 
 def has_config(run_uri: str) -> bool:
-    """Whether a folder holds the configuration of a run, by its first line; OSError where it cannot be read."""
+    """Return whether a folder has a run's configuration, by its first line; raise OSError if it cannot be read."""
     try:
         with open_input(*open_filesystem(join(run_uri, CONFIG_FILE))) as file:
             return file.read(len(CONFIG_HEAD.encode())) == CONFIG_HEAD.encode()
@@ -165,13 +165,13 @@ def has_config(run_uri: str) -> bool:
 
 
 def read_config(run_uri: str) -> str:
-    """The configuration of a run as YAML; "" where there is none; ConfigError where it is not a run's."""
+    """Return a run's configuration as YAML, "" without one; raise ConfigError if the file is not a run's."""
     address = join(run_uri, CONFIG_FILE)
     if not exists(address):
         return ""
     text = read_text(address, _MAX_CONFIG_BYTES)
     if not text.startswith(CONFIG_HEAD):
-        raise ConfigError(f"{address} is not a run's: the first line of a run's is {CONFIG_HEAD.strip()!r}")
+        raise ConfigError(f"{address} is not a run's: its first line must be {CONFIG_HEAD.strip()!r}")
     return text
 
 
@@ -183,7 +183,7 @@ def store_config(run: RunConfig, run_uri: str) -> None:
 
 
 def as_plain(run: RunConfig) -> dict[str, Any]:
-    """A configuration as dicts, lists and scalars, as YAML has it; `resume` and `trust_run_code` left out."""
+    """Return a configuration as dicts, lists and scalars, for YAML, without `resume` and `trust_run_code`."""
     plain = dataclasses.asdict(run)
     del plain["resume"], plain["trust_run_code"]
     return json.loads(json.dumps(plain))  # tuples become lists

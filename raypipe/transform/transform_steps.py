@@ -157,7 +157,7 @@ def _step(step: Any, where: str) -> Any:
     try:
         made = kind(**given)
     except Exception as error:
-        raise ConfigError(f"{where}: {_reason(error, arguments)}; known are {', '.join(known)}") from error
+        raise ConfigError(f"{where}: {_reason(error, arguments)}; choose from {', '.join(known)}") from error
     needed = {*getattr(made, "targets_as_params", ()), *_NEED.get(name, ())} - {"image"}
     if "image" not in made.available_keys:
         needed = {"volume"}

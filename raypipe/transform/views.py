@@ -121,7 +121,7 @@ def _view(name: object, entry: Any, size: int) -> View:
         entry = {"transform": entry}
     if unknown := [key for key in entry if key not in _KNOWN]:
         raise ConfigError(
-            f"{where}: there is no {unknown[0]!r}; known are {', '.join(_KNOWN)}. (Steps of a pipeline "
+            f"{where}: there is no {unknown[0]!r}; choose from {', '.join(_KNOWN)}. (Steps of a pipeline "
             "are a list, [{NAME: {argument: value}}, …].)"
         )
     count, size = entry.get("count", 1), entry.get("size", size)

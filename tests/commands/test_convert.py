@@ -281,7 +281,7 @@ class TestConvert:
                 StoreError,
                 r"09\}\.lmdb: several files .* such as train\.lmdb; several --shards",
             ),
-            ("nowhere://bucket/copy.lmdb", {}, ConfigError, "of an unknown scheme"),
+            ("nowhere://bucket/copy.lmdb", {}, ConfigError, "unsupported scheme"),
             ("no/such/copy.lmdb", {}, StoreError, "no/such is not a folder: make it first"),
             (
                 "copy.lmdb",

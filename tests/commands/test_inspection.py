@@ -123,7 +123,7 @@ def test_the_command_prints_text_in_a_terminal_and_json_elsewhere(
     [
         (["inspect", "/nowhere.lmdb"], "error: /nowhere.lmdb does not exist"),
         (["verify", "/nowhere.lmdb"], "error: /nowhere.lmdb does not exist"),
-        (["verify", "BROKEN"], "error: .*broken.parquet is truncated or no Parquet"),
+        (["verify", "BROKEN"], "error: .*broken.parquet is truncated or not Parquet"),
         (["verify", "STORE", "-o", "/nowhere/x.json"], "error: /nowhere/x.json cannot be written"),
     ],
 )

@@ -89,7 +89,7 @@ def test_a_row_group_that_cannot_be_read_is_all_of_its_samples(
     file.write_bytes(content)
     found = damaged(open_store(file))
     assert list(found) == list(range(group * group_size, (group + 1) * group_size))
-    assert all(f"{file}, row group 2, cannot be read" in error for error in found.values())
+    assert all(f"{file}, row group 2: cannot be read" in error for error in found.values())
 
 
 def test_a_damaged_group_is_not_read_for_each_of_its_samples() -> None:
@@ -110,7 +110,7 @@ def test_a_missing_label_is_the_fault_of_its_sample(tmp_path: Path) -> None:
     labels: list[int | None] = [None if i in (3, 33, 34) else 0 for i in range(NUM)]
     parquet(tmp_path / "train.parquet", labels, 30)
     found = damaged(open_store(tmp_path / "train.parquet"))
-    assert list(found) == [3, 33, 34] and "a label is null" in found[3]
+    assert list(found) == [3, 33, 34] and "has a null label" in found[3]
 
 
 def test_a_store_without_labels_is_read_without_them() -> None:

@@ -87,9 +87,7 @@ def test_a_config_yaml_without_the_line_of_a_run_makes_none(tmp_path: Path, cont
 
 def test_a_resume_of_what_is_no_run_says_which_line_a_run_has(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("plan: {epochs: 3}\n")
-    with pytest.raises(
-        ConfigError, match=r"config\.yaml is not a run's: the first line of a run's is '# A run of"
-    ):
+    with pytest.raises(ConfigError, match=r"config\.yaml is not a run's: its first line must be '# A run of"):
         parse_run([f"--resume={tmp_path}"], None)
 
 
@@ -181,7 +179,7 @@ def test_the_error_says_why_the_code_of_this_folder_is_not_found(
     monkeypatch.chdir(downloaded)
     with pytest.raises(SystemExit):
         main(["digest", ".", "--pool.engine=inline", "--transform.train=planted:make", *SMALL])
-    assert "the current folder is not searched: it holds the store or the run" in capfd.readouterr().err
+    assert "the current folder is not searched, since it contains the store or the run" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("target", [".", "..", "../../downloaded"])

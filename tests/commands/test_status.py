@@ -54,14 +54,14 @@ def test_the_command_tells_as_text_and_json_what_a_run_has_written(
         chronicle.step = 40
         chronicle.record("train", images_per_s=10.0, epoch=1)
         chronicle.record("fault", text="a transform actor died")
-        with chronicle.waiting("the checkpoint", lambda: "the one before is being written"):
+        with chronicle.waiting("the checkpoint", lambda: "the previous one is being written"):
             chronicle._look(time.time())
             text, found = shown(tmp_path, capsys)
         assert found["state"] == "running" and found["step"] == 40 and found["to_step"] == 90
         assert found["epoch"] == 1 and found["images_per_s"] == 10.0 and "process" in found["held_by"]
-        assert found["waits_for"] == "the checkpoint" and found["whom"] == "the one before is being written"
+        assert found["waits_for"] == "the checkpoint" and found["whom"] == "the previous one is being written"
         assert found["faults"] == ["a transform actor died"] and found["checkpoint"] is None
-        assert "the checkpoint for 0 s: the one before is being written" in text and "40 of 90" in text
+        assert "the checkpoint for 0 s: the previous one is being written" in text and "40 of 90" in text
         chronicle.close()
         assert shown(tmp_path, capsys)[1]["state"] == "restarting"
     found = shown(tmp_path, capsys)[1]

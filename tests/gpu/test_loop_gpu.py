@@ -99,7 +99,9 @@ def test_a_run_whose_trainer_is_killed_learns_what_an_unbroken_one_does(
 def test_more_trainers_than_gpus_are_refused_at_once_with_the_settings(
     stores: dict[str, Path], tmp_path: Path
 ) -> None:
-    with pytest.raises(ResourceError, match=r"2 trainers need 2 GPUs, the cluster has 1: .*train\.use_gpu=false"):
+    with pytest.raises(
+        ResourceError, match=r"2 trainers need 2 GPUs, but the cluster has 1: .*train\.use_gpu=false"
+    ):
         run = run_of(stores, tmp_path)
         train(dataclasses.replace(run, train=dataclasses.replace(run.train, num_workers=2)))
 

@@ -111,8 +111,8 @@ def mean_loss(store: Path, weights: Path) -> float:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"max_steps": 5}, "max_steps is 5, and the plan has the epochs"),
-        ({"eval_strategy": "steps"}, "eval_strategy is .*leave it at 'epoch'"),
+        ({"max_steps": 5}, "max_steps must be -1, got 5: the plan sets the epochs"),
+        ({"eval_strategy": "steps"}, "eval_strategy must be 'epoch'"),
     ],
 )
 def test_arguments_of_a_trainer_that_are_at_odds_with_the_plan_are_named(

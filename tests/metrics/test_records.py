@@ -52,5 +52,5 @@ def test_a_run_that_has_recorded_nothing_has_no_records(tmp_path: Path) -> None:
     assert read_records(tmp_path.as_uri()) is None
     (tmp_path / METRICS).write_bytes(lines(train(1)))
     assert read_records(tmp_path.as_uri()) == Records([train(1)])
-    with pytest.raises(ConfigError, match=r"unknown scheme"):
+    with pytest.raises(ConfigError, match=r"unsupported scheme"):
         read_records("nowhere://bucket")

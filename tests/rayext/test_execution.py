@@ -91,7 +91,7 @@ def test_a_pool_whose_actors_cannot_start_ends_with_one_error(
     supervisor = start_supervisor(1)
     with pytest.raises(ResourceError) as caught:
         next(host_batches(splits(spec, spec.plan.start(), max_actors=1, supervisor=supervisor)[0]))
-    for part in ("the stream stands still", "for 5 s", "1 have not started", "0 CPUs free", "Add CPU nodes"):
+    for part in ("the stream has stalled", "for 5 s", "1 have not started", "0 free CPUs", "Add CPU nodes"):
         assert part in str(caught.value)
     ((kind, text),) = ray.get(supervisor.events.remote(0))
     assert kind == "fault"

@@ -58,7 +58,7 @@ def test_a_line_tells_the_error_that_explains_a_runs_end(failures: dict[int, Exc
 @pytest.mark.parametrize(
     "error",
     [
-        ResourceError("the stream stands still"),
+        ResourceError("the stream has stalled"),
         SampleError("sample 3"),
         of_a_task(ConfigError("the transform made (3, 4), and (3, 5) before")),
         disk_full(),
@@ -93,8 +93,8 @@ def test_what_would_come_again_is_final(error: Exception) -> None:
         ConnectionResetError(errno.ECONNRESET, "reset"),
         TimeoutError("of a request"),
         OSError("AWS Error NETWORK_CONNECTION during PutObject operation"),
-        OutageError("s3://b/k was waited for in vain"),
-        of_a_task(OutageError("s3://b/k was waited for in vain")),
+        OutageError("s3://b/k was unavailable"),
+        of_a_task(OutageError("s3://b/k was unavailable")),
     ],
     ids=repr,
 )

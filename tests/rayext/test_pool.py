@@ -223,7 +223,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
         {"NodeID": "gpu", "Labels": {}, "Resources": {"CPU": 8.0, "GPU": 1.0}},
     ]
     monkeypatch.setattr(pool, "nodes", lambda: there)
-    monkeypatch.setattr(pool, "_waited_for", lambda: {1.0})
+    monkeypatch.setattr(pool, "_pending_cpus", lambda: {1.0})
     return free
 
 
@@ -234,10 +234,10 @@ def told(keeper: Keeper, monkeypatch: pytest.MonkeyPatch, *looks: tuple[float, i
         looks: seconds, actors that run, actors that do not yet, and whether one is queued for CPUs.
     """
     for seconds, running, restarting, queued in looks:
-        monkeypatch.setattr(pool, "_waited_for", lambda queued=queued: {1.0} if queued else set())
+        monkeypatch.setattr(pool, "_pending_cpus", lambda queued=queued: {1.0} if queued else set())
         info = SimpleNamespace(running=running, restarting=restarting, pending=0)
         keeper.op.get_actor_info = lambda info=info: info
-        keeper._tell_of_none(seconds)
+        keeper._report_no_actors(seconds)
     return keeper.notes
 
 
@@ -260,7 +260,7 @@ def test_actors_that_only_start_are_not_told_of(monkeypatch: pytest.MonkeyPatch)
 def test_idle_actors_make_room_for_as_many_as_are_waited_for() -> None:
     keeper = Keeper(Pool(lost=(True, 2), busy=(False, 1), idle=(False, 0), spare=(False, 0)))
     assert keeper.left_after(0, 6) == ["lost", "busy", "spare"]
-    assert len(keeper.notes) == 1 and "1 transform actors that died with work in hand" in keeper.notes[0]
+    assert len(keeper.notes) == 1 and "1 transform actors that died with blocks" in keeper.notes[0]
     assert keeper.left_after(7) == ["lost", "busy", "spare"]  # the CPUs are given time to reach it
     assert keeper.left_after(12) == ["lost", "busy"]
 
@@ -276,7 +276,7 @@ def test_actors_of_a_lost_node_get_room_before_idle_ones() -> None:
 def test_room_is_made_once_for_an_actor_that_starts_slowly(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(pool, "_waited_for", lambda: set())
+    monkeypatch.setattr(pool, "_pending_cpus", lambda: set())
     keeper = Keeper(Pool(lost=(True, 1, "gone"), idle=(False, 0), spare=(False, 0)))
     assert keeper.left_after(0, 6, 12, 60) == ["lost", "spare"] and len(keeper.notes) == 1
 
@@ -333,8 +333,8 @@ def test_actors_on_a_draining_node_are_replaced_and_finish_first() -> None:
     keeper._leave({"going": 0})
     assert keeper.grown == [2] and list(keeper.pool._running_actors) == ["c"]
     assert keeper.notes == [
-        "node going is about to go: its transform actors, 2, get no more blocks, and as many are started where "
-        "there is room"
+        "node going is about to go: its 2 transform actors get no more blocks, and the pool starts as many on "
+        "other nodes"
     ]
 
 

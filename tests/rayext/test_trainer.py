@@ -179,7 +179,7 @@ def test_restarts_of_the_trainers_are_counted_by_reason(monkeypatch: pytest.Monk
     monkeypatch.setattr(type(preempted), "preempted", property(lambda error: error is preempted), raising=False)
     for error in (
         WorkerGroupError("a trainer died", {0: gone}),
-        WorkerGroupError("a node was taken away", {0: gone, 1: preempted}),
+        WorkerGroupError("a node was preempted", {0: gone, 1: preempted}),
         ControllerError(WorkerGroupStartupTimeoutError(2)),
         WorkerGroupError("a mistake", {0: ValueError("x")}),  # would come again: no restart
     ):
@@ -192,7 +192,9 @@ def test_restarts_of_the_trainers_are_counted_by_reason(monkeypatch: pytest.Monk
 
 def test_what_dies_after_a_notice_counts_as_preempted() -> None:
     info: Any = PreemptionInfo(deadline_ms=None, preempted_node_to_ranks={"node": [1]})
-    leaving = RayActorError(error_msg="the last checkpoint is made", preempted=True)  # as trainer_notice raises it
+    leaving = RayActorError(
+        error_msg="the last checkpoint has been made", preempted=True
+    )  # as trainer_notice raises it
     peer, gone = (
         RuntimeError("gloo/x.cc Connection reset by peer"),
         WorkerHealthCheckFailedError("", ActorDiedError()),
@@ -246,7 +248,7 @@ def test_who_died_is_told_and_not_who_survived() -> None:
     assert who_died(WorkerGroupError("", {0: survivor})).startswith("trainer 0 failed: RuntimeError")
     taken = Exception()
     taken.preemption_info = SimpleNamespace(preempted_node_ids=["abcdefghij"], preempted_ranks=[0, 1])  # type: ignore
-    assert who_died(taken) == "the node of trainers 0, 1 was taken away (abcdefgh)"
+    assert who_died(taken) == "the node of trainers 0, 1 was preempted (abcdefgh)"
 
 
 def test_a_restart_of_the_trainers_is_a_fault_in_the_runs_record(tmp_path: Path) -> None:
@@ -255,7 +257,7 @@ def test_a_restart_of_the_trainers_is_a_fault_in_the_runs_record(tmp_path: Path)
     assert policy.make_decision(WorkerGroupError("", {1: KILLED})).name == "RETRY"
     assert policy.make_decision(WorkerGroupError("", {1: KILLED})).name == "RAISE"
     found = read_records(tmp_path.as_uri())
-    text = f"the trainers are started again: {WHO}"
+    text = f"restarting the trainers: {WHO}"
     assert found is not None
     (fault,) = found.kept[2:]
     assert abs(fault.pop("time") - time.time()) < 60

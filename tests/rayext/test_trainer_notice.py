@@ -62,7 +62,7 @@ def test_each_notice_is_told_and_asks_for_a_checkpoint_at_once(given: Any) -> No
     given.preemption_info = info("abcdefghij", "other")
     assert notice.is_due() and not notice.is_due()
     assert told == [
-        f"the node of trainers 1 is about to go ({name}): a checkpoint is made" for name in ("abcdefgh", "other")
+        f"the node of trainers 1 is about to go ({name}): making a checkpoint" for name in ("abcdefgh", "other")
     ]
 
 

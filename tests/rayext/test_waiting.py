@@ -17,7 +17,7 @@ def test_a_wait_ends_with_what_it_was_for_and_lines_tell_of_it(capsys: pytest.Ca
     with pytest.raises(ResourceError, match=r"^waited 1\.5 s \(train\.start_timeout_s\) for room: 2 CPUs$"):
         while True:
             wait.turn("room: 2 CPUs", 0.1)
-    assert capsys.readouterr().out == "waiting 0 s more at most (train.start_timeout_s) for room: 2 CPUs\n"
+    assert capsys.readouterr().out == "waiting up to 0 s more (train.start_timeout_s) for room: 2 CPUs\n"
 
 
 def test_a_missing_cluster_is_named_and_the_wait_can_be_ended(
@@ -43,7 +43,7 @@ def test_a_head_that_does_not_answer_is_not_awaited_in_silence() -> None:
         frozen.bind(("0.0.0.0", 0))
         frozen.listen()
         address = f"127.0.0.1:{frozen.getsockname()[1]}"
-        with pytest.raises(ResourceError, match=r"\(it takes connections, and does not answer\)"):
+        with pytest.raises(ResourceError, match=r"\(it accepts connections, but does not answer\)"):
             wait_for_head(address, Wait(2.0))
 
 

@@ -99,7 +99,7 @@ def test_a_stopped_actor_is_killed_only_while_the_stream_stands_still(same_node:
         watch.turn(time.monotonic())
         time.sleep(0.1)
     text = f"transform actor ({process}, in the block of a)"
-    assert told == [(f"a stopped process (SIGSTOP) held up the stream, and was killed: {text}", "stopped")]
+    assert told == [(f"killed a stopped process (SIGSTOP) that blocked the stream: {text}", "stopped")]
     with pytest.raises(ray.exceptions.ActorDiedError):
         ray.get(stopped.process.remote(), timeout=60)
     assert ray.get(busy.process.remote(), timeout=60)

@@ -68,7 +68,7 @@ def test_a_revision_is_a_part_of_the_address(hub: HubServer) -> None:
 
 
 def test_several_splits_in_a_folder_are_refused(hub: HubServer) -> None:
-    with pytest.raises(StoreError, match=r"holds files of several splits: test \(1\), train \(2\)"):
+    with pytest.raises(StoreError, match=r"has files of several splits: test \(1\), train \(2\)"):
         len(open_store(f"{ROOT}/data"))
 
 
@@ -85,23 +85,23 @@ def test_a_file_that_goes_away_is_one_error_that_names_it(hub: HubServer) -> Non
     store = open_store(f"{ROOT}@v1/train.parquet")
     assert len(store) == 4
     del hub.files["v1"]["train.parquet"]
-    with pytest.raises(StoreError, match=r"name@v1/train\.parquet, row group 0, cannot be read"):
+    with pytest.raises(StoreError, match=r"name@v1/train\.parquet, row group 0: cannot be read"):
         store.read(np.array([0]))
 
 
 def test_other_formats_are_to_be_copied_first(hub: HubServer) -> None:
     for name in ("a.tar", "a.lmdb"):
         with pytest.raises(
-            StoreError, match=r"from the Hub, only Parquet is read\. Copy it to a disk by `hf download`"
+            StoreError, match=r"raypipe reads only Parquet from the Hub\. Copy it to a disk with `hf download`"
         ):
             open_store(f"{ROOT}/{name}")
 
 
 def test_nothing_is_written_to_the_hub(hub: HubServer) -> None:
     filesystem, path = open_filesystem(f"{ROOT}/data/{_train()[0]}")
-    with pytest.raises(OSError, match="the Hub is only read"):
+    with pytest.raises(OSError, match="raypipe cannot write to the Hub"):
         filesystem.open_output_stream(path).close()
-    with pytest.raises(OSError, match="the Hub is only read"):
+    with pytest.raises(OSError, match="raypipe cannot write to the Hub"):
         filesystem.delete_file(path)
 
 

@@ -142,7 +142,9 @@ def test_another_machines_silent_run_loses_the_folder(
     begun = time.monotonic()
     with caplog.at_level("WARNING"), leased(run_uri) as mine:
         assert time.monotonic() - begun > 1.5  # the storage may know times to the second only
-        assert caplog.messages == ["waiting a minute at most for a sign of life of process 1 of u on far"]
+        assert caplog.messages == [
+            "the run's folder is held by process 1 of u on far; waiting up to a minute to see if it is alive"
+        ]
         assert is_held(run_uri, mine) and not is_held(run_uri, "ab")
 
 

@@ -129,7 +129,7 @@ def test_a_store(suffix: str, kind: str, read: Read, tmp_path: Path) -> None:
     path = tmp_path / f"train.{suffix}"
     KINDS[kind][0](path)
     if kind == "folder":
-        assert read("store", path).startswith(f"StoreError: {path} holds no store")
+        assert read("store", path).startswith(f"StoreError: {path} contains no store")
     else:
         check_refused(read("store", path), f"train.{suffix}", kind)
 

@@ -33,7 +33,7 @@ def proxy(bucket: str, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Ite
 def test_an_outage_is_waited_for_and_told_in_two_lines(
     bucket: str, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(patience, "_TELL_AFTER_S", 0.0)
+    monkeypatch.setattr(patience, "_LOG_AFTER_S", 0.0)
     signs: list[None] = []
     monkeypatch.setattr(patience, "on_progress", [lambda: signs.append(None)])
     proxy.outage = first(MANY)
@@ -52,7 +52,7 @@ def test_an_outage_for_good_is_an_error_that_is_tried_again_by_the_run(
 ) -> None:
     monkeypatch.setenv("RAYPIPE_STORAGE_PATIENCE_S", "1")
     proxy.outage = first(10**6)
-    told = rf"^{bucket}/a was waited for in vain, for 1 s \(RAYPIPE_STORAGE_PATIENCE_S\): open: .*HTTP status 503"
+    told = rf"^{bucket}/a was unavailable for 1 s \(RAYPIPE_STORAGE_PATIENCE_S\): open: .*HTTP status 503"
     with pytest.raises(OutageError, match=told) as caught:
         look_up(f"{bucket}/a")
     assert not is_final([caught.value])
@@ -90,7 +90,7 @@ def test_credentials_that_stay_refused_are_a_final_error(
 ) -> None:
     monkeypatch.setenv("RAYPIPE_STORAGE_PATIENCE_S", "5")
     proxy.outage = first(10**6, 403, "AccessDenied")
-    told = "check the credentials, which every node needs; refused for 1 s, though they were read again"
+    told = "check the credentials, which every node needs; denied for 1 s, with credentials read again"
     with pytest.raises(StoreError, match=told) as caught:
         look_up(f"{bucket}/a")
     assert is_final([caught.value])
@@ -107,7 +107,7 @@ def test_what_would_come_again_is_not_waited_for(bucket: str, proxy: FaultyProxy
 
 def test_what_can_be_left_out_is_not_waited_for(bucket: str, proxy: FaultyProxy) -> None:
     proxy.outage = first(10**6)
-    told = r"^x: .*503.*; the server is down, or asks for fewer requests"
+    told = r"^x: .*503.*; the server is down, or limits the request rate"
     with pytest.raises(StoreError, match=told), explained(StoreError, "x"), impatient():
         exists(f"{bucket}/a")
     assert proxy.faults["SlowDown"] == 3  # pyarrow's own attempts
@@ -148,7 +148,7 @@ def test_ctrl_c_ends_the_waiting_at_once(by: str, bucket: str, proxy: FaultyProx
     code = f"""
 from raypipe.storage import patience
 from raypipe.storage.files import read_whole
-patience._TELL_AFTER_S = 0.0
+patience._LOG_AFTER_S = 0.0
 patience._FIRST_S = patience._LONGEST_S = 100.0
 if {by == "others"}:
     with patience.Threads(4) as threads:

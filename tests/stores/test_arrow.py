@@ -63,7 +63,7 @@ def test_columns_are_renamed(tmp_path: Path) -> None:
 def test_several_splits_are_refused_with_the_address_of_one(tmp_path: Path) -> None:
     (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     (tmp_path / "train").mkdir()
-    with pytest.raises(StoreError, match=rf"give one, as {tmp_path}/train"):
+    with pytest.raises(StoreError, match=rf"choose one, such as {tmp_path}/train"):
         open_store(tmp_path)
 
 
@@ -78,13 +78,13 @@ def test_paths_in_place_of_images_are_one_error(tmp_path: Path) -> None:
     kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
     images = pa.array([{"bytes": None, "path": "/etc/passwd"}] * 2, kind)
     store = open_store(write(tmp_path / "a.arrow", {"image": images}))
-    with pytest.raises(StoreError, match=r"a\.arrow holds the paths of images, and not the images: .*to_parquet"):
+    with pytest.raises(StoreError, match=r"a\.arrow has only the paths of images: .*to_parquet"):
         store.read(np.array([0]), ("image",))
 
 
 def test_null_labels_are_an_error(tmp_path: Path) -> None:
     store = open_store(write(tmp_path / "a.arrow", {**COLUMNS, "label": pa.array([1, None, 2])}))
-    with pytest.raises(StoreError, match="a label is null"):
+    with pytest.raises(StoreError, match="has a null label"):
         store.read(np.array([1]))
 
 

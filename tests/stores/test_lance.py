@@ -1,4 +1,4 @@
-"""Lance data sets, as their own library writes them, changes and damages them."""
+"""Lance datasets, as their own library writes them, changes and damages them."""
 
 from __future__ import annotations
 
@@ -88,9 +88,7 @@ def test_a_store_is_the_version_that_was_opened(tmp_path: Path) -> None:
     assert newest.read(np.arange(16))["image"] == [IMAGES[i] for i in left] + IMAGES
     lance.dataset(address).cleanup_old_versions(older_than=timedelta(0))
     store.close()
-    with pytest.raises(
-        StoreError, match=r"a\.lance cannot be opened as a Lance data set: .*versions/.* not found"
-    ):
+    with pytest.raises(StoreError, match=r"a\.lance cannot be opened as a Lance dataset: .*versions/.* not found"):
         len(store)
 
 
@@ -123,7 +121,7 @@ def test_columns_are_renamed_and_checked(tmp_path: Path) -> None:
     ):
         len(open_store(address))
     null = open_store(write(tmp_path / "b.lance", {"image": IMAGES[:2], "label": [1, None]}))
-    with pytest.raises(StoreError, match="a label is null"):
+    with pytest.raises(StoreError, match="has a null label"):
         null.read(np.arange(2))
 
 
@@ -143,7 +141,7 @@ def test_what_is_not_there_or_damaged_is_one_error(tmp_path: Path) -> None:
         open_store(tmp_path / "none.lance")
     (tmp_path / "empty.lance").mkdir()
     with pytest.raises(
-        StoreError, match=r"empty\.lance cannot be opened as a Lance data set: .*not found.*; check"
+        StoreError, match=r"empty\.lance cannot be opened as a Lance dataset: .*not found.*; check"
     ):
         len(open_store(tmp_path / "empty.lance"))
     for number, (pattern, cut) in enumerate(

@@ -125,7 +125,7 @@ def test_missing_key_is_a_missing_sample(tmp_path: Path) -> None:
 def test_count_mismatch(tmp_path: Path) -> None:
     path = write(tmp_path / "a.lmdb", num_samples=3)
     edit(path, lambda txn: txn.delete(KEY.pack(1)))
-    with pytest.raises(StoreError, match=r"a\.lmdb holds 2 samples, but was written with 3"):
+    with pytest.raises(StoreError, match=r"a\.lmdb has 2 samples, but was written with 3"):
         len(LMDBStore(path))
 
 

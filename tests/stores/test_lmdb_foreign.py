@@ -50,7 +50,7 @@ def test_lsun_is_converted_and_not_opened(tmp_path: Path) -> None:
     path = write_lsun(tmp_path / "church_outdoor_train.lmdb")
     by_key = sorted(IMAGES, key=lambda image: hashlib.sha1(image).hexdigest())
     assert read(path) == [{"image": image} for image in by_key]
-    with pytest.raises(StoreError, match=r"train\.lmdb is LMDB that raypipe did not write: .*`raypipe convert`"):
+    with pytest.raises(StoreError, match=r"train\.lmdb is LMDB from another program: .*`raypipe convert`"):
         len(open_store(path))
 
 
@@ -90,7 +90,7 @@ def write_own(path: Path, **others: bytes) -> Path:
 def test_a_function_of_the_user_s(tmp_path: Path) -> None:
     path = write_own(tmp_path / "a.lmdb", k007=b"1|broken|x", k008=b"damaged")
     with pytest.raises(
-        StoreError, match=r"no __raypipe__ record, and its values are no images \(b'k000': b'0\|n0"
+        StoreError, match=r"no __raypipe__ record, and its values are not images \(b'k000': b'0\|n0"
     ):
         read(path)
     found = read(path, f"{__name__}:own")
@@ -109,7 +109,7 @@ def raising(key: bytes, value: bytes) -> Any:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("nothing", "it returned no sample with an image, but None"),
+        ("nothing", "must return a dict with an image, got None"),
         ("raising", "raising raised LookupError: of all"),
     ],
 )
@@ -121,17 +121,17 @@ def test_a_function_that_makes_no_samples_is_told_why(tmp_path: Path, name: str,
 
 def test_layouts_that_are_not_there(tmp_path: Path) -> None:
     path = write_lsun(tmp_path / "a.lmdb")
-    with pytest.raises(StoreError, match="layout 'lsun' is none of: auto, image, module:func"):
+    with pytest.raises(StoreError, match="layout must be auto, image or module:function, got 'lsun'"):
         read(path, "lsun")
     with pytest.raises(ConfigError, match="layout 'no_such:thing' cannot be imported"):
         read(path, "no_such:thing")
-    with pytest.raises(StoreError, match="holds no samples: 1 keys"):
+    with pytest.raises(StoreError, match="has no samples: 1 keys"):
         read(write(tmp_path / "b.lmdb", {b"__len__": b"0"}))
 
 
 def test_raypipe_s_own_is_a_store_and_has_no_layout(stores: dict[str, Path]) -> None:
     assert len(open_source(stores["train"])) > 0  # type: ignore[arg-type]
-    with pytest.raises(StoreError, match="is raypipe's own: convert it without a layout"):
+    with pytest.raises(StoreError, match="was written by raypipe: convert it without a layout"):
         read(stores["train"], "image")
 
 

@@ -134,17 +134,17 @@ def put(at: int, code: str, number: int) -> Callable[[bytearray], None]:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (put(16, "<I", 0xDEADBEEF), "is no meta page"),
-        (put(10, "<H", 1), "is no meta page"),
-        (put(0, "<Q", 7), "is no meta page"),
+        (put(16, "<I", 0xDEADBEEF), "is not a meta page"),
+        (put(10, "<H", 1), "is not a meta page"),
+        (put(0, "<Q", 7), "is not a meta page"),
         (put(20, "<I", 999), "its data version is 999; this raypipe reads version 1"),
         (put(16 + 24, "<I", 5000), "its pages have 5000 bytes"),
         (put(16 + 24, "<I", 65_536), "its pages have 65536 bytes"),
-        (put(16 + 24, "<I", 8192), "page 1 is no meta page"),
+        (put(16 + 24, "<I", 8192), "page 1 is not a meta page"),
         (lambda data: struct.pack_into("<I", data, PAGE + 16 + 24, 8192), "its pages have 4096 or 8192 bytes"),
         (put(FLAGS, "<H", 4), "flags 0x4: duplicate"),
-        (put(DEPTH, "<H", 33), "its tree has the depth 33"),
-        (put(DEPTH, "<H", 0), "its tree has the depth 0"),
+        (put(DEPTH, "<H", 33), "its tree has depth 33"),
+        (put(DEPTH, "<H", 0), "its tree has depth 0"),
         (put(ENTRIES, "<Q", 1 << 60), "declares 1152921504606846976 entries"),
     ],
 )
@@ -194,23 +194,23 @@ def in_leaf(at: int, code: str, number: int) -> Callable[[bytearray], None]:
 
 
 DAMAGES: dict[str, tuple[Callable[[bytearray], None], str]] = {
-    "a cycle": (cycle, "expected"),
+    "a cycle": (cycle, "must have flags"),
     "root in the metas": (put(ROOT, "<Q", 1), "page 1"),
     "root beyond the file": (put(ROOT, "<Q", 1 << 63), "page 9223372036854775808"),
-    "root is a leaf": (put(DEPTH, "<H", 1), "expected 0x2"),
-    "number of a page": (in_root(0, "<Q", 3), "holds a page 3"),
-    "flags of a page": (in_root(10, "<H", 0x21), "of flags 0x21"),
+    "root is a leaf": (put(DEPTH, "<H", 1), "must have flags 0x2"),
+    "number of a page": (in_root(0, "<Q", 3), "has the number 3"),
+    "flags of a page": (in_root(10, "<H", 0x21), "flags 0x21"),
     "no free space": (in_root(12, "<H", 15), "free space from byte 15"),
     "free space beyond the page": (in_root(14, "<H", 5000), r"to 5000"),
     "no nodes": (in_root(12, "<H", 16), "is empty"),
     "node beyond the page": (in_root(16, "<H", 4090), "a node at byte 4090 of a page of 4096"),
     "key beyond the page": (in_leaf(6, "<H", 5000), "a key of 5000 bytes"),
     "value beyond the page": (in_leaf(4, "<H", 0), "a value of 3000 bytes at byte"),
-    "a database within": (in_leaf(4, "<H", 2), "a database within the database"),
+    "a database within": (in_leaf(4, "<H", 2), "a nested database"),
     "long value beyond its pages": (in_leaf(0, "<I", 9_000), "a value of 9000 bytes in 1 pages"),
     "long value beyond the file": (in_leaf(0, "<I", 1 << 28), "268435472 bytes, in a file of"),
-    "long value beyond all images": (in_leaf(0, "<I", 0xFFFFFFFF), "4294967295 bytes, limit is 536870912"),
-    "long value elsewhere": (in_leaf(16, "<Q", 2), "and no long value"),
+    "long value beyond all images": (in_leaf(0, "<I", 0xFFFFFFFF), "4294967295 bytes; the limit is 536870912"),
+    "long value elsewhere": (in_leaf(16, "<Q", 2), "must be a long value"),
     "long value beyond all": (in_leaf(16, "<Q", 1 << 52), "page 4503599627370496"),
 }
 
@@ -240,7 +240,7 @@ def test_a_database_within_is_named(tmp_path: Path) -> None:
         env.begin(write=True) as txn,
     ):
         txn.put(b"key", b"value", db=env.open_db(b"inner", txn=txn))
-    with pytest.raises(StoreError, match=r"at key b'inner': .*a database within the database"):
+    with pytest.raises(StoreError, match=r"at key b'inner': .*a nested database"):
         LMDBFile(tmp_path / "sub").get(b"inner")
 
 

@@ -81,9 +81,7 @@ def test_an_uncompressed_copy_in_place_of_a_compressed_shard_is_read(tmp_path: P
 
 def test_pickled_columns_are_refused_and_the_others_are_read() -> None:
     store = open_store(DATA / "mds")
-    with pytest.raises(
-        StoreError, match=r"mds: column 'secret' is pickled, and a pickle is a program, which is not run"
-    ):
+    with pytest.raises(StoreError, match=r"mds: column 'secret' is pickled, and raypipe does not run pickles"):
         store.read(np.array([0]), ("image", "secret"))
     with pytest.raises(StoreError, match=r"column 'secret' is pickled"):
         len(open_store(DATA / "mds", target_column="secret"))
@@ -95,8 +93,8 @@ def test_pickled_columns_are_refused_and_the_others_are_read() -> None:
     [
         ({"image_column": "x"}, r"no column 'x' for image_column; its columns are big \(str_int\), "),
         ({"target_column": "y"}, "no column 'y' for target_column"),
-        ({"image_column": "name"}, "'name' has the encoding 'str'; image is jpeg, png or bytes"),
-        ({"target_column": "name"}, "'name' has the encoding 'str'; label is a number, or an array of them"),
+        ({"image_column": "name"}, "'name' has the encoding 'str'; image must be jpeg, png or bytes"),
+        ({"target_column": "name"}, "'name' has the encoding 'str'; label must be a number or an array"),
     ],
 )
 def test_columns_that_are_no_images_or_labels_are_named(options: dict[str, str], message: str) -> None:
@@ -117,7 +115,7 @@ def test_a_shard_outside_the_folder_is_refused(tmp_path: Path, name: str) -> Non
     make(tmp_path / "a")
     edit(tmp_path / "a", lambda index: index["shards"][0]["raw_data"].update(basename=name))
     with pytest.raises(
-        StoreError, match=r"a/index\.json cannot be understood: ValueError: the shard .* no file below"
+        StoreError, match=r"a/index\.json cannot be understood: ValueError: the shard .* is not below"
     ):
         len(open_store(tmp_path / "a"))
 
@@ -143,7 +141,7 @@ def drop(*names: str) -> Callable[[Any], None]:
     [
         (
             lambda index: index.update(version=3),
-            "index.json has version 3 of mds: only version 2 of mds is read",
+            "index.json has version 3 of mds: raypipe reads only version 2 of mds",
         ),
         (lambda index: index["shards"][1].update(format="csv"), "has version 2 of csv, mds"),
         (drop("samples"), "cannot be understood: KeyError: 'samples'"),
@@ -157,7 +155,7 @@ def drop(*names: str) -> Callable[[Any], None]:
             lambda index: index["shards"][0]["raw_data"].update(bytes=1 << 40),
             "truncated, or damaged: .* needs 1099",
         ),
-        (lambda index: index["shards"][0].update(samples=3), "shard.00000.mds is damaged, or another shard"),
+        (lambda index: index["shards"][0].update(samples=3), "shard.00000.mds is damaged, or not the shard"),
         (lambda index: index["shards"][0].update(samples=1 << 31), "shard.00000.mds is truncated, or damaged"),
     ],
 )
@@ -172,7 +170,7 @@ def test_a_damaged_index_is_one_error_that_names_the_file(tmp_path: Path, change
 def test_an_index_that_is_no_json_is_named(tmp_path: Path, text: str) -> None:
     make(tmp_path / "a")
     (tmp_path / "a" / "index.json").write_text(text)
-    with pytest.raises(StoreError, match=r"a/index\.json is no JSON"):
+    with pytest.raises(StoreError, match=r"a/index\.json is not JSON"):
         len(open_store(tmp_path / "a"))
 
 
@@ -217,10 +215,10 @@ def test_a_compressed_shard_with_wrong_bytes_is_an_error_or_a_bad_sample(tmp_pat
 def test_a_bomb_is_unpacked_no_further_than_the_index_says(tmp_path: Path) -> None:
     store = make(tmp_path / "a", "zstd")
     edit(tmp_path / "a", lambda index: index["shards"][0]["raw_data"].update(bytes=20))
-    with pytest.raises(StoreError, match=r"cannot be unpacked by zstd: more than 20 bytes"):
+    with pytest.raises(StoreError, match=r"cannot be unpacked with zstd: more than 20 bytes"):
         store.read(np.array([0]))
     edit(tmp_path / "a", lambda index: index["shards"][0]["raw_data"].update(bytes=1 << 31))
-    with pytest.raises(StoreError, match=r"unpacks to 2,147,483,648 bytes: the limit is 1,073,741,824"):
+    with pytest.raises(StoreError, match=r"unpacks to 2,147,483,648 bytes; the limit is 1,073,741,824"):
         len(open_store(tmp_path / "a"))
 
 
@@ -242,7 +240,7 @@ def test_offsets_in_no_order_are_one_error(tmp_path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[8:12] = struct.pack("<I", len(content) + 1)
     path.write_bytes(content)
-    with pytest.raises(StoreError, match=r"shard\.00000\.mds is damaged, or another shard"):
+    with pytest.raises(StoreError, match=r"shard\.00000\.mds is damaged, or not the shard"):
         open_store(tmp_path / "a").read(np.array([0]))
 
 

@@ -105,7 +105,7 @@ def test_a_sound_npy_is_what_numpy_reads(array: np.ndarray) -> None:
         (declared("'<f8'", "-" * 9000 + "1"), "damaged"),
         (declared("'<f8'", "(1,)", 9), r"damaged \.npy: 9 bytes"),
         (declared("'<f16'", "()", 16), "store integers or floats"),
-        (declared("'|O'", "(1,)"), "only a pickle holds"),
+        (declared("'|O'", "(1,)"), "need a pickle"),
         (declared("('<f4', (2,))", "(1,)"), "store integers or floats"),
         (b"\x93NUMPY\x03\0\x01\0\0\0x", r"version \(3, 0\)"),
         (b"\x93NUM", "damaged"),
@@ -138,7 +138,7 @@ def test_stores_of_several_dtypes_are_joined_without_a_change() -> None:
         0.5,
         3,
     ]
-    with pytest.raises(StoreError, match=r"column 'a' of float64 has the number 9007199254740993"):
+    with pytest.raises(StoreError, match=r"column 'a' as float64 has the number 9007199254740993"):
         joined(0.5, (1 << 53) + 1)
 
 

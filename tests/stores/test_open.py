@@ -49,9 +49,9 @@ def test_absent(tmp_path: Path, address: str) -> None:
 
 def test_unknown(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("x")
-    with pytest.raises(StoreError, match=r"(?s)notes\.txt is no store.*LMDB"):
+    with pytest.raises(StoreError, match=r"(?s)notes\.txt is not a store.*LMDB"):
         open_store(tmp_path / "notes.txt")
-    with pytest.raises(StoreError, match=r"holds no store"):
+    with pytest.raises(StoreError, match=r"contains no store"):
         open_store(tmp_path)
 
 

@@ -68,7 +68,7 @@ def test_no_list_leaves_nothing_out() -> None:
 def test_a_file_that_is_no_list(tmp_path: Path, text: str | bytes) -> None:
     file = tmp_path / "list.json"
     file.write_bytes(text if isinstance(text, bytes) else text.replace("FINGERPRINT", STORE.fingerprint).encode())
-    expected = r"exclude: .*list.json is no (JSON|text|list of bad samples .*raypipe verify memory:\w+`)"
+    expected = r"exclude: .*list.json is not (JSON|text|a list of bad samples .*raypipe verify memory:\w+`)"
     with pytest.raises(ConfigError, match=expected):
         read(file)
 
@@ -82,14 +82,14 @@ def test_an_index_that_is_no_sample(tmp_path: Path, index: Any) -> None:
 
 def test_the_list_of_another_store_names_both(tmp_path: Path) -> None:
     write_bad_list(tmp_path / "list.json", OTHER, BAD)
-    expected = f"{STORE.fingerprint} .*made of {OTHER.address} with .*{OTHER.fingerprint}"
+    expected = f"{STORE.fingerprint} .*made for {OTHER.address} with .*{OTHER.fingerprint}"
     with pytest.raises(ConfigError, match=expected):
         read(tmp_path / "list.json")
 
 
 def test_a_list_of_all_samples(tmp_path: Path) -> None:
     write_bad_list(tmp_path / "list.json", STORE, [{"index": i, "error": ""} for i in range(10)])
-    with pytest.raises(ConfigError, match="leaves out all 10 samples"):
+    with pytest.raises(ConfigError, match="excludes all 10 samples"):
         read(tmp_path / "list.json")
 
 

@@ -185,7 +185,7 @@ def test_network_faults_are_retried_and_a_missing_bucket_is_an_error(
         assert store.read(np.arange(9))["image"] == expected
         assert faulty.faults.total() > 0
     monkeypatch.setenv("RAYPIPE_STORAGE_PATIENCE_S", "0")
-    with pytest.raises(OutageError, match=rf"{bucket}/train.* was waited for in vain.*check the network"):
+    with pytest.raises(OutageError, match=rf"{bucket}/train.* was unavailable.*check the network"):
         store.read(np.arange(2))
 
 

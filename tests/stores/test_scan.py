@@ -87,11 +87,11 @@ def test_sizes_of_other_contents_are_refused(tmp_path: Path) -> None:
         numbers_of(store, "width", "plan.weights")
     table = pa.table({"width": [1, 2, 3], "height": [1, 2, 3]})
     pq.write_table(table, address)
-    with pytest.raises(ConfigError, match=r"holds no sizes .*write it again"):
+    with pytest.raises(ConfigError, match=r"has no sizes .*write it again"):
         numbers_of(store, "width", "plan.weights")
     for damage in (b"", b"PAR1", b"no parquet at all"):
         Path(address).write_bytes(damage)
-        with pytest.raises(ConfigError, match="holds no sizes"):
+        with pytest.raises(ConfigError, match="has no sizes"):
             numbers_of(store, "width", "plan.weights")
 
 

@@ -143,7 +143,7 @@ DIGITS = b"9" * 100_000
     [
         (header(b"\xff" * 10 + b"\xfc\0"), "a member of -1024 bytes at byte 2048"),
         (header(b"%011o\0" % 14, b"x") + PAX_MINUS + bytes(498) + header(), "a member of -1024 bytes"),
-        (header(b"%011o\0" % len(DIGITS), b"x") + DIGITS + bytes(352), "at byte 2560 is nothing but a number"),
+        (header(b"%011o\0" % len(DIGITS), b"x") + DIGITS + bytes(352), "at byte 2560 contains an endless number"),
         (header(b"\x80" + bytes(6) + b"\xff" * 5, b"L"), "an extended header of 1099511627776 bytes"),
         (header(b"\xff" * 10 + b"\xfc\0", b"L"), "an extended header of -1024 bytes"),
         (header(b"%011o\0" % 512, b"L") * 2000, "RecursionError"),

@@ -57,7 +57,9 @@ def test_several_are_one_source_with_the_classes_of_all(tmp_path: Path) -> None:
 
 
 def test_it_is_no_store_and_the_error_says_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match=r"is read once, in order: copy it with `raypipe convert .*a\.zip NEW"):
+    with pytest.raises(
+        StoreError, match=r"can only be read once, in order: copy it with `raypipe convert .*a\.zip NEW"
+    ):
         open_store(make(tmp_path / "a.zip", "a/1.png"))
 
 
@@ -88,7 +90,7 @@ def patched(path: Path, flags: int | None = None, num_bytes: int | None = None) 
 
 def test_what_is_not_read_is_one_error(tmp_path: Path) -> None:
     path = tmp_path / "a.zip"
-    with pytest.raises(StoreError, match=r"a\.zip, 'a/1\.png', is not read: .*encrypted.*; write the zip again"):
+    with pytest.raises(StoreError, match=r"a\.zip, 'a/1\.png': cannot be read: .*encrypted.*; make the zip again"):
         list(ZipSamples(patched(make(path, "a/1.png"), flags=1)))
     with pytest.raises(StoreError, match=r"only images at its top"):
         ZipSamples(make(path, "1.png"))

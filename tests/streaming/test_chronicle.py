@@ -135,12 +135,12 @@ def test_any_long_wait_is_a_line_that_says_for_what_and_is_no_compute(
         next(batches)
     assert any("s: this process makes it" in line for line in said)
     begun = time.perf_counter()
-    with loader.account.saving(lambda: "the one before is being written"):
-        until_told("s: the one before is being written")
+    with loader.account.saving(lambda: "the previous one is being written"):
+        until_told("s: the previous one is being written")
         while (found := read_json(tmp_path / "status.json"))["waits_for"] != "the checkpoint":
             time.sleep(0.01)
     stalled_s = time.perf_counter() - begun
-    assert found["whom"] == "the one before is being written" and found["step"] == 2 and found["to_step"] == 6
+    assert found["whom"] == "the previous one is being written" and found["step"] == 2 and found["to_step"] == 6
     until_told("training has asked for nothing for 0 s: the loop computes, or waits for other ranks")
     next(batches)
     after = loader.times() - before
@@ -160,7 +160,7 @@ def test_the_supervisor_knows_what_a_stream_without_a_batch_is_at() -> None:
     supervisor.arrived("b", "process 2")
     supervisor.begins("a", ["train-0-0-0"])
     assert supervisor.awaited() == "2 transform actors have started, and 1 of them makes blocks"
-    supervisor.moves("execution", 1.0, at="2 transform actors are idle: the reader is awaited")
-    assert supervisor.awaited() == "2 transform actors are idle: the reader is awaited"
+    supervisor.moves("execution", 1.0, at="2 transform actors are idle and wait for the reader")
+    assert supervisor.awaited() == "2 transform actors are idle and wait for the reader"
     supervisor.left("execution")
     assert supervisor.awaited().startswith("2 transform actors have started")

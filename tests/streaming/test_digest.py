@@ -258,7 +258,7 @@ def test_a_wrong_address_is_told_as_a_stores_and_not_a_runs(
 ) -> None:
     with pytest.raises(SystemExit):
         cli_main("digest", "foo://bucket/train.lmdb", "--pool.engine", "inline")
-    assert capsys.readouterr().err.startswith("error: foo://bucket/train.lmdb has an unknown scheme")
+    assert capsys.readouterr().err.startswith("error: unsupported scheme in foo://bucket/train.lmdb")
 
 
 # Ranges of a stream

@@ -169,7 +169,7 @@ def test_a_slow_reader_is_told_while_it_is_awaited_and_at_the_end(
     whom: list[str] = []
 
     def look() -> None:
-        while not any("the reader is awaited" in each for each in whom):
+        while not any("idle and wait for the reader" in each for each in whom):
             time.sleep(0.1)
             with contextlib.suppress(ConfigError):
                 whom.append(read_json(run / "status.json")["whom"])

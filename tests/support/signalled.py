@@ -48,8 +48,8 @@ def assert_tells_how_to_go_on(said: str, folder: Path) -> dict[str, Any]:
     """Its last checkpoint and the command that resumes it; returns its result, nothing of one that was aborted."""
     lines = said.splitlines()
     kept = sorted(path.parent for path in folder.glob("checkpoint_*/checkpoint.json"))
-    where = f"its last checkpoint is {kept[-1].name}" if kept else "before its first checkpoint"
-    assert f"stopped; {where}. Go on by: jobs/train.py --resume {folder}" in lines, lines
+    where = f"with {kept[-1].name}" if kept else "before the first checkpoint"
+    assert f"stopped {where}. Continue with: jobs/train.py --resume {folder}" in lines, lines
     result = json.loads(lines[-1]) if lines[-1].startswith("{") else {}
     assert not result or (result["stopped"] and result["steps"] >= 1 and kept)
     return result

@@ -123,7 +123,10 @@ def test_ctrl_c_while_ray_starts_ends_the_run_before_its_trainers(
             time.sleep(0.01)
         os.killpg(run.pid, signal.SIGINT)
         said, _ = run.communicate(timeout=100)
-    assert said.endswith("stopping before the trainers are started; once more aborts\n") and run.returncode == 130
+    assert (
+        said.endswith("stopping before the trainers are started; press Ctrl-C again to abort\n")
+        and run.returncode == 130
+    )
     assert not (tmp_path / "one" / "metrics.jsonl").exists()
 
 

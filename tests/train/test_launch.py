@@ -143,7 +143,7 @@ def test_a_run_that_leaves_gpus_idle_says_so_with_the_setting() -> None:
     allocation = Allocation(1, True, 1.0, 5, idle_gpus=7)
     shown = describe(RUN, spec(store(("a",))), allocation, "file:///runs/mine")
     assert "trainers   1 x GPU\nidle GPUs  7 of 8" in shown
-    assert "set plan.global_batch_size to 16 or" in shown and "train.num_workers=1 if this is meant" in shown
+    assert "set plan.global_batch_size to 16 or" in shown and "train.num_workers=1 if this is intended" in shown
 
 
 def test_the_lists_of_bad_samples_are_settings_of_the_stores(stores: dict[str, Path], tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def test_the_lists_of_bad_samples_are_settings_of_the_stores(stores: dict[str, P
     run = dataclasses.replace(RUN, store=settings)
     found = spec_of(run, (tmp_path / "run").as_uri())
     assert (found.plan.num_train, found.plan.num_val) == (99, 21)
-    assert "(99 train, 21 val; 2 left out)" in describe(run, found, Allocation(1, False, 1.0, 1), "file:///run")
+    assert "(99 train, 21 val; 2 excluded)" in describe(run, found, Allocation(1, False, 1.0, 1), "file:///run")
 
 
 # The number of classes
@@ -236,7 +236,7 @@ def test_a_report_that_cannot_be_made_hides_neither_result_nor_error(
     record = {"kind": "train", "step": 3, "compute_s": 1, "transfer_s": []}
     (full_disk / "metrics.jsonl").write_text(json.dumps(record) + "\n")
     _leave_traces(uri)
-    assert "no report: TypeError" in caplog.text
+    assert "cannot write the report: TypeError" in caplog.text
 
 
 def test_other_codes_errors_are_a_message_with_the_traceback_in_a_file(tmp_path: Path) -> None:
@@ -244,7 +244,7 @@ def test_other_codes_errors_are_a_message_with_the_traceback_in_a_file(tmp_path:
         raise ValueError("in the user's code")
     except ValueError as error:
         told = _as_run_error(error, tmp_path.as_uri())
-    assert str(told) == f"ValueError: in the user's code (its traceback is in {tmp_path}/error.txt)"
+    assert str(told) == f"ValueError: in the user's code (traceback: {tmp_path}/error.txt)"
     assert "Traceback (most recent call last)" in (tmp_path / "error.txt").read_text()
     ours = ConfigError("plan.epochs")
     assert _as_run_error(ours, tmp_path.as_uri()) is ours
@@ -374,7 +374,7 @@ def test_a_notice_is_a_fault_and_leads_to_a_checkpoint_at_the_next_step(
     records = read_records(Path(result["run_dir"]).as_uri())
     assert records is not None
     faults = [(each["step"], each["text"]) for each in records.kept if each["kind"] == "fault"]
-    assert faults == [(steps[0], "the node of trainers 0 is about to go (abcdefgh): a checkpoint is made")]
+    assert faults == [(steps[0], "the node of trainers 0 is about to go (abcdefgh): making a checkpoint")]
 
 
 def test_an_ended_run_says_so_and_has_its_result_without_ray(
@@ -389,7 +389,7 @@ def test_an_ended_run_says_so_and_has_its_result_without_ray(
             **{name: expected[name] for name in ("steps", "val_accuracy", "run_dir")},
             "stopped": False,
         }
-        assert "this run has ended already, with checkpoint_0001_0000000_" in capsys.readouterr().out
+        assert "this run has already ended, with checkpoint_0001_0000000_" in capsys.readouterr().out
     assert (tmp_path / "mine" / "report.html").exists()
     last = max((tmp_path / "mine").glob("checkpoint_*")) / "state.pt"
     last.write_bytes(last.read_bytes()[:-1] + b"x")  # no trainer would read it
@@ -413,7 +413,7 @@ def test_a_new_run_says_its_starting_checkpoint_or_why_there_is_none(
     name = write_checkpoint(old, spec.plan.cursor_at(4), b"x", {})  # its last
     with pytest.raises(KeyboardInterrupt):
         train(run)
-    assert f"starts from {old}/{name}" in capsys.readouterr().out
+    assert f"starting from {old}/{name}" in capsys.readouterr().out
     with pytest.raises(CursorError, match="made under plan"):
         train(dataclasses.replace(run, plan=dataclasses.replace(run.plan, seed=7)))
 

@@ -27,11 +27,11 @@ from raypipe.train.run_folder import (
 def test_a_new_run_wants_no_run_and_a_resume_wants_one(tmp_path: Path) -> None:
     uri = (tmp_path / "mine").as_uri()
     check_run_folder(uri, resume=False)
-    with pytest.raises(ConfigError, match=r"no run at .*/mine: give the folder"):
+    with pytest.raises(ConfigError, match=r"no run at .*/mine: pass the folder"):
         check_run_folder(uri, resume=True)
     store_config(RunConfig(), uri)
     check_run_folder(uri, resume=True)
-    with pytest.raises(ConfigError, match=r"a run at .*/mine already: .*--resume, or choose --name"):
+    with pytest.raises(ConfigError, match=r"/mine already has a run: .*--resume, or choose another --name"):
         check_run_folder(uri, resume=False)
 
 
@@ -43,7 +43,7 @@ def test_a_folder_that_holds_no_run_may_become_one(tmp_path: Path) -> None:
 def test_checkpoints_make_a_run_even_where_its_configuration_was_lost(tmp_path: Path) -> None:
     write_checkpoint(tmp_path.as_uri(), Cursor(0, 1, "f" * 16), b"x", {})
     check_run_folder(tmp_path.as_uri(), resume=True)
-    with pytest.raises(ConfigError, match=r"a run at .* already"):
+    with pytest.raises(ConfigError, match=r"already has a run"):
         check_run_folder(tmp_path.as_uri(), resume=False)
 
 
@@ -55,7 +55,7 @@ def test_auto_starts_under_a_name_and_goes_on_with_what_has_begun_there(tmp_path
     store_config(given, run_uri)
     with located(run) as (given, run_uri, _):
         assert (given.resume, given.name, given.storage_path) == (str(tmp_path / "mine"), "mine", str(tmp_path))
-    with pytest.raises(ConfigError, match=r"resume=auto needs a name, .*: set --name"):
+    with pytest.raises(ConfigError, match=r"resume=auto finds the run by its name: set --name"):
         folder_to_resume("auto", str(tmp_path), "")
     assert folder_to_resume("runs/auto", "", "") == "runs/auto"
 

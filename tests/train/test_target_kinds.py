@@ -80,7 +80,7 @@ def outputs_of(config: RunConfig) -> int:
 
 
 def test_a_run_without_a_target_is_refused(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"trains on targets, and store\.target_column is ''"):
+    with pytest.raises(ConfigError, match=r"needs targets, but store\.target_column is ''"):
         outputs_of(run(folder, tmp_path, ""))
 
 
@@ -94,8 +94,8 @@ def test_a_model_has_as_many_outputs_as_its_target_or_as_are_set(folder: Path, t
 @pytest.mark.parametrize(
     ("label", "train", "augment", "message"),
     [
-        ("score", {"loss": "cross_entropy"}, {}, "targets are float64, and train.loss=cross_entropy"),
-        ("several", {"loss": "cross_entropy"}, {}, r"targets are int64 \(2,\), and train.loss=cross_entropy"),
+        ("score", {"loss": "cross_entropy"}, {}, "targets are float64, but train.loss=cross_entropy"),
+        ("several", {"loss": "cross_entropy"}, {}, r"targets are int64 \(2,\), but train.loss=cross_entropy"),
         ("grid", {}, {}, r"targets are float32 \(2, 2\): set train.num_classes"),
         (
             "several",
@@ -120,5 +120,5 @@ def test_a_declared_dtype_makes_a_target_that_can_be_mixed(folder: Path, tmp_pat
 
 
 def test_a_loss_that_gives_one_number_for_all_is_told(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="must give one loss for each"):
+    with pytest.raises(ConfigError, match="must return one loss per sample"):
         without_ray.train(run(folder, tmp_path, "score", loss=f"{__name__}:mean_squared"))

@@ -161,7 +161,7 @@ def test_an_npy_comes_back_in_its_dtype_with_an_axis_for_its_channels(dtype: str
         (npy(some("uint16", 5, 7))[:-1], "truncated .npy"),
         (npy(some("uint16", 5, 7)) + b"1", "damaged .npy"),
         (npy(some("uint16", 5, 7))[:20], "damaged .npy|truncated .npy"),
-        (npy(np.array([[{}]], object), allow_pickle=True), "objects, which only a pickle holds"),
+        (npy(np.array([[{}]], object), allow_pickle=True), "objects, which need a pickle"),
         (npy(np.zeros((2, 2), complex)), "complex128"),
         (npy(np.zeros((2, 2), "U3")), "U3"),
         (npy(np.zeros(3)), r"shape \(3,\)"),

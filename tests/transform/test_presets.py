@@ -76,7 +76,7 @@ def test_none_is_no_transform() -> None:
 
 def test_an_unknown_name_lists_the_known_ones() -> None:
     message = (
-        "no transform preset 'hevy'; did you mean heavy[?] known are none, light, heavy, center, resize,"
+        "no transform preset 'hevy'; did you mean heavy[?] choose from none, light, heavy, center, resize,"
         " flip-crop, small, tv-light, autoaugment, randaugment, trivialaugment, augmix, simclr, dino; module:name"
     )
     for refuse in (build_transform, check_transform):

@@ -147,7 +147,7 @@ def test_files_of_steps_are_read_in_views_too(tmp_path: Any) -> None:
         ({"a b": "light"}, "'a b' is not a valid name of a view"),
         (
             {"HorizontalFlip": {"p": 0.5}},
-            "view 'HorizontalFlip': there is no 'p'; known are transform.*are a list",
+            "view 'HorizontalFlip': there is no 'p'; choose from transform.*are a list",
         ),
         ({"a": {"count": 2}}, "view 'a': it needs a transform"),
         ({"a": {"transforms": ["light"], "count": 1}}, "view 'a': it needs a transform"),

@@ -510,7 +510,7 @@ class TrainConfig(Section, prefix="train."):
         start_timeout_s: seconds that a start waits for the cluster to answer, for room that other jobs hold, and
             for another run that is starting on the cluster.
         start_from: folder or URI of a run (from `raypipe train` or your own loop), or of one of its checkpoints.
-            A run with the same plan, and without checkpoints of its own, starts there with that model and
+            A run with the same plan, and without its own checkpoints, starts there with that model and
             optimizer.
         checkpoint_interval: steps between checkpoints within an epoch, or a time such as "90s", "10min" or "2h"; 0
             = only at the end of each epoch.

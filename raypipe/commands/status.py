@@ -38,7 +38,7 @@ def stop(folder: str) -> dict[str, Any]:
 
 
 def status(folder: str) -> dict[str, Any]:
-    """Show the step of a run, how old it is, and what the run waits for.
+    """Show the step of a run, its age, and the process that the run waits for.
 
     Examples:
         raypipe status runs/20261121-104600-3fa2

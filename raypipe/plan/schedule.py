@@ -217,7 +217,7 @@ class Plan:
             first = max(0, first - len(numbers))
 
     def num_micro_batches(self, cursor: Cursor) -> int:
-        """How many micro-batches remain from a cursor on."""
+        """Count the micro-batches from a cursor on."""
         steps = sum(segment.num_steps - segment.first_step for segment in self.segments(cursor))
         return steps * self.config.per_step
 

@@ -67,7 +67,7 @@ class TarStore(FileStore["_Opened"]):
         address: see above, or a URI; a relative path is made absolute, since processes differ in their working
             folder.
         image_column: for WebDataset, the suffix of the images; "image" = any image suffix.
-        target_column: for WebDataset, the suffix of the labels, or their field in the JSON; "label" = `cls`, or the
+        target_column: for WebDataset, the suffix of the labels, or their field in the JSON; "label" = `cls` or the
             field `label`.
     """
 

@@ -2,7 +2,7 @@
 
     JPEGs that the kernel takes        decoded and transformed by it
     other encoded images, and those    decoded here, some at a time, and transformed by it; or, where there is
-    of a cache                         no kernel, by the reference
+    from a cache                       no kernel, by the reference
 
 A row that neither can make (damaged, or too small for a crop) is left to the loop over samples, which raises
 the reason.
@@ -272,6 +272,6 @@ def _finish(
         except Exception:  # the straight loop meets it again, and says what it is
             done[row] = False
             continue
-        done[row] = image.shape[:2] == slots.pixels.shape[1:3]  # else so too
+        done[row] = image.shape[:2] == slots.pixels.shape[1:3]  # else nothing was written
         if done[row]:
             slots.put(row, image)

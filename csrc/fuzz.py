@@ -1,10 +1,10 @@
 """Mutated JPEGs and random programs through the extension: what it accepts has the pixels of the usual way.
 
 A third of the inputs go to decode_crop, and are held against simplejpeg; a third to run(), with a program, which
-`raypipe.transform.decode` and `reference` have to agree with, in a slot between guard bytes; and a third to
-to_seekable, whose result has to have the pixels of its input, and is then itself changed: with its checksum it
-must be refused, and with one that fits it must only do no harm, since a file can say anything of itself. Levels of
-vector instructions take turns.
+`raypipe.transform.decode` and `reference` have to agree with, in a slot between guard bytes, as RGB and as the
+planes of `raypipe.transform.wire`; and a third to to_seekable, whose result has to have the pixels of its input,
+and is then itself changed: with its checksum it must be refused, and with one that fits it must only do no harm,
+since a file can say anything of itself. Levels of vector instructions take turns.
 
     python csrc/fuzz.py [FIRST [COUNT]]        COUNT inputs from number FIRST on; 0 and 4,000
     csrc/sanitize.sh [FIRST [COUNT]]           the same, by a build under sanitizers
@@ -28,7 +28,7 @@ import simplejpeg
 from PIL import Image
 
 from raypipe.errors import SampleError
-from raypipe.transform import reference
+from raypipe.transform import reference, wire
 from raypipe.transform.decode import decode
 from raypipe.transform.ops import MAX_FILTER, MAX_RADIUS, Op
 
@@ -149,7 +149,7 @@ def random_op(rng: np.random.Generator, op: Op | None = None) -> tuple[int, list
 
 
 def runs_like_reference(data: bytes, rng: np.random.Generator) -> bool | None:
-    """Whether run() gives the reference's pixels, and writes in its slot alone; None: it refuses the image."""
+    """Whether run() gives the reference's pixels and planes, in its slots alone; None: it refuses the image."""
     from _raypipe_kernel import run
 
     program = [random_op(rng) for _ in range(int(rng.integers(0, 4)))]
@@ -167,14 +167,26 @@ def runs_like_reference(data: bytes, rng: np.random.Generator) -> bool | None:
         if pixels.shape[0] * pixels.shape[1] <= _MOST_PIXELS:
             expected = reference.apply_all(pixels, table[0], table[1][0])
     size = (HEIGHT, WIDTH) if expected is None else expected.shape[:2]
-    memory = np.full((5, *size, 3), 77, np.uint8)
-    status = run([data, data], [(*table, memory[1:4:2], None)], int(rng.integers(1, 3)), True)[0]
-    if not (memory[::2] == 77).all():
+    threads, is_scaled = int(rng.integers(1, 3)), bool(program) and program[0][0] == Op.CROP_SCALED
+    refused = set()
+    for is_planes in (False, True):
+        shapes = [(*size, 1), wire.chroma_shape((*size, 3))] if is_planes else [(*size, 3)]
+        memories = [np.full((5, *shape), 77, np.uint8) for shape in shapes]
+        slots = [memory[1:4:2] for memory in memories]
+        status = run([data, data], [(*table, slots[0], slots[1] if is_planes else None)], threads, True)[0]
+        if not all((memory[::2] == 77).all() for memory in memories):
+            return False
+        refused.add(bool(status))
+        if status or is_scaled:
+            continue
+        if expected is None:
+            return False
+        results = wire.planes(expected) if is_planes else (expected,)
+        if not all((slot == result).all() for slot, result in zip(slots, results, strict=True)):
+            return False
+    if len(refused) > 1:  # an image that is refused for one wire is refused for the other
         return False
-    is_scaled = bool(program) and program[0][0] == Op.CROP_SCALED
-    if status or is_scaled:
-        return None
-    return expected is not None and np.array_equal(memory[1], expected) and np.array_equal(memory[3], expected)
+    return None if refused == {True} or is_scaled else True
 
 
 def at_all_levels(first: int, count: int) -> Iterator[int]:

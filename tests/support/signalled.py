@@ -74,8 +74,8 @@ def _descends_from(pid: int, ancestor: int) -> bool:
     return False
 
 
-def kill_a_worker_at(folder: Path, step: int, killed: list[int]) -> None:
-    """Kill one train worker of this session's cluster once a run has done so many steps."""
+def kill_a_worker_at(folder: Path, step: int, killed: list[int], named: str = "RayTrainWorker") -> None:
+    """Kill one worker of this session's cluster, a trainer's or what is named, once a run has done so many steps."""
 
     def steps() -> int:
         try:
@@ -87,7 +87,7 @@ def kill_a_worker_at(folder: Path, step: int, killed: list[int]) -> None:
     deadline = time.monotonic() + 300
     while steps() < step and time.monotonic() < deadline:
         time.sleep(0.02)
-    for pid in own_processes("RayTrainWorker"):
+    for pid in own_processes(named):
         killed.append(pid)
         os.kill(pid, signal.SIGKILL)
         return

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import ray.train
@@ -111,27 +111,42 @@ def test_two_workers_see_the_same_samples_and_learn_the_same(run: RunConfig, alo
 
 @pytest.mark.system
 @pytest.mark.timeout(400)
+@pytest.mark.parametrize("wire", ["rgb", "yuv420"])
 def test_a_killed_and_damaged_run_goes_on_to_the_same_weights(
-    run: RunConfig, alone: dict[str, Any], request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
+    run: RunConfig,
+    alone: dict[str, Any],
+    wire: Literal["rgb", "yuv420"],
+    request: pytest.FixtureRequest,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    folder, killed = Path(run.storage_path) / "killed", list[int]()
+    if wire == "yuv420":
+        run = dataclasses.replace(run, transform=dataclasses.replace(run.transform, wire=wire))
+        of_rgb = final_state(alone)
+        alone = without_ray.train(dataclasses.replace(run, name="alone-yuv420"))
+        of_planes = final_state(alone)
+        assert any(not torch.equal(of_planes[name], of_rgb[name]) for name in of_rgb), "planes have other pixels"
+    name = f"killed-{wire}"
+    folder, killed, actors = Path(run.storage_path) / name, list[int](), list[int]()
 
     def attempt(workers: int, kill_at: int, max_failures: int = 0, resume: str = "") -> dict[str, Any]:
         settings = dataclasses.replace(
             run.train, num_workers=workers, cpus_per_worker=1 / workers, max_failures=max_failures
         )
-        pool = PoolConfig(max_actors=min(2, workers))
+        # Few micro-batches are made ahead, so that an actor that dies has work left.
+        pool = PoolConfig(max_actors=min(2, workers), micro_batches_per_block=1, max_in_flight=8)
         killer = threading.Thread(target=kill_a_worker_at, args=(folder, kill_at, killed), daemon=True)
         if kill_at:
             killer.start()
-        result = train(dataclasses.replace(run, name="killed", train=settings, pool=pool, resume=resume))
+        result = train(dataclasses.replace(run, name=name, train=settings, pool=pool, resume=resume))
         if kill_at:
             killer.join()
         return result
 
     # After each kill it goes on as a new job; in the long form after the first by itself, as in training-loop.md.
     # Then the newest checkpoint is damaged, and the records. Each trainer costs seconds of both cores.
-    workers, by_itself = ([2, 2, 1, 4], 1) if is_soak(request.config) else ([1, 2], 0)
+    workers, by_itself = ([2, 2, 1, 4], 1) if is_soak(request.config) else ([1 + (wire == "yuv420"), 2], 0)
+    actor = ("MapWorker(MapBatches(Transform",)
+    threading.Thread(target=kill_a_worker_at, args=(folder, 2, actors, *actor), daemon=True).start()
     first = threading.Thread(target=kill_a_worker_at, args=(folder, 4, killed), daemon=True)
     if by_itself:
         first.start()
@@ -151,7 +166,8 @@ def test_a_killed_and_damaged_run_goes_on_to_the_same_weights(
     told = read_records(folder.as_uri())
     assert told is not None and told.unreadable == 2
 
-    assert len(killed) == len(workers) - 1
+    assert len(killed) == len(workers) - 1 and len(actors) == 1
+    assert any("a transform actor died" in text for (text,) in records(result, "fault", "text"))
     assert [n for (n,) in records(result, "start", "workers")] == workers
     assert sample_log(result) == sample_log(alone)
     for (loss,), (expected,) in zip(

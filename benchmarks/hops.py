@@ -1,47 +1,45 @@
-"""What each image costs on its way to the GPUs, hop by hop, and which hop a target fills first.
+"""What each image costs on its way to the GPUs, hop by hop, and which hop a target fills first, for both wires.
 
     python benchmarks/hops.py [--images-per-s 24000 --gpus 8 --micro-batch-size 256 --size 224 --repeats 3]
+    python benchmarks/hops.py --settings         # also with other RAY_object_manager_* settings: some minutes
     python benchmarks/hops.py --address auto     # the object store between two nodes of a cluster that runs
 
-Measured here: into the object store; from one raylet to another on this machine, which is a lower bound of what
-two machines do (these have one machine's cores, and the loopback for a network); and the host's copy into what
-pinned memory would be, which it is with a CUDA device, whose PCIe is measured, too. Also how long training stands
-still for a checkpoint of ResNet-50. Figures of other pages, and published ones, stand in `Known`. Prints a table;
-the last line is JSON.
+Measured here: into the object store; blocks of each wire from one raylet to another on this machine, 1, 2 and 4
+of them in flight, which is a lower bound of what two machines do (these have one machine's cores, and the loopback
+for a network); and the host's copy into what pinned memory would be, which it is with a CUDA device, whose PCIe is
+measured, too. Also how long training stands still for a checkpoint of ResNet-50. Figures of other pages, and
+published ones, stand in `Known`; prices are options. Prints tables; the last line is JSON.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import math
 import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 os.environ["RAY_TMPDIR"] = tempfile.mkdtemp(prefix="rp-")  # a cluster that no other process takes for its own
 
 import raypipe  # noqa: F401  # isort: skip
 import numpy as np
-import psutil
-import ray
 import torch
-from ray.cluster_utils import Cluster
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raypipe.plan.places import Cursor
-from raypipe.streaming.blocks import MAX_BYTES
+from raypipe.streaming.blocks import MAX_BYTES, MAX_SECONDS
 from raypipe.streaming.checkpoints import write_checkpoint
 from raypipe.train.background import CheckpointWriter
+from raypipe.transform import wire
 
-_STORE_BYTES = 2 << 30
-_OBJECTS = 12  # of a block each, on their way at one time
+from transfers import IN_FLIGHT, SETTINGS, Transfer, measure  # isort: skip
+
+WIRES = ("rgb", "yuv420")
+PLACES = {"the host": 0.0, "CPU nodes": 1.0, "half and half": 0.5}
+"""Where actors are: the share of the images that come from CPU nodes."""
 
 
 @dataclass(frozen=True)
@@ -49,26 +47,55 @@ class Known:
     """What this script does not measure.
 
     Attributes:
-        per_actor: images/s that an actor decodes and transforms: 15 made 12,070 (results/gpu.md).
+        per_actor: images/s that an actor's CPU decodes and transforms: 15 made 12,070 (results/gpu.md).
         encoded_bytes: of an image of ImageNet (docs/clusters.md).
-        block_ms: CPU time of an execution for a block, the consumer's share included (results/scale.md).
-        rank_ms: time of a rank's interpreter for a micro-batch: 6.3 ms to take it (results/scale.md), 4.3 to
-            augment it by `standard` and 4.4 for the BatchNorm layers of ResNet-50 (results/gpu.md).
+        block_ms: CPU time of the execution for a block of 256 MiB; of a smaller one it is less (results/scale.md).
+        rank_ms: time of a rank's interpreter for a micro-batch: 6.3 ms to take it (results/scale.md, in blocks of
+            one), 4.3 to augment it by `standard` and 4.4 for the BatchNorm layers of ResNet-50 (results/gpu.md).
         pcie_gb_per_s: of 16 lanes of PCIe 5.0, 63 GB/s each way by its standard, less a fifth for packets.
         network_gbit_per_s: into the GPUs' host: an A3's first card has 200, a P5's has 100.
         host_cpus: of a P5.
+        transfer_threads: of Ray's object manager, at most by itself.
     """
 
     per_actor: float = 805.0
     encoded_bytes: float = 110_000.0
-    block_ms: float = 17.0
+    block_ms: float = 8.5
     rank_ms: float = 15.0
     pcie_gb_per_s: float = 50.0
     network_gbit_per_s: float = 100.0
     host_cpus: int = 192
+    transfer_threads: int = 8
 
 
 KNOWN = Known()
+
+
+@dataclass(frozen=True)
+class Target:
+    """What eight GPUs take.
+
+    Attributes:
+        images_per_s: of all GPUs.
+        gpus: of the host.
+        micro_batch_size: B.
+        size: side of an image, pixels.
+    """
+
+    images_per_s: float
+    gpus: int
+    micro_batch_size: int
+    size: int
+
+    def image_bytes(self, of: str) -> int:
+        pixels = self.size**2
+        chroma = wire.chroma_shape((self.size, self.size, 3))
+        return pixels * 3 if of == "rgb" else pixels + int(np.prod(chroma))
+
+    def per_block(self, of: str, actor_cpus: float = float("inf"), known: Known = KNOWN) -> int:
+        """Micro-batches in a block: what fits MAX_BYTES, and what an actor makes in MAX_SECONDS."""
+        of_bytes = MAX_BYTES / (self.micro_batch_size * self.image_bytes(of))
+        return max(1, int(min(of_bytes, MAX_SECONDS * known.per_actor * actor_cpus / self.micro_batch_size)))
 
 
 @dataclass(frozen=True)
@@ -77,88 +104,82 @@ class Hop:
 
     Attributes:
         name: of it.
-        cost: bytes, or CPU time, of an image.
-        needs, has: what the target asks of it, and what there is, in `unit`.
+        needs: what the target asks of it, of each wire, and place of the actors, in `unit`.
+        has: what there is.
         moves: what gives it more room.
-        where: "host" for actors on the GPUs' host, "nodes" for actors on CPU nodes, "both".
     """
 
     name: str
-    cost: str
-    needs: float
+    needs: dict[tuple[str, str], float]
     has: float
     unit: str
     moves: str
-    where: str = "both"
+
+    def used(self, of: str, place: str) -> float:
+        return self.needs[of, place] / self.has
 
 
 def hops(
-    measured: dict[str, float], per_s: float, gpus: int, rows: int, size: int, known: Known = KNOWN
+    target: Target, transfers: dict[str, Transfer], copied: dict[str, float], known: Known = KNOWN
 ) -> list[Hop]:
-    """The hops of a stream of `per_s` images/s to all GPUs, in micro-batches of `rows` images of `size` pixels."""
-    pixels = size * size * 3
-    gb_per_s, of_rank = per_s * pixels / 1e9, per_s * pixels / 1e9 / gpus
-    block = max(1, MAX_BYTES // (rows * pixels))
-    blocks, micro_batches = per_s / rows / block, per_s / rows / gpus
-    kilobytes, cores = f"{pixels / 1e3:,.0f} KB", per_s / known.per_actor
-    cpu_put, cpu_arrives = (1e6 * pixels / 1e9 * measured[f"{name}_cpu_s_per_gb"] for name in ("put", "arrival"))
-    fewer = "actors on the host; transform.size; transform.decode: gpu"
+    """The hops of a stream to all GPUs.
+
+    Args:
+        transfers: from one raylet to another, of each wire.
+        copied: the result of `copies`.
+    """
+    per_s, gpus, rows = target.images_per_s, target.gpus, target.micro_batch_size
+    cores = per_s / known.per_actor
+    gb_per_s = {of: per_s * target.image_bytes(of) / 1e9 for of in WIRES}
+    rgb = transfers["rgb"]
+    fewer = "actors on the host; transform.size"
+
+    def needs(by: Callable[[str, float], float]) -> dict[tuple[str, str], float]:
+        return {(of, place): by(of, share) for of in WIRES for place, share in PLACES.items()}
+
+    def execution(cpus: int) -> Hop:
+        return Hop(
+            f"execution, actors of {cpus} CPU{'s' * (cpus > 1)}",
+            needs(lambda of, share: per_s / rows / target.per_block(of, cpus, known)),
+            1000 / known.block_ms,
+            "blocks/s",
+            "pool.cpus_per_actor; pool.micro_batches_per_block",
+        )
+
+    to_host = needs(lambda of, share: gb_per_s[of] * share)
+    to_rank = needs(lambda of, share: gb_per_s[of] / gpus)
     return [
         Hop(
-            "read and transform",
-            f"{1e6 / known.per_actor:,.0f} µs",
-            cores,
+            "read and transform, on the host",
+            needs(lambda of, share: cores * (1 - share)),
             known.host_cpus - 8 * gpus,
             "cores",
-            "CPU nodes; --short-side; transform.decode: gpu",
-            "host",
+            "CPU nodes; --short-side; convert --seekable",
         ),
         Hop(
             "into the object store",
-            f"{kilobytes}, {cpu_put:,.0f} µs",
-            gb_per_s / cores,
-            measured["put_gb_per_s"],
+            needs(lambda of, share: gb_per_s[of] / cores),
+            rgb.put_gb_per_s,
             "GB/s an actor",
             "more actors",
         ),
-        Hop("network into the host", kilobytes, gb_per_s, known.network_gbit_per_s / 8, "GB/s", fewer, "nodes"),
+        Hop("network into the host", to_host, known.network_gbit_per_s / 8, "GB/s", fewer),
+        Hop("object manager: two raylets on these cores", to_host, rgb.gb_per_s, "GB/s", fewer),
+        Hop("object manager: its busiest thread", to_host, 1 / rgb.thread_cpu_s, "GB/s", fewer),
         Hop(
-            "Ray's object manager, into the host",
-            f"{cpu_arrives:,.0f} µs",
-            gb_per_s,
-            measured["transfer_gb_per_s"],
+            f"object manager: CPU time of {known.transfer_threads} threads",
+            to_host,
+            known.transfer_threads / rgb.sink_cpu_s,
             "GB/s",
-            fewer,
-            "nodes",
+            "RAY_object_manager_rpc_threads_num",
         ),
-        Hop(
-            "execution",
-            f"{1e3 * known.block_ms / block / rows:,.0f} µs",
-            blocks,
-            1000 / known.block_ms,
-            "blocks/s",
-            "pool.micro_batches_per_block",
-        ),
-        Hop(
-            "copy to pinned memory",
-            kilobytes,
-            of_rank,
-            measured["copy_gb_per_s"],
-            "GB/s a rank",
-            "nothing has to",
-        ),
-        Hop(
-            "PCIe",
-            kilobytes,
-            of_rank,
-            measured.get("pcie_gb_per_s", known.pcie_gb_per_s),
-            "GB/s a GPU",
-            "nothing has to",
-        ),
+        execution(1),
+        execution(4),
+        Hop("copy to pinned memory", to_rank, copied["copy_gb_per_s"], "GB/s a rank", "nothing has to"),
+        Hop("PCIe", to_rank, copied.get("pcie_gb_per_s", known.pcie_gb_per_s), "GB/s a GPU", "nothing has to"),
         Hop(
             "interpreter of a rank",
-            f"{1e3 * known.rank_ms / rows:,.0f} µs",
-            micro_batches,
+            needs(lambda of, share: per_s / rows / gpus),
             1000 / known.rank_ms,
             "micro-batches/s",
             "larger micro-batches; a lighter preset",
@@ -166,14 +187,34 @@ def hops(
     ]
 
 
-def show(found: list[Hop]) -> None:
+def show_hops(measured: list[Hop]) -> None:
     """One table, in Markdown, the fullest first."""
-    print("| hop | actors on | an image costs | the target needs | there is | used | what moves it |")
-    print("| --- | --- | ---: | ---: | ---: | ---: | --- |")
-    where = {"host": "the host", "nodes": "CPU nodes", "both": "either"}
-    for hop in sorted(found, key=lambda hop: -hop.needs / hop.has):
-        amounts = f"{hop.needs:,.2f} {hop.unit} | {hop.has:,.2f} | {hop.needs / hop.has:.0%}"
-        print(f"| {hop.name} | {where[hop.where]} | {hop.cost} | {amounts} | {hop.moves} |")
+    columns = [(of, place) for of in WIRES for place in PLACES]
+    titles = " | ".join(f"{of}: {place}" for of, place in columns)
+    print(f"| hop | there is | {titles} | what moves it |\n| --- | ---: |{' ---: |' * len(columns)} --- |")
+    for hop in sorted(measured, key=lambda hop: -max(hop.used(*column) for column in columns)):
+        used = " | ".join(f"{hop.used(*column):.0%}" if hop.needs[column] else "" for column in columns)
+        print(f"| {hop.name} | {hop.has:,.2f} {hop.unit} | {used} | {hop.moves} |")
+
+
+def show_transfers(rows: list[tuple[str, str, int, Transfer]]) -> None:
+    """A table of transfers, each with settings, a wire, and bytes of an image."""
+    print("| settings | wire, in flight | GB/s | images/s | CPU s for a GB: put, source, sink | busiest thread |")
+    print("| --- | --- | ---: | ---: | ---: | ---: |")
+    for settings, case, num_bytes, moved in rows:
+        cpu = f"{moved.put_cpu_s:.2f}, {moved.source_cpu_s:.2f}, {moved.sink_cpu_s:.2f}"
+        rates = f"{moved.gb_per_s:.2f} | {moved.gb_per_s * 1e9 / num_bytes:,.0f}"
+        print(f"| {settings} | {case} | {rates} | {cpu} | {moved.thread_cpu_s:.2f} ({moved.thread}) |")
+
+
+def prices(target: Target, core_hour: float, gb: float, known: Known = KNOWN) -> dict[tuple[str, str], float]:
+    """Dollars for a million images, by wire and by the place of the actors: CPU nodes and what they send."""
+    hours = 1e6 / known.per_actor / 3600
+    return {
+        (of, place): share * (hours * core_hour + target.image_bytes(of) * 1e6 / 1e9 * gb)
+        for of in WIRES
+        for place, share in PLACES.items()
+    }
 
 
 def rate(repeats: int, num_bytes: int, action: Callable[[], object]) -> float:
@@ -229,73 +270,26 @@ def checkpoint(repeats: int) -> dict[str, float]:
     }
 
 
-@contextlib.contextmanager
-def two_nodes(address: str) -> Iterator[tuple[list[str], list[psutil.Process]]]:
-    """Ids of two nodes of a cluster, and their raylets: of one that runs, whose raylets are elsewhere, or our own.
-
-    Each of our own has the threads of a machine of 32 CPUs or more.
-    """
-    options: dict[str, Any] = {"num_cpus": 32, "object_store_memory": _STORE_BYTES}
-    options |= {"include_dashboard": False, "dashboard_agent_listen_port": 0}
-    cluster = None if address else Cluster(initialize_head=True, head_node_args=options)
-    nodes: list[Any] = []
-    raylets: list[psutil.Process] = []
-    try:
-        if cluster:
-            nodes = [cluster.head_node, cluster.add_node(**options)]
-            raylets = [psutil.Process(node.all_processes["raylet"][0].process.pid) for node in nodes]
-        ray.init(address=cluster.address if cluster else address, logging_level="ERROR")
-        ids = [node.node_id for node in nodes] or [node["NodeID"] for node in ray.nodes() if node["Alive"]]
-        if len(ids) < 2:
-            raise SystemExit("a cluster of one node: there is nothing between two")
-        yield ids[:2], raylets
-    finally:
-        ray.shutdown()
-        if cluster:
-            cluster.shutdown()
-
-
-@ray.remote(num_cpus=0)
-class Node:
-    """A process on one of the nodes."""
-
-    def put(self, num_bytes: int, count: int) -> tuple[list[Any], float, float]:
-        """Objects of noise; seconds, and those of CPU, that it took to put them."""
-        data = np.random.default_rng(0).integers(0, 256, num_bytes, np.uint8)
-        began, cpu = time.perf_counter(), time.process_time()
-        refs = [ray.put(data) for _ in range(count)]
-        return refs, time.perf_counter() - began, time.process_time() - cpu
-
-    def fetch(self, refs: list[Any]) -> float:
-        """Seconds until all are on this node."""
-        began = time.perf_counter()
-        ray.wait(refs, num_returns=len(refs), fetch_local=True)
-        return time.perf_counter() - began
-
-
-def object_store(num_bytes: int, repeats: int, address: str) -> dict[str, float]:
-    """Into it, and from one node to another: GB/s; and CPU seconds for each GB, of each side."""
-    total = num_bytes * _OBJECTS / 1e9
-    found: dict[str, list[float]] = {}
-    with two_nodes(address) as (ids, raylets):
-        sink, source = (
-            Node.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote()
-            for node in ids
-        )
-        for _ in range(repeats + 1):
-            refs, put_s, put_cpu_s = ray.get(source.put.remote(num_bytes, _OBJECTS))
-            before = [sum(raylet.cpu_times()[:2]) for raylet in raylets]
-            seconds = ray.get(sink.fetch.remote(refs))
-            used = [sum(raylet.cpu_times()[:2]) - cpu for raylet, cpu in zip(raylets, before, strict=True)]
-            figures = {"put_gb_per_s": total / put_s, "put_cpu_s_per_gb": put_cpu_s / total}
-            figures["transfer_gb_per_s"] = total / seconds
-            for name, cpu_s in zip(("arrival", "departure"), used or [math.nan] * 2, strict=True):
-                figures[f"{name}_cpu_s_per_gb"] = cpu_s / total
-            for name, value in figures.items():
-                found.setdefault(name, []).append(value)
-            del refs
-            time.sleep(2.0)  # Ray frees in rounds
-    return {name: statistics.median(values[1:]) for name, values in found.items()}
+def object_store(
+    target: Target, repeats: int, address: str, with_settings: bool
+) -> tuple[dict[str, Transfer], list[tuple[str, str, int, Transfer]]]:
+    """Blocks of both wires between two nodes: the fastest of each wire, and all, for `show_transfers`."""
+    num_bytes = {of: target.image_bytes(of) for of in WIRES}
+    blocks = {of: target.per_block(of) * target.micro_batch_size * num_bytes[of] for of in WIRES}
+    cases = [(of, in_flight) for of in WIRES for in_flight in IN_FLIGHT]
+    moved = measure([(blocks[of], in_flight) for of, in_flight in cases], repeats, address)
+    rows = [
+        ("Ray's own", f"{of}, {in_flight}", num_bytes[of], transfer)
+        for (of, in_flight), transfer in zip(cases, moved, strict=True)
+    ]
+    best = {}
+    for (of, _), transfer in zip(cases, moved, strict=True):
+        best[of] = max(best.get(of, transfer), transfer, key=lambda one: one.gb_per_s)
+    for settings in SETTINGS if with_settings else []:
+        (transfer,) = measure([(blocks["yuv420"], 2)], repeats, settings=settings)
+        ((name, value),) = settings.items()
+        rows.append((f"{name} {int(value):,}", "yuv420, 2", num_bytes["yuv420"], transfer))
+    return best, rows
 
 
 def main() -> None:
@@ -305,15 +299,24 @@ def main() -> None:
     parser.add_argument("--micro-batch-size", type=int, default=256)
     parser.add_argument("--size", type=int, default=224)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--settings", action="store_true", help="measure Ray's settings, too")
+    parser.add_argument("--core-hour-price", type=float, default=0.0425, help="dollars: c6i.8xlarge, 1.36 / 32")
+    parser.add_argument("--gb-price", type=float, default=0.02, help="dollars: between zones, of both ends")
     parser.add_argument("--address", default="", help="of a Ray cluster; empty = two raylets on this machine")
     args = parser.parse_args()
-    pixels = args.micro_batch_size * args.size**2 * 3
-    measured = object_store(pixels * max(1, MAX_BYTES // pixels), args.repeats, args.address)
-    measured |= copies(pixels, args.repeats) | checkpoint(args.repeats)
-    found = hops(measured, args.images_per_s, args.gpus, args.micro_batch_size, args.size)
-    show(found)
-    used = {hop.name: hop.needs / hop.has for hop in found}
-    print(json.dumps({"settings": vars(args), "measured": measured, "used": used}))
+    target = Target(args.images_per_s, args.gpus, args.micro_batch_size, args.size)
+    best, rows = object_store(target, args.repeats, args.address, args.settings and not args.address)
+    show_transfers(rows)
+    copied = copies(target.micro_batch_size * target.image_bytes("rgb"), args.repeats)
+    measured = hops(target, best, copied)
+    print()
+    show_hops(measured)
+    dollars = prices(target, args.core_hour_price, args.gb_price)
+    print("\ndollars for a million images:", {" ".join(key): round(value, 3) for key, value in dollars.items()})
+    used = {hop.name: {" ".join(key): hop.used(*key) for key in hop.needs} for hop in measured}
+    figures = {"copies": copied, "checkpoint": checkpoint(args.repeats), "used": used}
+    figures |= {"transfers": [(settings, case, asdict(moved)) for settings, case, _, moved in rows]}
+    print(json.dumps({"settings": vars(args), **figures}))
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import simplejpeg
 
 from raypipe.stores import open_store
 from raypipe.stores.destination import write_atomically
+from raypipe.transform import kernel
 
 _SHARDS = 16  # of the formats that are read by shards: several for each worker
 _SHARD_BYTES = 1 << 26
@@ -132,6 +133,17 @@ def _write_lmdb(path: Path, samples: list[Sample]) -> None:
     write_atomically(str(path), ({"image": s.image, "label": s.label} for s in samples), classes)
 
 
+def _write_seekable(path: Path, samples: list[Sample]) -> None:
+    """As `raypipe convert --seekable`, which leaves what cannot be made seekable as it is."""
+    seekable = []
+    for sample in samples:
+        image = sample.image
+        with contextlib.suppress(ValueError):
+            image = kernel.to_seekable(image)
+        seekable.append(Sample(image, sample.label))
+    _write_lmdb(path, seekable)
+
+
 def _write_folder(path: Path, samples: list[Sample]) -> None:
     for number, sample in enumerate(samples):
         folder = path / f"{sample.label:04d}"
@@ -203,6 +215,7 @@ def _write_lance(path: Path, samples: list[Sample]) -> None:
 
 _WRITERS: dict[str, Callable[[Path, list[Sample]], None]] = {
     "train.lmdb": _write_lmdb,
+    "seekable.lmdb": _write_seekable,
     "folder": _write_folder,
     "parquet": _write_parquet,
     "tar": _write_tar,

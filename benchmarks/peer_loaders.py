@@ -2,12 +2,14 @@
 
 A loader is a function of the Work. It imports what it needs, which is not timed, and returns a function that, when
 called, starts it and yields an iterator of batches for each epoch. A batch is (image uint8 (B, size, size, 3) or
-(B, 3, size, size), label (B,)). All shuffle; all use as many workers; all that let one choose decode with
-simplejpeg (libjpeg-turbo) and transform with Albumentations, by the same pipelines.
+(B, 3, size, size), or the brightness of planes (B, size, size, 1), label (B,)). All shuffle; all use as many
+workers; all that let one choose decode with simplejpeg (libjpeg-turbo) and transform with Albumentations, by the
+same pipelines.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Iterator
 from functools import cached_property
@@ -48,27 +50,33 @@ class DecodeTransform:
         return self._pipeline(image=simplejpeg.decode_jpeg(data))["image"]
 
 
-def raypipe_exact(work: Work, crop_decode: Any = "exact") -> Start:
+def _stream(work: Work, store: str = "train.lmdb", **transform: Any) -> Any:
+    """The stream of one rank, and the iterator of its blocks."""
     from raypipe.config import PlanConfig, PoolConfig, TransformConfig
     from raypipe.rayext.cluster import connect
-    from raypipe.streaming.arrival import Feed
-    from raypipe.streaming.loader import Loader
     from raypipe.streaming.opening import open_stream
     from raypipe.streaming.pipeline import splits
+
+    connect()
+    spec = open_stream(
+        work.folder / store,
+        # One epoch more than is consumed: what is measured is not helped by actors that have no more to do.
+        plan=PlanConfig(epochs=work.epochs + 1, micro_batch_size=work.batch),
+        transform=TransformConfig(train=work.transform, size=work.size, **transform),
+        pool=PoolConfig(min_actors=work.workers, max_actors=work.workers),
+    )
+    (iterator,) = splits(spec, spec.plan.start(), max_actors=work.workers)
+    return spec, iterator
+
+
+def raypipe_exact(work: Work, **options: Any) -> Start:
+    from raypipe.streaming.arrival import Feed
+    from raypipe.streaming.loader import Loader
     from raypipe.streaming.row import host_batches
 
     def start() -> Epochs:
-        connect()
-        spec = open_stream(
-            work.folder / "train.lmdb",
-            # One epoch more than is consumed: what is measured is not helped by actors that have no more to do.
-            plan=PlanConfig(epochs=work.epochs + 1, micro_batch_size=work.batch),
-            transform=TransformConfig(train=work.transform, size=work.size, crop_decode=crop_decode),
-            pool=PoolConfig(min_actors=work.workers, max_actors=work.workers),
-        )
-        (iterator,) = splits(spec, spec.plan.start(), max_actors=work.workers)
-        start = spec.plan.start()
-        loader = Loader(spec, lambda _: Feed(host_batches(iterator)), cursor=start)
+        spec, iterator = _stream(work, **options)
+        loader = Loader(spec, lambda _: Feed(host_batches(iterator)), cursor=spec.plan.start())
         for epoch in loader.epochs():
             yield ((batch.image, batch.target) for batch in epoch.train)
 
@@ -76,11 +84,27 @@ def raypipe_exact(work: Work, crop_decode: Any = "exact") -> Start:
 
 
 def raypipe_off(work: Work) -> Start:
-    return raypipe_exact(work, "off")
+    return raypipe_exact(work, crop_decode="off")
 
 
 def raypipe_scaled(work: Work) -> Start:
-    return raypipe_exact(work, "scaled")
+    return raypipe_exact(work, crop_decode="scaled")
+
+
+def raypipe_seekable(work: Work) -> Start:
+    return raypipe_exact(work, store="seekable.lmdb")
+
+
+def raypipe_yuv420(work: Work) -> Start:
+    """Planes as they reach the host: a GPU would make RGB of them, as it normalises what the others hand out."""
+    from raypipe.streaming.row import host_batches
+
+    def start() -> Epochs:
+        _, iterator = _stream(work, wire="yuv420")
+        for _, batches in itertools.groupby(host_batches(iterator), lambda batch: batch.position.epoch):
+            yield ((batch["image"], batch["target"]) for batch in batches)
+
+    return start
 
 
 def _ray_init() -> None:
@@ -456,6 +480,8 @@ LOADERS: dict[str, Callable[[Work], Start]] = {
     "raypipe": raypipe_exact,
     "raypipe, crop_decode=scaled": raypipe_scaled,
     "raypipe, crop_decode=off": raypipe_off,
+    "raypipe, seekable": raypipe_seekable,
+    "raypipe, yuv420": raypipe_yuv420,
     "torch DataLoader": torch_dataloader,
     "WebDataset": webdataset,
     "MosaicML Streaming": mosaic_streaming,
@@ -470,6 +496,7 @@ LOADERS: dict[str, Callable[[Work], Start]] = {
 }
 
 FORMATS = {
+    "raypipe, seekable": "seekable.lmdb",
     "WebDataset": "tar",
     "MosaicML Streaming": "mds",
     "LitData": "litdata",

@@ -90,7 +90,8 @@ def consume(name: str, work: Work) -> dict[str, Any]:
         for image, label in batches:
             arrivals.append(time.perf_counter())
             shape = tuple(image.shape)
-            right = (work.batch, work.size, work.size, 3), (work.batch, 3, work.size, work.size)
+            channels_last = (work.batch, work.size, work.size)
+            right = (*channels_last, 3), (work.batch, 3, work.size, work.size), (*channels_last, 1)
             if shape not in right or len(label) != work.batch or "uint8" not in str(image.dtype):
                 raise SystemExit(f"{name} gave {image.dtype} {shape}, {len(label)} labels")
         epochs.append(arrivals)
@@ -157,7 +158,7 @@ def ceiling(work: Work, mode: Any, seconds: float) -> float:
 def variants(work: Work, names: list[str]) -> tuple[list[str], list[str]]:
     """Modes of `crop_decode` for the ceiling, and loaders: one of raypipe's where all modes are the same."""
     if work.transform == "flip-crop":  # it has no crop to decode by itself
-        return ["exact"], [name for name in names if "crop_decode" not in name]
+        return ["exact"], [name for name in names if "crop_decode" not in name and "seekable" not in name]
     return ["exact", *(mode for mode in ("off", "scaled") if f"raypipe, crop_decode={mode}" in names)], names
 
 

@@ -282,7 +282,7 @@ def object_store(
         ("Ray's own", f"{of}, {in_flight}", num_bytes[of], transfer)
         for (of, in_flight), transfer in zip(cases, moved, strict=True)
     ]
-    best = {}
+    best: dict[str, Transfer] = {}
     for (of, _), transfer in zip(cases, moved, strict=True):
         best[of] = max(best.get(of, transfer), transfer, key=lambda one: one.gb_per_s)
     for settings in SETTINGS if with_settings else []:

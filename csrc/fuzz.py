@@ -156,7 +156,7 @@ def runs_like_reference(data: bytes, rng: np.random.Generator) -> bool | None:
     for _, params in program:
         if params and rng.random() < 0.05:
             params[int(rng.integers(len(params)))] = int(rng.choice([-1, 1 << 16, (1 << 63) - 1, -(1 << 63)]))
-    ops, row = [], []
+    ops, row = list[list[int]](), list[int]()
     for code, params in program:
         ops.append([code, len(row)])
         row += [1, *params]

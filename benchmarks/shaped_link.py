@@ -28,6 +28,7 @@ os.environ.setdefault("RAY_TMPDIR", tempfile.mkdtemp(prefix="rp-"))
 import raypipe  # noqa: F401  # isort: skip
 import cv2
 import numpy as np
+import psutil
 import ray
 from ray._private.internal_api import node_stats
 
@@ -87,9 +88,12 @@ def cluster(namespaces: tuple[str, str]) -> Iterator[None]:
             time.sleep(6)
         yield
     finally:
-        for process in processes[::-1]:
-            process.terminate()
-            process.wait(30)
+        for process in processes[::-1]:  # all of a node: there is nothing to keep
+            below = psutil.Process(process.pid)
+            for one in [*below.children(recursive=True), below]:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    one.kill()
+            process.wait()
 
 
 def spec_of(wire: Any) -> StreamSpec:

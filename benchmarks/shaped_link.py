@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -157,9 +158,13 @@ def main() -> None:
     parser.add_argument("--inside", default="", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.inside:
-        print(json.dumps(measure(args.inside, args.seconds)))
-        sys.stdout.flush()
-        os._exit(0)
+        status = 1
+        try:
+            print(json.dumps(measure(args.inside, args.seconds)), flush=True)
+            status = 0
+        except Exception:
+            traceback.print_exc()
+        os._exit(status)  # the execution goes on until the nodes end
     rows = []
     print("| link, Gbit/s | wire | images/s | Gbit/s on it | store at the consumer, MB | at the actors, MB |")
     print("| ---: | --- | ---: | ---: | ---: | ---: |", flush=True)

@@ -15,6 +15,7 @@ A slot is one piece of memory on each side, with the arrays of an item one after
 items of any shapes that fit, and one transfer moves all of them. A slot grows for an item that does not fit.
 
 On CPU the same code runs over plain memory, and over torch.cpu's streams and events, which do nothing.
+With RAYPIPE_DEBUG a slot is overwritten as it is freed, so that a kept item is found.
 `tests/device/test_schedules.py` runs it on a simulated CUDA device, in any order that CUDA allows.
 """
 
@@ -32,6 +33,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import torch
 
+from raypipe.environment import variable
 from raypipe.errors import ConfigError
 from raypipe.metrics.timing import mark
 
@@ -89,6 +91,15 @@ def hand_over(ready: Any, tensors: Iterable[torch.Tensor], device: torch.device)
     return stream
 
 
+def _is_debugging() -> bool:
+    return variable("RAYPIPE_DEBUG") not in ("", "0")
+
+
+def uses_ring(device: torch.device) -> bool:
+    """Return whether batches go to a device through a ring: on CPU only while debugging, to behave as on CUDA."""
+    return device.type == "cuda" or _is_debugging()
+
+
 def view(array: np.ndarray) -> torch.Tensor:
     """An array as a tensor of the same memory. Nothing may write to it: shared memory is read-only."""
     with warnings.catch_warnings():
@@ -139,7 +150,7 @@ class Ring(Generic[Item]):
             raise ConfigError(f"depth is {depth}: the ring needs at least 1 slot besides the one in use")
         self.device = numbered(device)
         self._items, self._arrays_of, self._on_copied, self._staged = items, arrays_of, on_copied, staged
-        self._depth, self._keep = depth, keep
+        self._depth, self._keep, self._spoils = depth, keep, _is_debugging()
 
     def __iter__(self) -> Generator[tuple[Item, tuple[torch.Tensor, ...]], None, None]:
         # Here and not in the thread: a DataLoader draws its seed, from the global generator, as it is iterated.
@@ -166,6 +177,8 @@ class Ring(Generic[Item]):
                     slot, stream = used.popleft()
                     # The work on it may have gone on under the stream that is current now.
                     slot.release(stream, backend.current_stream(self.device))
+                    if self._spoils:
+                        slot.spoil()
                     free.append(slot)
         finally:
             entry = None  # an error's traceback holds this frame
@@ -253,6 +266,15 @@ class _Slot:
         """The work on it that two streams were given so far is the last."""
         for event, stream in zip(self._consumed, streams, strict=True):
             event.record(stream)
+
+    def spoil(self) -> None:
+        """Overwrite a released slot on the current stream, and leave its memory to whoever kept its tensors."""
+        for event in self._consumed:
+            stream = hand_over(event, [self.memory], self._device)
+        self.memory.fill_(255)  # -1 in signed integers, and NaN in floats
+        self.release(stream, stream)
+        with self._backend.stream(self._stream):
+            self.memory, self.tensors = torch.empty(0, dtype=torch.uint8, device=self._device), ()
 
 
 def _part(memory: torch.Tensor, start: int, like: np.ndarray) -> torch.Tensor:

@@ -293,6 +293,13 @@ def test_no_schedule_goes_wrong(program: Any, request: pytest.FixtureRequest) ->
         assert not cuda.errors, f"seed {seed}: {cuda.errors[0]}"
 
 
+def test_no_schedule_goes_wrong_while_released_slots_are_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAYPIPE_DEBUG", "1")
+    for seed in range(60):
+        cuda = run(AS_IT_STANDS, micro_batches, seed)
+        assert not cuda.errors, f"seed {seed}: {cuda.errors[0]}"
+
+
 # Mutants: module, text, what stands in its place, and a program that shows it
 
 DEFAULT = "torch.cuda.default_stream()"

@@ -150,7 +150,7 @@ class Ring(Generic[Item]):
             raise ConfigError(f"depth is {depth}: the ring needs at least 1 slot besides the one in use")
         self.device = numbered(device)
         self._items, self._arrays_of, self._on_copied, self._staged = items, arrays_of, on_copied, staged
-        self._depth, self._keep, self._spoils = depth, keep, _is_debugging()
+        self._depth, self._keep = depth, keep
 
     def __iter__(self) -> Generator[tuple[Item, tuple[torch.Tensor, ...]], None, None]:
         # Here and not in the thread: a DataLoader draws its seed, from the global generator, as it is iterated.
@@ -177,8 +177,6 @@ class Ring(Generic[Item]):
                     slot, stream = used.popleft()
                     # The work on it may have gone on under the stream that is current now.
                     slot.release(stream, backend.current_stream(self.device))
-                    if self._spoils:
-                        slot.spoil()
                     free.append(slot)
         finally:
             entry = None  # an error's traceback holds this frame
@@ -266,15 +264,15 @@ class _Slot:
         """The work on it that two streams were given so far is the last."""
         for event, stream in zip(self._consumed, streams, strict=True):
             event.record(stream)
+        if _is_debugging():
+            self._spoil()
 
-    def spoil(self) -> None:
+    def _spoil(self) -> None:
         """Overwrite a released slot on the current stream, and leave its memory to whoever kept its tensors."""
         for event in self._consumed:
-            stream = hand_over(event, [self.memory], self._device)
+            hand_over(event, [self.memory], self._device)
         self.memory.fill_(255)  # -1 in signed integers, and NaN in floats
-        self.release(stream, stream)
-        with self._backend.stream(self._stream):
-            self.memory, self.tensors = torch.empty(0, dtype=torch.uint8, device=self._device), ()
+        self.memory, self.tensors = torch.empty(0, dtype=torch.uint8, device=self._device), ()
 
 
 def _part(memory: torch.Tensor, start: int, like: np.ndarray) -> torch.Tensor:

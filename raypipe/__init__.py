@@ -75,7 +75,7 @@ __version__ = "0.1.0"
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
-        raise AttributeError(f"module 'raypipe' has no attribute {name!r}")
+        raise import_module("raypipe.mistakes").missing_name(name, _HOME)
     value = getattr(import_module(f"raypipe.{_HOME[name]}"), name)
     globals()[name] = value
     return value

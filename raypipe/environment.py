@@ -14,6 +14,11 @@ class Variable(NamedTuple):
 
 
 VARIABLES = {
+    "RAYPIPE_DEBUG": Variable(
+        "unset",
+        "`1` = find batches that are kept beyond their time, on CPUs too: uint8 becomes 255, other integers "
+        "-1, and floats NaN",
+    ),
     "RAYPIPE_CACHE": Variable(
         "`$XDG_CACHE_HOME/raypipe`, or `~/.cache/raypipe`",
         "folder of the node's cache, for downloaded shards and decoded samples: use the fastest large disk",

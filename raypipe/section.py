@@ -24,9 +24,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cache
 from types import NoneType, UnionType
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, Union, get_args, get_origin, get_type_hints
 
 from raypipe.errors import ConfigError
+from raypipe.mistakes import check_keywords
 
 MAX_INT = (1 << 31) - 1
 _MAX_FLOAT = sys.float_info.max
@@ -203,6 +204,10 @@ class Section:
 
     def __init_subclass__(cls, prefix: str) -> None:
         cls._prefix = prefix
+
+    def __new__(cls, *arguments: object, **settings: object) -> Self:
+        check_keywords(cls.__name__, settings, kinds_of(cls))
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         for name, kind in kinds_of(type(self)).items():  # type: ignore[arg-type] # a class is hashable

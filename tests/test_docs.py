@@ -467,7 +467,7 @@ def test_docs_targets_learns_masks_captions_and_fields(
     losses, targets = names["losses"], names["targets"]
     assert len(losses) == 90 and sum(losses[-8:]) < 0.5 * sum(losses[:8])
     assert len(targets) == 16 and {tuple(each["boxes"].shape) for each in targets} <= {(0, 4), (1, 4)}
-    assert names["visible"].shape == (16, 2) and 0 < names["visible"].sum() < 32
+    assert names["visible"].shape == (16, 4) and 0 < names["visible"].sum() < 32
     assert len(names["hits"]) == 120 and names["retrieved"] > 0.7  # by chance 1 / 12
     outputs = names["torch"].zeros(2, 40)
     assert names["per_attribute"](outputs, outputs).shape == names["squared"](outputs, outputs[:, 0]).shape == (2,)

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import pickle
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 import ray
+import torch
 from small_runs import parse_run
+from torch.utils.data import DataLoader  # noqa: F401 # USES has it
 
+import raypipe
+from raypipe import PlanConfig, PoolConfig, StreamSpec, TransformConfig
 from raypipe.commands.cli import _finish
 from raypipe.stores.destination import write_atomically
 from raypipe.train.launch import train
@@ -137,3 +144,81 @@ def leave_a_run(run: Path) -> None:
     store_config(parsed, run.as_uri())
     spec = spec_of(parsed, run.as_uri())
     write_checkpoint(run.as_uri(), spec.plan.cursor_at(1), b"state", {})
+
+
+# Code that takes raypipe for another library
+
+
+@pytest.fixture(scope="module")
+def spec(folder: Path) -> StreamSpec:
+    plan, transform = (
+        PlanConfig(epochs=1, micro_batch_size=8),
+        TransformConfig(train="light", val="center", size=16),
+    )
+    store = folder / "a.lmdb"
+    return raypipe.open_stream(store, store, plan=plan, transform=transform, pool=PoolConfig(engine="inline"))
+
+
+LOOP = "write `for epoch in loader.epochs():`"
+TWO = "write batch.image and batch.target"
+USES = {
+    "for batch in loader: pass": LOOP,
+    "len(loader)": LOOP,
+    "next(iter(DataLoader(loader, batch_size=4)))": LOOP,
+    "DataLoader(loader, batch_size=4, shuffle=True)": LOOP,
+    "for batch in spec: pass": "iterate raypipe.loader(spec).epochs()",
+    "for batch in epoch: pass": "iterate epoch.train, and then epoch.val",
+    "batch['image']": TWO,
+    "images, labels = batch": TWO,
+    "len(batch)": "len(batch.index) is its size",
+    "batch.images": "has no attribute 'images': write batch.image",
+    "batch.labels": "has no attribute 'labels': write batch.target",
+    "batch.wieght": "did you mean weight?",
+    "batch.to('cuda')": "leave it out: the tensors of a batch are on the rank's device",
+    "loader.set_epoch(1)": "leave it out: loader.epochs() continues",
+    "loader.epoch": "did you mean epochs?",
+    "raypipe.DataLoader": "write raypipe.loader(raypipe.open_stream(…))",
+    "raypipe.Loader": "write raypipe.loader(raypipe.open_stream(…))",
+    "raypipe.loadr": "did you mean raypipe.loader?",
+    "raypipe.planconfig": "did you mean raypipe.PlanConfig?",
+    "PlanConfig(batch_size=4)": "PlanConfig has no argument 'batch_size': write plan=PlanConfig(micro_",
+    "PlanConfig(epoch=4)": "did you mean epochs?",
+    "PoolConfig(num_workers=4)": "CPU actors are pool=PoolConfig(max_actors=…)",
+    "dataclasses.replace(PlanConfig(), batch_size=4)": "micro_batch_size",
+    "raypipe.open_stream('a.lmdb', num_workers=8)": "GPU workers are ScalingConfig(num_workers=…)",
+    "raypipe.stream('a.lmdb', batch_size=8)": "write plan=PlanConfig(micro_batch_size=…",
+    "raypipe.loader(spec, batch_size=8)": "write plan=PlanConfig(micro_batch_size=…",
+    "raypipe.loader(spec, pin_memory=True)": "leave it out",
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_use_of_another_library_says_what_to_write(use: str, spec: StreamSpec) -> None:
+    loader = raypipe.loader(spec)
+    epoch = next(loader.epochs())
+    batch = next(epoch.train)
+    names = {**globals(), "spec": spec, "loader": loader, "epoch": epoch, "batch": batch}
+    with pytest.raises((TypeError, AttributeError)) as caught:
+        exec(use, names)
+    loader.close()
+    assert USES[use] in str(caught.value) and len(str(caught.value).splitlines()) == 1
+
+
+def test_what_has_answers_is_true_copied_and_pickled_as_ever(spec: StreamSpec) -> None:
+    loader = raypipe.loader(spec)
+    epoch = next(loader.epochs())
+    batch = next(epoch.train)
+    assert loader and epoch and batch and spec and not isinstance(batch, Iterable)
+    again = pickle.loads(pickle.dumps(copy.deepcopy(batch)))
+    assert torch.equal(again.image, batch.image) and not hasattr(again, "pin_memory")
+    assert pickle.loads(pickle.dumps(spec)).plan.fingerprint == spec.plan.fingerprint
+    loader.close()
+
+
+def test_debugging_finds_a_kept_batch_on_cpus_too(spec: StreamSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = []
+    for value, found in (("0", False), ("1", True)):
+        monkeypatch.setenv("RAYPIPE_DEBUG", value)
+        for epoch in raypipe.loader(spec).epochs():
+            kept = [batch.image for batch in epoch.train]
+        assert bool((kept[0] == 255).all()) is found

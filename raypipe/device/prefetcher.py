@@ -23,9 +23,10 @@ import torch
 
 from raypipe.device.device_decode import DeviceDecoder
 from raypipe.device.mixing import Mix
-from raypipe.device.ring import CLOSE_S, OnCopied, Ring, hand_over, new_event, view
+from raypipe.device.ring import CLOSE_S, OnCopied, Ring, hand_over, new_event, uses_ring, view
 from raypipe.device.wire import rgb
 from raypipe.metrics.timing import mark
+from raypipe.mistakes import Unlike
 from raypipe.plan.places import MicroBatchId
 from raypipe.transform.encoded import CROP, DATA, ENCODED_FIELDS, FLIP
 from raypipe.transform.fields import (
@@ -42,9 +43,14 @@ from raypipe.transform.fields import (
 )
 from raypipe.transform.sizes import Size
 
+_INSTEAD = (
+    "write batch.image and batch.target; columns are batch.columns['caption'], masks and boxes are "
+    "batch.fields['mask'], and len(batch.index) is its size"
+)
+
 
 @dataclass(frozen=True)
-class Batch:
+class Batch(Unlike, instead=_INSTEAD):
     """A micro-batch on the training device. From a ring it is valid until the next one is requested, or for
     `keep_batches` more batches.
 
@@ -138,7 +144,7 @@ def on_device(
         device: CUDA or CPU.
         seed_of: the seed of the micro-batch at a place.
         depth, keep, on_copied: see `Ring`.
-        ring: None = on CUDA only; True = on CPU too, as tests of the ring do.
+        ring: None = see `uses_ring`; True = on CPU too, as tests of the ring do.
 
     Raises:
         ConfigError: depth < 1, or the device is neither CUDA nor CPU.
@@ -157,7 +163,7 @@ def on_device(
         with closing(iter(through)) as pairs:
             yield from starmap(batch, pairs)
 
-    if through.device.type == "cuda" or ring:
+    if uses_ring(through.device) or ring:
         return from_ring()
     return (batch(host, [*map(view, arrays(host))]) for host in batches)
 

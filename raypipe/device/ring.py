@@ -15,6 +15,7 @@ A slot is one piece of memory on each side, with the arrays of an item one after
 items of any shapes that fit, and one transfer moves all of them. A slot grows for an item that does not fit.
 
 On CPU the same code runs over plain memory, and over torch.cpu's streams and events, which do nothing.
+With RAYPIPE_DEBUG a slot is overwritten as it is freed, so that a kept item is found.
 `tests/device/test_schedules.py` runs it on a simulated CUDA device, in any order that CUDA allows.
 """
 
@@ -32,6 +33,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import torch
 
+from raypipe.environment import variable
 from raypipe.errors import ConfigError
 from raypipe.metrics.timing import mark
 
@@ -87,6 +89,15 @@ def hand_over(ready: Any, tensors: Iterable[torch.Tensor], device: torch.device)
         if tensor.is_cuda:  # once freed, its memory is not used again before this stream has done with it
             tensor.record_stream(stream)
     return stream
+
+
+def _is_debugging() -> bool:
+    return variable("RAYPIPE_DEBUG") not in ("", "0")
+
+
+def uses_ring(device: torch.device) -> bool:
+    """Return whether batches go to a device through a ring: on CPU only while debugging, to behave as on CUDA."""
+    return device.type == "cuda" or _is_debugging()
 
 
 def view(array: np.ndarray) -> torch.Tensor:
@@ -253,6 +264,15 @@ class _Slot:
         """The work on it that two streams were given so far is the last."""
         for event, stream in zip(self._consumed, streams, strict=True):
             event.record(stream)
+        if _is_debugging():
+            self._spoil()
+
+    def _spoil(self) -> None:
+        """Overwrite a released slot on the current stream, and leave its memory to whoever kept its tensors."""
+        for event in self._consumed:
+            hand_over(event, [self.memory], self._device)
+        self.memory.fill_(255)  # -1 in signed integers, and NaN in floats
+        self.memory, self.tensors = torch.empty(0, dtype=torch.uint8, device=self._device), ()
 
 
 def _part(memory: torch.Tensor, start: int, like: np.ndarray) -> torch.Tensor:

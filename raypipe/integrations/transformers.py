@@ -73,7 +73,7 @@ class StreamTrainer(transformers.Trainer):
         if loader.device.type == "cuda" and loader.keep_batches < ahead:
             raise ConfigError(
                 f"a Trainer fetches all {ahead + 1} batches of a step before it uses the first: keep them valid "
-                f"with raypipe.loader(…, keep={ahead})"
+                f"with raypipe.loader(…, keep_batches={ahead})"
             )
         arguments.num_train_epochs = config.epochs
         arguments.per_device_train_batch_size = arguments.per_device_eval_batch_size = config.micro_batch_size

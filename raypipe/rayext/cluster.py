@@ -70,7 +70,7 @@ def connect(
         wait: the wait for the cluster's answer; None = a minute.
 
     Raises:
-        ResourceError: the cluster does not answer, or cannot be joined.
+        ResourceError: the cluster does not answer, cannot be joined, or does not start.
     """
     if ray.is_initialized():
         return
@@ -96,12 +96,17 @@ def connect(
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
     environment = _LOCAL_ENV | ({"RAY_BACKEND_LOG_JSON": "1"} if log_format == "json" else {})
     with _inherited(environment), _small_head(), _spared_signals():
-        ray.init(
-            num_cpus=num_cpus,
-            object_store_memory=object_store_bytes,
-            include_dashboard=False,
-            **options,
-        )
+        try:
+            ray.init(
+                num_cpus=num_cpus,
+                object_store_memory=object_store_bytes,
+                include_dashboard=False,
+                **options,
+            )
+        except Exception as error:  # Ray raises nothing more special where its processes are too slow
+            raise ResourceError(
+                f"Ray did not start on this machine, whose CPUs or memory may be in use by other programs: {error}"
+            ) from error
     global _own_node
     _own_node = ray.get_runtime_context().get_node_id()
 

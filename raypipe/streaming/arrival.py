@@ -11,6 +11,7 @@ import torch
 from raypipe.device.augment import DeviceAugment
 from raypipe.device.device_decode import DeviceDecoder
 from raypipe.device.prefetcher import Batch, asked_for_here, decoded_on_device, on_device
+from raypipe.device.ring import uses_ring
 from raypipe.errors import SampleError
 from raypipe.metrics.timing import StageClock
 from raypipe.plan.places import MicroBatchId, Split
@@ -83,7 +84,7 @@ def moved(
             keep=keep_batches,
             on_copied=functools.partial(clocks["train"].add, "transfer"),
         )
-    in_thread = bool(library) or device.type == "cuda"
+    in_thread = bool(library) or uses_ring(device)
     if feed.draws_globally and in_thread:
         return asked_for_here(feed.batches, move, prefetch_factor), library
     return move(feed.batches), library

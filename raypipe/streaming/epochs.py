@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from raypipe.device.prefetcher import Batch
 from raypipe.errors import RaypipeError
+from raypipe.mistakes import Unlike
 from raypipe.plan.schedule import Segment
 
 
@@ -57,7 +58,7 @@ class Pass(Iterator[Batch]):
 
 
 @dataclass(frozen=True)
-class Epoch:
+class Epoch(Unlike, instead="iterate epoch.train, and then epoch.val"):
     """Epoch of a loader, or the rest of it after a resume.
 
     Attributes:

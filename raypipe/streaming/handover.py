@@ -18,6 +18,7 @@ import torch
 from raypipe.config import AtLeast1, AugmentConfig
 from raypipe.errors import ConfigError
 from raypipe.metrics.records import Folder
+from raypipe.mistakes import checks_keywords
 from raypipe.plan.places import Cursor
 from raypipe.rayext.iteration import begun
 from raypipe.rayext.watch import in_worker, this_process
@@ -44,6 +45,7 @@ _logger = logging.getLogger(__name__)
 _SETTLE_S = 2.0  # CPUs of a stream that has just ended come back
 
 
+@checks_keywords
 def loader(
     spec: StreamSpec,
     *,

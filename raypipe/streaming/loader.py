@@ -26,6 +26,7 @@ from raypipe.errors import CursorError, RaypipeError
 from raypipe.logs import configure_logs, log_place
 from raypipe.metrics.records import Folder
 from raypipe.metrics.timing import StageTimes
+from raypipe.mistakes import Unlike
 from raypipe.plan.places import CURSOR_FILE, Cursor, MicroBatchId, Split
 from raypipe.plan.schedule import Segment
 from raypipe.rayext.trainer_notice import Notice
@@ -46,10 +47,14 @@ _logger = logging.getLogger(__name__)
 
 
 _INTERVAL_S = 10.0
+_INSTEAD = (
+    "write `for epoch in loader.epochs():` and `for batch in epoch.train:`; it batches, shuffles and shards, so "
+    "no DataLoader goes around it"
+)
 _Rest = tuple[Segment | None, Iterator[Batch]]
 
 
-class Loader:
+class Loader(Unlike, instead=_INSTEAD):
     """This rank's share of the stream: the rest of the run, once, in the order of the plan.
 
         for epoch in loader.epochs():

@@ -12,6 +12,7 @@ import numpy as np
 from raypipe.config import ColumnOptions, PlanConfig, PoolConfig, RunConfig, TransformConfig, column_options
 from raypipe.errors import ConfigError
 from raypipe.logs import LogFormat
+from raypipe.mistakes import checks_keywords
 from raypipe.plan.places import Split
 from raypipe.plan.schedule import Plan
 from raypipe.section import check
@@ -32,6 +33,7 @@ Train = Store | str | Path | Mapping[str, Store | str | Path]
 """A training store or its address; or several, by names, which a mixture draws from."""
 
 
+@checks_keywords
 def open_stream(
     train: Train,
     val: Store | str | Path | None = None,

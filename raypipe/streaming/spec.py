@@ -9,6 +9,7 @@ from typing import Any
 
 from raypipe.config import PoolConfig, TransformConfig
 from raypipe.logs import LogFormat
+from raypipe.mistakes import Unlike
 from raypipe.plan.places import Split
 from raypipe.plan.schedule import Plan
 from raypipe.stores.base import Store
@@ -22,7 +23,7 @@ pipeline, None, or what `transform.train` may be; or views of several, `{NAME: (
 
 
 @dataclass(frozen=True)
-class StreamSpec:
+class StreamSpec(Unlike, instead="iterate raypipe.loader(spec).epochs(), and then epoch.train"):
     """Everything that determines a stream, and the pool that makes it; `raypipe.open_stream` makes one.
 
     Attributes:

@@ -97,7 +97,7 @@ def test_column_types_are_those_of_the_first_value_that_is_there() -> None:
 
 @pytest.mark.parametrize(("values", "kind"), [([[b"1"], [b"2"]], "list"), ([None, None], "NoneType")])
 def test_a_column_that_cannot_be_copied_is_named(values: list[Any], kind: str) -> None:
-    with pytest.raises(StoreError, match=f"column 'boxes' holds {kind}"):
+    with pytest.raises(StoreError, match=f"column 'boxes' has values of type {kind}"):
         column_types({"image": [b"a", b"b"], "boxes": values}, "x")
 
 
@@ -114,7 +114,7 @@ def test_lists_are_copied_as_json_that_means_the_same(tmp_path: Path) -> None:
 def test_lists_that_may_be_boxes_do_not_go_with_smaller_images() -> None:
     first = {"image": [b"x"], "boxes": [[1, 2, 3, 4, 5]]}
     assert column_types(first, "x")["boxes"] == "string"
-    with pytest.raises(ConfigError, match=r"column 'boxes' holds lists.*--short-side"):
+    with pytest.raises(ConfigError, match=r"column 'boxes' has lists.*--short-side"):
         column_types(first, "x", short_side=256)
 
 

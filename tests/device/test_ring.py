@@ -76,6 +76,19 @@ def test_what_is_to_be_kept_stays_as_it_is_for_so_many_items_longer(depth: int, 
             assert_same(kept, arrays(number - before))
 
 
+def test_debugging_overwrites_what_is_kept_beyond_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAYPIPE_DEBUG", "1")
+    kept: list[tuple[torch.Tensor, ...]] = []
+    items = [(*arrays(number), np.ones(4, np.float32), np.ones(4, np.float64)) for number in range(5)]
+    for item, tensors in zip(items, ring_of(items, depth=1, keep=1), strict=False):
+        assert_same(tensors[1], item)
+        kept.append(tensors[1])
+        if len(kept) > 1:
+            assert_same(kept[-2], items[len(kept) - 2])  # `keep` of them are still valid
+        for image, numbers, single, double in kept[-3:-2]:
+            assert (image == 255).all() and (numbers == -1).all() and single.isnan().all() and double.isnan().all()
+
+
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_a_source_far_ahead_fills_depth_slots_and_holds_one_item(depth: int) -> None:
     drawn = []

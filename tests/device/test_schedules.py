@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import functools
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -276,7 +277,13 @@ def decoding_directly(code: Code, cuda: Cuda) -> None:
     consumer.check()
 
 
-PROGRAMS = (micro_batches, decoding, decoding_directly)
+def debugging(code: Code, cuda: Cuda) -> None:
+    """The ring, which overwrites what is released."""
+    with mock.patch.dict(os.environ, RAYPIPE_DEBUG="1"):
+        micro_batches(code, cuda)
+
+
+PROGRAMS = (micro_batches, debugging, decoding, decoding_directly)
 
 
 def run(code: Code, program: Callable[[Code, Cuda], None], seed: int) -> Cuda:
@@ -379,6 +386,8 @@ MUTANTS: dict[str, tuple[str, str, str, Any]] = {
         micro_batches,
     ),
     "a slot too few": ("ring", "self._depth + self._keep + 1)", "self._depth + self._keep)", micro_batches),
+    # Debugging
+    "what is in use is overwritten": ("ring", "hand_over(event, [self.memory], self._device)", "pass", debugging),
     # The transfer
     "the host side is refilled during the transfer": (
         "ring",

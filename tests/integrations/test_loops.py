@@ -137,7 +137,7 @@ def test_a_trainer_is_not_given_batches_that_are_gone_when_it_uses_them(
     one = loader(ranks.spec_of(str(stores["train"])), keep_batches=2)
     one.device = torch.device("cuda")
     arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
-    with pytest.raises(ConfigError, match=r"takes all 4 batches of a step .* keep_batches=3"):
+    with pytest.raises(ConfigError, match=r"fetches all 4 batches of a step .* keep_batches=3"):
         StreamTrainer(ranks.Net(), arguments, loader=one)
 
 

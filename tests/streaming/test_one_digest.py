@@ -143,7 +143,7 @@ def digests_of(
         0.25 if kills else 0.02,
         min_actors=actors,
         cpus_per_actor=threads,
-        block=block,
+        micro_batches_per_block=block,
         max_attempts=kills + 1,
     )
     assert spec.pool.kernel_threads == threads

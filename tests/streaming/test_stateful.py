@@ -236,7 +236,7 @@ def test_a_run_goes_on_from_an_own_loops_checkpoint_with_equal_bits(
 
 @pytest.mark.parametrize(
     ("names", "said"),
-    [(("net", "optimizer"), "has net, optimizer, and no model"), (("model", "optimizer"), "groups of")],
+    [(("net", "optimizer"), "has net, optimizer, but no model"), (("model", "optimizer"), "groups of")],
 )
 def test_a_run_refuses_an_own_loops_parts_of_other_names_or_groups(
     trained: tuple[RunConfig, Path], reports: Reports, names: tuple[str, str], said: str

@@ -111,7 +111,8 @@ def settled(before: dict[str, Any] | None) -> dict[str, Any]:
         if time.monotonic() > deadline or (before and not more(before, now)):
             return now
         time.sleep(0.5)
-        if not before and now == found():
+        named = {f"ray::{actor}" for actor in now["actors"]} <= set(now["processes"])  # a new one has no name yet
+        if not before and named and now == found():
             return now
 
 

@@ -1,0 +1,100 @@
+"""Answers to code that takes raypipe for another library: one line each, which says what to write.
+
+Type checkers do not see the methods here, so they still report such code.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Collection, Iterable, Mapping
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, ClassVar, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_LOADER = "write raypipe.loader(raypipe.open_stream(…))"
+_TARGET, _IMAGE = "write batch.target", "write batch.image"
+_BATCH_SIZE = "write plan=PlanConfig(micro_batch_size=…, global_batch_size=…), the second for a step of all GPUs"
+_WORKERS = "GPU workers are ScalingConfig(num_workers=…), CPU actors are pool=PoolConfig(max_actors=…)"
+_NOT_NEEDED = "leave it out: raypipe batches, shuffles, shards and moves to the device by itself"
+
+NAMES = dict.fromkeys(["DataLoader", "Dataset", "ImageFolder", "Loader", "StreamingDataset"], _LOADER)
+"""Names that the module raypipe does not have → what to write."""
+
+ATTRIBUTES = {
+    **dict.fromkeys(["data", "images", "inputs", "pixel_values", "x"], _IMAGE),
+    **dict.fromkeys(["class_index", "label", "labels", "y"], _TARGET),
+    "to": "leave it out: the tensors of a batch are on the rank's device",
+    "set_epoch": "leave it out: loader.epochs() continues after the last step of the run",
+    "dataset": "its stores are in the StreamSpec, as spec.stores",
+    "batch_size": "it is loader.plan.config.micro_batch_size",
+}
+"""Attributes that batches or loaders do not have → what to write."""
+
+KEYWORDS = {
+    **dict.fromkeys(["batch_size", "per_device_batch_size"], _BATCH_SIZE),
+    **dict.fromkeys(["num_workers", "workers"], _WORKERS),
+    **dict.fromkeys(["collate_fn", "drop_last", "persistent_workers", "pin_memory", "sampler"], _NOT_NEEDED),
+}
+"""Arguments that nothing in raypipe takes → what to write."""
+
+
+def _answer(name: str, answers: Mapping[str, str], known: Collection[str], prefix: str = "") -> str:
+    """Return the end of a message about an unknown name."""
+    by_lower_case = {other.lower(): other for other in known if not other.startswith("_")}
+    near = get_close_matches(name.lower(), by_lower_case, 1)
+    if name in answers:
+        return f": {answers[name]}"
+    return f"; did you mean {prefix}{by_lower_case[near[0]]}?" if near else ""
+
+
+def missing_name(name: str, known: Collection[str]) -> AttributeError:
+    """Make the error about a name that the module raypipe does not have."""
+    return AttributeError(f"module 'raypipe' has no attribute {name!r}{_answer(name, NAMES, known, 'raypipe.')}")
+
+
+def check_keywords(owner: str, keywords: Iterable[str], known: Collection[str]) -> None:
+    """Raise TypeError for an argument that a class or function does not have."""
+    for name in keywords:
+        if name not in known:
+            raise TypeError(f"{owner} has no argument {name!r}{_answer(name, KEYWORDS, known)}")
+
+
+def checks_keywords(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a function with `check_keywords`."""
+    known = inspect.signature(function).parameters
+
+    @functools.wraps(function)
+    def checked(*arguments: P.args, **keywords: P.kwargs) -> R:
+        check_keywords(f"raypipe.{function.__name__}", keywords, known)
+        return function(*arguments, **keywords)
+
+    return checked
+
+
+class Unlike:
+    """Base class of what is neither a sequence nor a mapping: iterating, indexing and len() say what to write."""
+
+    _instead: ClassVar[str]
+
+    def __init_subclass__(cls, instead: str = "") -> None:
+        if instead:
+            cls._instead = instead
+
+    if not TYPE_CHECKING:
+
+        def __getitem__(self, key: object) -> None:  # iterating calls it too, since there is no __iter__
+            raise TypeError(f"{type(self).__name__} has no items and no length: {self._instead}")
+
+        def __len__(self) -> int:
+            return self[0]
+
+        def __bool__(self) -> bool:
+            return True
+
+        def __getattr__(self, name: str) -> None:
+            owner, known = type(self), [*dir(type(self)), *self.__dict__]
+            message = f"{owner.__name__} has no attribute {name!r}{_answer(name, ATTRIBUTES, known)}"
+            raise AttributeError(message)

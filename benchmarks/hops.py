@@ -38,8 +38,8 @@ from raypipe.transform import wire
 from transfers import IN_FLIGHT, SETTINGS, Transfer, measure  # isort: skip
 
 WIRES = ("rgb", "yuv420")
-PLACES = {"the host": 0.0, "CPU nodes": 1.0, "half and half": 0.5}
-"""Where actors are: the share of the images that come from CPU nodes."""
+PLACES = {"the host": 0.0, "CPU nodes": 1.0, "both": 0.5}
+"""Where actors are: the share of the images that come from CPU nodes, with both half of them."""
 
 
 @dataclass(frozen=True)
@@ -207,14 +207,16 @@ def show_transfers(rows: list[tuple[str, str, int, Transfer]]) -> None:
         print(f"| {settings} | {case} | {rates} | {cpu} | {moved.thread_cpu_s:.2f} ({moved.thread}) |")
 
 
-def prices(target: Target, core_hour: float, gb: float, known: Known = KNOWN) -> dict[tuple[str, str], float]:
-    """Dollars for a million images, by wire and by the place of the actors: CPU nodes and what they send."""
+def show_prices(target: Target, core_hour: float, gb: float, known: Known = KNOWN) -> None:
+    """What CPU nodes and what they send cost for a million images, in dollars."""
     hours = 1e6 / known.per_actor / 3600
-    return {
-        (of, place): share * (hours * core_hour + target.image_bytes(of) * 1e6 / 1e9 * gb)
-        for of in WIRES
-        for place, share in PLACES.items()
-    }
+    print(f"\n| a million images, {hours:.2f} core-hours | CPU nodes | the same and traffic between zones |")
+    print("| --- | ---: | ---: |")
+    for of in WIRES:
+        traffic = target.image_bytes(of) * 1e6 / 1e9 * gb
+        for place, share in PLACES.items():
+            nodes = share * hours * core_hour
+            print(f"| {of}, actors on {place} | ${nodes:.3f} | ${nodes + share * traffic:.2f} |")
 
 
 def rate(repeats: int, num_bytes: int, action: Callable[[], object]) -> float:
@@ -311,8 +313,7 @@ def main() -> None:
     measured = hops(target, best, copied)
     print()
     show_hops(measured)
-    dollars = prices(target, args.core_hour_price, args.gb_price)
-    print("\ndollars for a million images:", {" ".join(key): round(value, 3) for key, value in dollars.items()})
+    show_prices(target, args.core_hour_price, args.gb_price)
     used = {hop.name: {" ".join(key): hop.used(*key) for key in hop.needs} for hop in measured}
     figures = {"copies": copied, "checkpoint": checkpoint(args.repeats), "used": used}
     figures |= {"transfers": [(settings, case, asdict(moved)) for settings, case, _, moved in rows]}

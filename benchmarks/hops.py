@@ -289,8 +289,8 @@ def object_store(
         best[of] = max(best.get(of, transfer), transfer, key=lambda one: one.gb_per_s)
     for settings in SETTINGS if with_settings else []:
         (transfer,) = measure([(blocks["yuv420"], 2)], repeats, settings=settings)
-        ((name, value),) = settings.items()
-        rows.append((f"{name} {int(value):,}", "yuv420, 2", num_bytes["yuv420"], transfer))
+        name = ", ".join(f"{name} {int(value):,}" for name, value in settings.items())
+        rows.append((name or "Ray's own, again", "yuv420, 2", num_bytes["yuv420"], transfer))
     return best, rows
 
 
@@ -307,6 +307,7 @@ def main() -> None:
     parser.add_argument("--address", default="", help="of a Ray cluster; empty = two raylets on this machine")
     args = parser.parse_args()
     target = Target(args.images_per_s, args.gpus, args.micro_batch_size, args.size)
+    load = os.getloadavg()[0]
     best, rows = object_store(target, args.repeats, args.address, args.settings and not args.address)
     show_transfers(rows)
     copied = copies(target.micro_batch_size * target.image_bytes("rgb"), args.repeats)
@@ -317,7 +318,7 @@ def main() -> None:
     used = {hop.name: {" ".join(key): hop.used(*key) for key in hop.needs} for hop in measured}
     figures = {"copies": copied, "checkpoint": checkpoint(args.repeats), "used": used}
     figures |= {"transfers": [(settings, case, asdict(moved)) for settings, case, _, moved in rows]}
-    print(json.dumps({"settings": vars(args), **figures}))
+    print(json.dumps({"settings": vars(args), "load": [load, os.getloadavg()[0]], **figures}))
 
 
 if __name__ == "__main__":

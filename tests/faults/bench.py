@@ -1,6 +1,6 @@
 """Kills real processes and nodes of a local cluster under a stream, and compares what comes out with what should.
 
-    python tests/faults/bench.py --scenarios 36 --seed 0 [--kinds actor,node,…] [--output faults.json]
+    python tests/faults/bench.py --scenarios 36 --seed 0 [--kinds actor,node,…] [--wire yuv420]
 
 Each scenario is one stream with one randomised fault. `delivered` counts the micro-batches that reach the consumer
 (after a restart of the trainers: those that count, up to the checkpoint that they resume from), `delay` is the
@@ -107,14 +107,14 @@ def make_stores(folder: str, num_samples: int, names: list[str]) -> dict[str, st
     return paths
 
 
-def spec_of(store: str, max_actors: int, kind: str = "") -> StreamSpec:
+def spec_of(store: str, wire: Any, max_actors: int, kind: str = "") -> StreamSpec:
     # A pool that has all CPUs when a node goes has none to be restarted on.
     min_actors, block = 4 if kind == "node for good" else 1, BLOCKS.get(kind, 0)
     return open_stream(
         store,
         store,
         plan=PLAN,
-        transform=TransformConfig(),
+        transform=TransformConfig(wire=wire),
         train_transform=crop,
         val_transform=crop,
         pool=PoolConfig(
@@ -131,7 +131,7 @@ def digest_of(batch: Batch) -> bytes:
 def without_ray(spec: StreamSpec) -> list[tuple[str, bytes]]:
     """Places and digests of a stream, made in this process."""
     maker, places = MicroBatchMaker(spec), spec.plan.micro_batches(spec.plan.start())
-    return [(str(at), batch_digest(maker.batch(at))) for at in places]
+    return [(str(at), batch_digest(maker.batch(at).in_rgb())) for at in places]
 
 
 @dataclass
@@ -397,6 +397,7 @@ def run(
     seed: int,
     num_samples: int,
     names: list[str],
+    wire: str,
     max_actors: int,
     show: Callable[[Outcome], None],
 ) -> list[Outcome]:
@@ -412,11 +413,11 @@ def run(
             stores["bucket"] = f"s3://{BUCKET}/store.parquet"
             local = make_stores(f"{folder}/bucket", num_samples, ["parquet"])["parquet"]
             write_bytes(stores["bucket"], Path(local).read_bytes())
-        undisturbed = {name: without_ray(spec_of(path, max_actors)) for name, path in stores.items()}
+        undisturbed = {name: without_ray(spec_of(path, wire, max_actors)) for name, path in stores.items()}
         for kind in kinds:
             store = "parquet" if "reader" in kind else choose.choice(names)
             store = "bucket" if kind == "storage outage" else store
-            spec = spec_of(stores[store], max_actors, kind)
+            spec = spec_of(stores[store], wire, max_actors, kind)
             expected = undisturbed[store]
             latest = min(int(len(expected) * 0.7), len(expected) - READ_AHEAD)
             after = choose.randint(1, latest // 2 if kind.startswith(EARLY) else latest)  # it still has work
@@ -471,6 +472,7 @@ def main() -> None:
     parser.add_argument("--kinds", default=",".join(KINDS), help="comma-separated; taken in turns")
     parser.add_argument("--samples", type=int, default=NUM_SAMPLES)
     parser.add_argument("--stores", default=",".join(STORES), help="comma-separated; the reader needs parquet")
+    parser.add_argument("--wire", default="rgb", choices=["rgb", "yuv420"])
     parser.add_argument("--max-actors", type=int, default=4, help="of a pool; 4 for a node that is lost for good")
     parser.add_argument("--output", default="", help="file for the outcomes as JSON")
     args = parser.parse_args()
@@ -484,6 +486,7 @@ def main() -> None:
         args.seed,
         args.samples,
         args.stores.split(","),
+        args.wire,
         args.max_actors,
         lambda outcome: print(f"{asdict(outcome)}", file=sys.stderr, flush=True),
     )

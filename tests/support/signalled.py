@@ -75,7 +75,7 @@ def _descends_from(pid: int, ancestor: int) -> bool:
 
 
 def kill_a_worker_at(folder: Path, step: int, killed: list[int], named: str = "RayTrainWorker") -> None:
-    """Kill one worker of this session's cluster, a trainer's or what is named, once a run has done so many steps."""
+    """Kill a trainer of this session's cluster, or what is `named`, once a run has done so many steps."""
 
     def steps() -> int:
         try:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import tempfile
@@ -133,6 +134,10 @@ def hops(
     gb_per_s = {of: per_s * target.image_bytes(of) / 1e9 for of in WIRES}
     rgb = transfers["rgb"]
     fewer = "actors on the host; transform.size"
+    cpus = len(os.sched_getaffinity(0))
+    both = cpus / (rgb.source_cpu_s + rgb.sink_cpu_s)  # by CPU time, since other processes may be busy
+    if math.isnan(both):  # they are on other machines
+        both = rgb.gb_per_s
 
     def needs(by: Callable[[str, float], float]) -> dict[tuple[str, str], float]:
         return {(of, place): by(of, share) for of in WIRES for place, share in PLACES.items()}
@@ -164,7 +169,7 @@ def hops(
             "more actors",
         ),
         Hop("network into the host", to_host, known.network_gbit_per_s / 8, "GB/s", fewer),
-        Hop("object manager: two raylets on these cores", to_host, rgb.gb_per_s, "GB/s", fewer),
+        Hop("object manager: both raylets on these cores", to_host, both, "GB/s", fewer),
         Hop("object manager: its busiest thread", to_host, 1 / rgb.thread_cpu_s, "GB/s", fewer),
         Hop(
             f"object manager: CPU time of {known.transfer_threads} threads",

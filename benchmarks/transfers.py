@@ -34,8 +34,8 @@ SETTINGS: list[dict[str, str]] = [
 ]
 """Ray's RAY_object_manager_* (src/ray/common/ray_config_def.h), each by itself, and none of them.
 
-Ray's own values: a thread for each four CPUs of the node, from 2 to 8, of each of three kinds; chunks of 5 MiB; 2 GiB
-in flight; 2 connections.
+Ray's own values: a thread for each four CPUs of the node, from 2 to 8, of each of three kinds; chunks of 5 MiB;
+2 GiB in flight; 2 connections.
 """
 
 

@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from raypipe.streaming.opening import open_stream as open_stream
     from raypipe.streaming.pipeline import stream as stream
     from raypipe.streaming.plain import plain_loaders as plain_loaders
-    from raypipe.streaming.source import read_lmdb as read_lmdb
     from raypipe.streaming.spec import StreamSpec as StreamSpec
 
 _NAMES = {
@@ -64,7 +63,6 @@ _NAMES = {
     "streaming.opening": ["open_stream"],
     "streaming.pipeline": ["stream"],
     "streaming.plain": ["plain_loaders"],
-    "streaming.source": ["read_lmdb"],
     "streaming.spec": ["StreamSpec"],
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}

@@ -125,7 +125,6 @@ def test_the_public_names_are_pinned() -> None:
         "open_stream",
         "plain_loaders",
         "preview",
-        "read_lmdb",
         "stream",
         "verify",
     ]

@@ -21,7 +21,7 @@ from raypipe.errors import ConfigError, ResourceError, SampleError
 from raypipe.plan.places import Cursor
 from raypipe.rayext.allocation import preflight
 from raypipe.rayext.cluster import connect
-from raypipe.rayext.execution import Settings, datasets_with
+from raypipe.rayext.execution import Settings, context_of
 from raypipe.rayext.iteration import Ended
 from raypipe.rayext.placement import placement
 from raypipe.storage.filesystem import is_remote
@@ -177,7 +177,7 @@ def dataset(
         max_bytes=max_bytes,
         run=spec.run,
     )
-    with datasets_with(settings, actors):
+    with ray.data.DataContext.current(context_of(settings, actors)):
         rows = ray.data.read_datasource(source, override_num_blocks=source.num_tasks, num_cpus=_READER_CPUS)
         return rows.map_batches(
             TransformWorker,

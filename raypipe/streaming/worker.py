@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import functools
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,7 +22,6 @@ from raypipe.errors import ResourceError
 from raypipe.logs import configure_logs
 from raypipe.metrics.prometheus import Recorder
 from raypipe.plan.places import PADDING, MicroBatchId
-from raypipe.rayext.watch import this_process
 from raypipe.storage import patience
 from raypipe.streaming.blocks import Block
 from raypipe.streaming.maker import MicroBatchMaker, Outcome
@@ -102,9 +102,10 @@ class Guard:
 
     def __init__(self, supervisor: Any, time_limit_s: float) -> None:
         self._supervisor, self._time_limit_s = supervisor, time_limit_s
-        self._process = this_process("transform actor")
-        self._actor = ray.get_runtime_context().get_actor_id() or f"process {self._process.pid}"
-        restarted = ray.get(supervisor.arrived.remote(self._actor, str(self._process)))
+        context = ray.get_runtime_context()
+        self._actor = context.get_actor_id() or f"process {os.getpid()}"
+        home = f"process {os.getpid()} on {ray.util.get_node_ip_address()}, node {context.get_node_id()[:8]}"
+        restarted = ray.get(supervisor.arrived.remote(self._actor, home))
         self._wary = _WARY_FOR if restarted else 0
 
     @contextlib.contextmanager
@@ -114,7 +115,7 @@ class Guard:
         Raises:
             ResourceError: the block has cost too many actors.
         """
-        begun = self._supervisor.begins.remote(self._actor, list(map(str, block)), self._process)
+        begun = self._supervisor.begins.remote(self._actor, list(map(str, block)))
         orders = None
         if self._wary:
             self._wary -= 1

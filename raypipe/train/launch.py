@@ -17,7 +17,7 @@ from raypipe.errors import ConfigError, CursorError, OutageError, RaypipeError, 
 from raypipe.logs import begin_phases, configure_logs, end_phases, phase, progress
 from raypipe.metrics.records import METRICS
 from raypipe.pages.report import write_report
-from raypipe.rayext.allocation import Allocation, check_elastic, preflight
+from raypipe.rayext.allocation import Allocation, preflight
 from raypipe.rayext.cluster import connect, started_here
 from raypipe.rayext.failures import cause_of, explanation
 from raypipe.rayext.waiting import Wait, is_head_lost, only_start
@@ -154,8 +154,6 @@ def _allocated(
     start = None if started_here() else starting.enter_context(only_start(wait()))
     allocation = preflight(run.pool, run.train, run.plan.per_step, wait())
     spec.plan.check_workers(allocation.workers)
-    if allocation.min_workers:
-        check_elastic()
     check_memory(spec, allocation.max_actors, allocation.workers)
     interrupts.check()
     return allocation, start

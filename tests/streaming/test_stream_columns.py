@@ -372,9 +372,6 @@ def test_plain_loaders_have_columns_by_their_names() -> None:
     batch = next(iter(train))
     assert batch.keys() == {"image", "target", "weight", *ALL, "tags_length"}
     assert batch["target"].dtype == torch.float64
-    train, _ = raypipe.plain_loaders(raypipe.loader(spec(store(np.arange(NUM) / 2)), device="cpu"), "tuple")
-    _, target = next(iter(train))
-    assert torch.equal(target, batch["target"])
     clash = spec(store(values={"weight": np.arange(NUM)}), columns=["weight"], target_column="")
     with pytest.raises(ConfigError, match="column 'weight' has the name of an entry"):
         raypipe.plain_loaders(raypipe.loader(clash, device="cpu"))

@@ -188,10 +188,8 @@ def test_a_function_of_views_is_a_stream_and_is_not_mixed_either(stores: dict[st
         next(next(loader(function, augment=AugmentConfig(mixup_alpha=0.2)).epochs()).train)
 
 
-def test_plain_loaders_have_views_by_name_but_in_a_pair(spec: StreamSpec) -> None:
+def test_plain_loaders_have_views_by_name(spec: StreamSpec) -> None:
     train, val = plain_loaders(loader(spec))
     batches = list(train)
     assert {"image", "target", "weight", "views"} == batches[0].keys()
     assert "views" not in next(iter(val))
-    with pytest.raises(ConfigError, match="'tuple' has room for one image"):
-        next(iter(plain_loaders(loader(spec), "tuple")[0]))

@@ -25,7 +25,7 @@ from without_ray import one_thread, only_rank
 import raypipe
 from raypipe.commands import cli, settings
 from raypipe.config import RunConfig
-from raypipe.pages.report import write_report
+from raypipe.metrics.records import read_records
 from raypipe.stores import Store, digits_stores
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.transform.presets import PRESETS, check_transform
@@ -200,10 +200,13 @@ def test_the_program_of_docs_training_loop_fails_and_continues(
     )
     assert names["image"].shape == (128, 8, 8, 3) and names["place"] == (0, 10, 0)
     assert sum(names["counts"]) == 1437 and all(names["counts"])
-    found = write_report(str(tmp_path / "runs" / "own-loop"))  # which nobody but the loader has recorded
-    assert (found["steps"], found["starts"]) == (22, 2) and found["images_per_s"] > 0
-    page = (tmp_path / "runs" / "own-loop" / "report.html").read_text()
-    assert "images/s; the time of a trainer is" in page and 'aria-label="reported: accuracy' in page
+    records = read_records((tmp_path / "runs" / "own-loop").as_uri())  # by nobody but the loader
+    assert records is not None
+    of_kind = {record["kind"]: record for record in records.kept}
+    assert [record["kind"] for record in records.kept].count("start") == 2
+    assert of_kind["train"]["images_per_s"] > 0 and "accuracy" in of_kind["report"]["values"]
+    assert of_kind["diagnosis"]["step"] == 22
+    assert "images/s; the time of a trainer is" in of_kind["diagnosis"]["text"]
 
 
 @pytest.mark.pages

@@ -34,7 +34,6 @@ from raypipe.transform.seekable import is_seekable
 
 from pictures import CLASSES, picture, samples, write_tar  # isort: skip
 from s3_server import environment, make_bucket, s3_server  # isort: skip
-from recorded_runs import make_run  # isort: skip
 from shard_writers import write_lmdb, write_mds  # isort: skip
 
 pytestmark = [pytest.mark.cluster, pytest.mark.pages, pytest.mark.timeout(300)]
@@ -152,9 +151,6 @@ def test_docs_quickstart_stops_a_run_and_tells_where_it_stands(capsys: pytest.Ca
         (elsewhere,) = of("failures.md", "status")
         assert elsewhere[:-1] == status[:-1] == ["raypipe", "status"]
     chronicle.close()
-    make_run(Path("runs/first"), name="first")
-    (report,) = of("quickstart.md", "report")
-    assert run(report, capsys)["steps"] == 30 and Path("runs/first/report.html").exists()
 
 
 @runs(("concepts.md", "digest"), ("concepts.md", "plan"))
@@ -191,16 +187,6 @@ def test_docs_formats_converts_into_a_bucket(capsys: pytest.CaptureFixture[str])
     write_tar("photos.tar", samples(100))
     (convert,) = (words for words in of("formats.md", "convert") if words[3].startswith("s3://"))
     assert run(convert, capsys)["samples"] == 100 == len(open_store(convert[3]))
-
-
-@runs(("performance.md", "report"))
-@pytest.mark.usefixtures("folder")
-def test_docs_performance_compares_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("before", "after"):
-        make_run(Path("runs", name), name=name)
-    (report,) = of("performance.md", "report")
-    found = run(report, capsys)
-    assert Path("runs/after/report.html").exists() and found["against"]["steps"] == 30
 
 
 @runs(("performance.md", "bench"), ("clusters.md", "bench"))

@@ -1,4 +1,4 @@
-"""The commands that audit stores, their bad samples, streams, and runs."""
+"""The commands that audit stores, their bad samples, and streams."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from raypipe.config import RunConfig
 from raypipe.errors import ConfigError
 from raypipe.logs import table
 from raypipe.lookup import num_cpus
-from raypipe.storage.filesystem import as_uri, join
 
 # Actors of a digest that may share the CPUs of a smaller machine.
 _SHARING = 4
@@ -203,28 +202,3 @@ def print_digests(result: dict[str, Any]) -> None:
     if "equal" in result:
         verdict = "{different} of {compared} micro-batches differ"
         print(("equal over {compared} micro-batches" if result["equal"] else verdict).format_map(result))
-
-
-def report(run: RunConfig, folder: str = "", *, against: str = "", output: str = "") -> dict[str, Any]:
-    """Write the HTML page of a run, or compare two runs.
-
-    Examples:
-        raypipe report runs/baseline
-        raypipe report runs/baseline --against runs/strong -o compared.html
-
-    Args:
-        run: Without a folder, storage_path and name matter.
-        against: another run, to draw into the same charts.
-        output: where to write the page, a local path or a URI; empty = report.html in the run's folder.
-    """
-    from raypipe.pages.report import write_report
-
-    if not (folder or run.name):
-        raise ConfigError("the report needs a run: give its folder, or set name")
-    return write_report(folder or join(as_uri(run.storage_path), run.name), against, output)
-
-
-def print_report(result: dict[str, Any]) -> None:
-    """Print the figures of the runs that are on a report."""
-    for summary in filter(None, (result, result["against"])):
-        table(summary["run"], {name: value for name, value in summary.items() if name not in ("run", "against")})

@@ -144,7 +144,7 @@ def print_result(result: dict[str, Any]) -> None:
 
 
 GROUPS: dict[str, dict[str, Callable[..., dict[str, Any]]]] = {
-    "Run": {"train": train, "status": status.status, "stop": status.stop, "report": audit.report},
+    "Run": {"train": train, "status": status.status, "stop": status.stop},
     "Data": {
         "inspect": audit.inspect,
         "verify": audit.verify,
@@ -164,7 +164,6 @@ COMMANDS = {name: command for commands in GROUPS.values() for name, command in c
 # The text of results that are more than a table.
 _PRINTED: dict[str, Callable[[dict[str, Any]], None]] = {
     "status": status.print_status,
-    "report": audit.print_report,
     "verify": audit.print_verified,
     "plan": audit.print_plan,
     "digest": audit.print_digests,

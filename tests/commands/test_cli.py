@@ -404,7 +404,7 @@ def test_every_command_takes_a_configuration_a_store_or_a_run(
     assert given[2].plan.micro_batch_size == 8 and given[3] == parse()
 
 
-HEAVY = {"ray", "torch", "torchvision", "albumentations", "kornia", "cv2", "matplotlib", "sklearn"}
+HEAVY = {"ray", "torch", "torchvision", "albumentations", "kornia", "cv2", "sklearn"}
 PROGRAM = """import sys
 from raypipe.commands.cli import COMMANDS, main
 for words in [sys.argv[1:]] if sys.argv[1:] else [["--help"], *([*name.split(), "--help"] for name in COMMANDS)]:

@@ -37,7 +37,7 @@ SEARCH = runpy.run_path(str(ROOT / "jobs" / "tune.py"))["search"]
 
 def test_there_are_commands_of_every_kind() -> None:
     assert {words[0] for words in commands()} == {"raypipe", "jobs/train.py", "jobs/tune.py"}
-    assert {words[1] for words in commands() if words[0] == "raypipe"} >= {"convert", "digest", "stop"}
+    assert {words[1] for words in commands() if words[0] == "raypipe"} >= {"convert", "digest", "train"}
 
 
 @pytest.mark.parametrize("words", commands(), ids=" ".join)
@@ -62,6 +62,8 @@ def test_every_command_is_understood(
 
         return record
 
+    (tmp_path / "runs" / "20261121-104600-3fa2").mkdir(parents=True)
+    shutil.copy(tmp_path / "run.yaml", tmp_path / "runs" / "20261121-104600-3fa2" / "config.yaml")
     monkeypatch.setattr(cli, "COMMANDS", {name: recorded(command) for name, command in cli.COMMANDS.items()})
     cli.main(words[1:])
     assert len(called) == 1

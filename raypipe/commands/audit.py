@@ -79,31 +79,6 @@ def add_sizes(run: RunConfig, target: str = "") -> dict[str, Any]:
     return {"store": store.address, **image_sizes.add_sizes(store, exif=run.transform.apply_exif)}
 
 
-def plan(run: RunConfig, target: str = "") -> dict[str, Any]:
-    """Show what an epoch of a run contains, before it starts.
-
-    Steps, samples that are left over, sources and classes of a mixture, and how often a sample is drawn.
-
-    Examples:
-        raypipe plan --config run.yaml
-        raypipe plan train.lmdb --plan.micro-batch-size 128 --plan.class-balance 0.5
-    """
-    from raypipe.commands.plan_summary import summary
-    from raypipe.streaming.opening import spec_of
-
-    spec = spec_of(run)
-    return {"store": spec.stores["train"].address, **summary(spec)}
-
-
-def print_plan(contents: dict[str, Any]) -> None:
-    """Print the result of `plan`, with the range of the classes' shares."""
-    rows = dict(contents)
-    if classes := rows.pop("classes", None):
-        for which, shares in zip(("stored", "drawn"), zip(*classes.values(), strict=True), strict=True):
-            rows[f"shares of {len(classes)} classes, {which}"] = f"{min(shares):.3%} to {max(shares):.3%}"
-    table(rows.pop("store"), rows)
-
-
 def digest(
     run: RunConfig,
     target: str = "",
@@ -174,24 +149,6 @@ def digest(
     if expected:
         result |= compared_with(expected, written)
     return result
-
-
-def digest_compare(first: str, second: str) -> dict[str, Any]:
-    """Compare two files that `raypipe digest --output` wrote.
-
-    The comparison covers the micro-batches that both have. Exit code 1 if they differ.
-
-    Examples:
-        raypipe digest compare one-gpu.json four-gpus.json
-        raypipe digest compare s3://bucket/before.json after.json --json
-
-    Args:
-        first: a file of digests.
-        second: the file to compare it with.
-    """
-    from raypipe.streaming.digest import DigestFile, compare
-
-    return compare(DigestFile.read(first), DigestFile.read(second))
 
 
 def print_digests(result: dict[str, Any]) -> None:

@@ -43,7 +43,6 @@ PACKAGES = [
     "rayext",
     "streaming",
     "integrations",
-    "pages",
     "train",
     "commands",
 ]
@@ -52,7 +51,6 @@ WITHOUT_RAY_AND_TORCH = {
     "stores",
     "plan",
     "transform",
-    "pages",
     "errors",
     "environment",
     "section",
@@ -197,7 +195,6 @@ def test_each_side_knows_only_its_own_framework() -> None:
             assert "ray" not in roots(module, lazy=True), module
         if package == "device":
             assert "ray" not in roots(module, lazy=True), module
-        assert not roots(module) & {"jinja2", "matplotlib"}, module
 
 
 # The error tree

@@ -231,7 +231,7 @@ class Loader(Unlike, instead=_INSTEAD):
         Ray Train has noted the checkpoint, which takes up to 0.5 s (`RAY_TRAIN_HEALTH_CHECK_INTERVAL_S`).
 
         Args:
-            metrics: numbers are recorded, and drawn by `raypipe report`.
+            metrics: numbers are recorded.
             parts: objects with a `state_dict`, by names that you choose: the model, in DDP or not, the
                 optimizer, …
 

@@ -7,13 +7,11 @@ from pathlib import Path
 
 import pytest
 import without_ray
+from recorded_runs import read_records
 from without_ray import every_batch
 
 import raypipe
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
-from raypipe.metrics.records import read_records
-from raypipe.pages.report import write_report
-from raypipe.storage.files import read_json
 from raypipe.storage.filesystem import open_filesystem
 from raypipe.streaming import chronicle
 from raypipe.streaming.arrival import Feed
@@ -43,7 +41,7 @@ def kinds(run: Path) -> list[str]:
     return [record["kind"] for record in found.kept]
 
 
-def test_an_own_loop_leaves_a_report_and_ends_with_a_diagnosis(
+def test_an_own_loop_leaves_records_and_ends_with_a_diagnosis(
     spec: StreamSpec, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "runs" / "mine"
@@ -58,11 +56,13 @@ def test_an_own_loop_leaves_a_report_and_ends_with_a_diagnosis(
     assert kinds(run) == ["start", "train", "report", "diagnosis", "train", "report", "diagnosis"]
     (said,) = capsys.readouterr().out.splitlines()
     assert "images/s; the time of a trainer is" in said and "CPU actor" in said
-    found = write_report(str(run))
-    assert found["steps"] == 6 and found["images_per_s"] > 0 and 0 <= found["wait_fraction"] <= 1
-    page = (run / "report.html").read_text()
-    assert 'aria-label="reported: loss' in page and 'aria-label="reported: step' in page
-    assert said.split(";")[0] in page and "plan.micro_batch_size: 8" in page
+    records = read_records(run.as_uri())
+    assert records is not None
+    start, train, report, *_, diagnosis = records.kept
+    assert start["settings"]["plan.micro_batch_size"] == 8
+    assert train["images_per_s"] > 0 and 0 <= train["wait_fraction"] <= 1
+    assert report["values"] == {"loss": 0.5 / 3, "step": 1} and diagnosis["step"] == 6
+    assert said.split(";")[0] in diagnosis["text"]
 
 
 def test_a_loop_that_never_asks_for_the_end_leaves_its_diagnosis_too(spec: StreamSpec, tmp_path: Path) -> None:
@@ -113,7 +113,6 @@ def test_any_long_wait_is_a_line_that_says_for_what_and_is_no_compute(
     spec: StreamSpec, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setattr(chronicle, "_FIRST_TOLD_S", 0.01)
-    monkeypatch.setattr(chronicle, "_STATUS_S", 0.001)
     said: list[str] = []
 
     def until_told(of: str) -> None:
@@ -137,17 +136,13 @@ def test_any_long_wait_is_a_line_that_says_for_what_and_is_no_compute(
     begun = time.perf_counter()
     with loader.account.saving(lambda: "the previous one is being written"):
         until_told("s: the previous one is being written")
-        while (found := read_json(tmp_path / "status.json"))["waits_for"] != "the checkpoint":
-            time.sleep(0.01)
     stalled_s = time.perf_counter() - begun
-    assert found["whom"] == "the previous one is being written" and found["step"] == 2 and found["to_step"] == 6
     until_told("training has asked for nothing for 0 s: the loop computes, or waits for other ranks")
     next(batches)
     after = loader.times() - before
     assert 0.5 * stalled_s < after.checkpoint_s <= stalled_s
     assert after.compute_s <= time.perf_counter() - asked - after.checkpoint_s
     loader.close()
-    assert read_json(tmp_path / "status.json")["every_s"] == 0
 
 
 def test_the_supervisor_knows_what_a_stream_without_a_batch_is_at() -> None:

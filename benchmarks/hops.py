@@ -102,7 +102,7 @@ def hops(
     blocks, micro_batches = per_s / rows / block, per_s / rows / gpus
     kilobytes, cores = f"{pixels / 1e3:,.0f} KB", per_s / known.per_actor
     cpu_put, cpu_arrives = (1e6 * pixels / 1e9 * measured[f"{name}_cpu_s_per_gb"] for name in ("put", "arrival"))
-    fewer = "actors on the host; transform.size; transform.decode: gpu"
+    fewer = "actors on the host; transform.size; transform.wire: yuv420"
     return [
         Hop(
             "read and transform",
@@ -110,7 +110,7 @@ def hops(
             cores,
             known.host_cpus - 8 * gpus,
             "cores",
-            "CPU nodes; --short-side; transform.decode: gpu",
+            "CPU nodes; --short-side",
             "host",
         ),
         Hop(

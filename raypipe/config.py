@@ -235,7 +235,6 @@ class TransformConfig(Section, prefix="transform."):
         val: transform of validation samples; the same choices.
         size: side of the images that presets make, in pixels; or sides by the epoch from which they apply, such as
             {0: 128, 10: 160, 20: 224}.
-        decode: "cpu": actors decode; "gpu": nvJPEG decodes on the training device (presets light, center, resize).
         decode_as: "rgb": images become uint8 RGB; "array": PNG, TIFF and .npy keep their dtype and channels
             (docs/targets.md).
         decode_min_side: decode JPEGs at the smallest of 1/8, 2/8, … 8/8 of their size that keeps this short side,
@@ -264,7 +263,6 @@ class TransformConfig(Section, prefix="transform."):
     train: str | list[dict[str, Any]] | dict[str, Any] = "light"
     val: str | list[dict[str, Any]] | dict[str, Any] = "center"
     size: Side | dict[int, Side] = 224
-    decode: Literal["cpu", "gpu"] = "cpu"
     decode_as: Literal["rgb", "array"] = "rgb"
     decode_min_side: int = 0
     crop_decode: CropDecode = "exact"
@@ -284,16 +282,15 @@ class TransformConfig(Section, prefix="transform."):
         self._require(named, "make_columns", self.make_columns, "module:function, or empty")
         self._require(0 in self.size_by_epoch, "size", self.size, "one, or {EPOCH: SIZE, …} from epoch 0 on")
         if self.crop_decode == "scaled":  # it chooses the scale by the crop
-            self._only({"decode_min_side": 0, "decode": "cpu"}, "transform.crop_decode='scaled'")
+            self._only({"decode_min_side": 0}, "transform.crop_decode='scaled'")
         if self.decode_as == "array":  # arrays are not JPEGs, so they are decoded whole
-            self._only({"decode": "cpu", "decode_min_side": 0, "apply_exif": False}, "transform.decode_as='array'")
+            self._only({"decode_min_side": 0, "apply_exif": False}, "transform.decode_as='array'")
             ok = self.crop_decode != "scaled"
             self._require(ok, "crop_decode", "scaled", "'exact' or 'off' with transform.decode_as='array'")
         if self.wire == "yuv420":  # it converts uint8 RGB
-            self._only({"decode": "cpu", "decode_as": "rgb"}, "transform.wire='yuv420'")
+            self._only({"decode_as": "rgb"}, "transform.wire='yuv420'")
         if self.target_columns:  # their pixels are those of the stored image
-            only = {"decode": "cpu", "decode_min_side": 0, "apply_exif": False}
-            self._only(only, self.target_settings)
+            self._only({"decode_min_side": 0, "apply_exif": False}, self.target_settings)
 
     def _only(self, values: dict[str, Any], with_what: str) -> None:
         for name, value in values.items():

@@ -78,7 +78,6 @@ class StageTimes:
         compute_s: forward, backward, optimizer.
         read_s: in the actors, reading encoded samples, or in the readers before them.
         work_s: in the actors, all of a micro-batch: reading, if they read, decoding, transforming.
-        decode_s: decoding on the device, copies included; it overlaps with the other stages, as transfers do.
         micro_batches: delivered, but for the very first.
         drained: on CUDA, those before which the device had finished all its work when they were asked for.
         checkpoint_s: the device had nothing to do because of a checkpoint.
@@ -91,7 +90,6 @@ class StageTimes:
     compute_s: float = 0.0
     read_s: float = 0.0
     work_s: float = 0.0
-    decode_s: float = 0.0
     micro_batches: int = 0
     drained: int = 0
     checkpoint_s: float = 0.0
@@ -198,13 +196,7 @@ def _about_launches(times: StageTimes, name: str) -> str:
 def _about_input(times: StageTimes, needed: float, actors: int, name: str, reading: float) -> str:
     """`reading` is the share of the time for which each reader reads; 0 = the actors read."""
     busy_s = times.augment_s + times.compute_s
-    if times.decode_s > busy_s:
-        what = f"Decoding on the {name} limits the run"
-        advice = (
-            "convert the store with --short-side, so that there is less to decode, or if the cluster has CPUs to "
-            "spare, set transform.decode=cpu in a new run"
-        )
-    elif times.transfer_s > busy_s:
+    if times.transfer_s > busy_s:
         what = "The copy to the device limits the run"
         advice = "send fewer bytes (a smaller transform.size), or have fewer ranks per host"
     elif not actors:

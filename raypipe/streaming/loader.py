@@ -33,8 +33,7 @@ from raypipe.rayext.trainer_notice import Notice
 from raypipe.storage.files import write_text
 from raypipe.storage.filesystem import join
 from raypipe.streaming.account import Account
-from raypipe.streaming.arrival import Feed, augmented, judge, moved
-from raypipe.streaming.bad_samples import BadSampleBudget
+from raypipe.streaming.arrival import Feed, augmented, moved
 from raypipe.streaming.digest import settings_of
 from raypipe.streaming.epochs import Epoch, Pass
 from raypipe.streaming.running import EXHAUSTED, Running
@@ -75,7 +74,6 @@ class Loader(Unlike, instead=_INSTEAD):
         world_size: W, the number of ranks.
         keep_batches: batches that stay valid besides the newest.
         cursor: place after the last fully delivered step.
-        jpeg_decoder: decoding library on the device, with its version; empty if actors decode all images.
         account: measurements, metrics and records of this rank; a training loop may add its loss.
         notice: notices that nodes of the trainers will go.
         interval_s: seconds between two records of the training; infinity = the loop makes them, by
@@ -114,7 +112,6 @@ class Loader(Unlike, instead=_INSTEAD):
             check_mixable(augment, target.dtype, target.shape)
         self.augment: DeviceAugment | None = None
         self.rank, self.world_size = rank, world_size
-        self.jpeg_decoder = ""
         self._spec, self._open_at, self._prefetch_factor, self.keep_batches = (
             spec,
             open_at,
@@ -123,7 +120,6 @@ class Loader(Unlike, instead=_INSTEAD):
         )
         self._start_from = start_from
         self.account = Account(spec, self.device, rank, world_size, augment, folder)
-        self._budget = BadSampleBudget(spec.transform.max_bad_fraction)
         self._running = Running(self.account.chronicle.close)
         self._running.close_with(self)
         self.interval_s = _INTERVAL_S
@@ -161,9 +157,7 @@ class Loader(Unlike, instead=_INSTEAD):
         account, spec = self.account, self._spec
         account.actors = feed.actors
         account.readers = int(has_actors and "train" in spec.readers())
-        self._batches, self.jpeg_decoder = moved(
-            feed, spec, self.device, account.clocks, self._prefetch_factor, self.keep_batches
-        )
+        self._batches = moved(feed, spec, self.device, account.clocks, self._prefetch_factor, self.keep_batches)
         closes = (functools.partial(_close, generator) for generator in (feed.batches, self._batches))
         self._running.begin(
             has_actors, feed.end, self.account.exported.end, self.account.chronicle.unfollow, *closes
@@ -366,8 +360,6 @@ class Loader(Unlike, instead=_INSTEAD):
         if self.account.exported.is_due():
             account.export(self.cursor)
         account.num_bad += batch.num_bad
-        account.num_fallback += batch.num_fallback
-        judge(batch, self._spec, self._budget)
         if self.plan.sources:
             batch = replace(batch, source=self.plan.source_of(batch.index))
         if self.augment is not None:

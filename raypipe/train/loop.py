@@ -61,9 +61,7 @@ def train_loop(config: dict[str, Any]) -> None:
         phase(logger, "starting the stream and the model")
     trainer = Trainer(**options)
     if is_first:
-        decoder = trainer.loader.jpeg_decoder
-        decoding = f"; {decoder} decodes JPEGs on {trainer.device}" if decoder else ""
-        phase(logger, f"waiting for the first micro-batch{decoding}")
+        phase(logger, "waiting for the first micro-batch")
     for _ in trainer.epochs():
         pass
     if is_first:  # before Ray 2.56, the train function's return value is dropped

@@ -149,9 +149,7 @@ class SampleCache:
 def check_cache(pool: PoolConfig, transform: TransformConfig) -> None:
     """Raise ConfigError where what is decoded is not the same in each epoch."""
     reason = ""
-    if transform.decode == "gpu":
-        reason = "with transform.decode='gpu' the training device decodes"
-    elif transform.decode_as == "array":
+    if transform.decode_as == "array":
         reason = "transform.decode_as='array' gives none of 8 bits"
     elif transform.target_columns:
         reason = f"{transform.target_settings} names what it does not keep"

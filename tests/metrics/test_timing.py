@@ -87,8 +87,6 @@ def test_each_limit_has_advice_of_its_own() -> None:
     assert "Reading the store limits" in text(StageTimes(**starving, work_s=90.0, read_s=60.0))
     assert "pool.max_in_flight" in text(StageTimes(**starving, work_s=9.0))
     assert "The copy to the device limits" in text(StageTimes(**starving, work_s=90.0, transfer_s=20.0))
-    decoding = StageTimes(**starving, work_s=90.0, decode_s=20.0)
-    assert "Decoding on the GPU limits" in " ".join(diagnose(decoding, world_size=1, actors=4, device="cuda"))
     assert "device augmentation limits" in text(StageTimes(images=100, augment_s=6.0, compute_s=4.0))
 
 

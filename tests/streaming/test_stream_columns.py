@@ -312,13 +312,6 @@ def test_tensors_go_through_the_ring_and_lists_stay_on_the_host() -> None:
         assert [tags.tolist() for tags in batch.columns["tags"]] == [VALUES["tags"][i] for i in batch.index]
 
 
-def test_the_device_decodes_images_and_gets_their_columns() -> None:
-    config = dataclasses.replace(TRANSFORM, decode="gpu")
-    for batch in every_batch(raypipe.loader(spec(transform=config), device="cpu")):
-        assert batch.columns["embedding"].tolist() == VALUES["embedding"][batch.index].tolist()
-        assert batch.columns["caption"] == [VALUES["caption"][index] for index in batch.index]
-
-
 def drawn(columns: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
     """A word of each caption, dropped by the sample's key."""
     words = columns["caption"].split()

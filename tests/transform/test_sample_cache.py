@@ -306,7 +306,6 @@ def test_a_place_that_cannot_be_used_is_named(monkeypatch: pytest.MonkeyPatch, t
 @pytest.mark.parametrize(
     ("transform", "message"),
     [
-        (TransformConfig(train="light", decode="gpu"), "the training device decodes"),
         (TransformConfig(crop_decode="scaled"), "each crop is decoded at a scale of its own"),
     ],
 )

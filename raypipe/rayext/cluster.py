@@ -33,7 +33,7 @@ _WORKER_ENV = {
     # Ray Train waits silently for resources; after this many seconds trainer.py logs what is missing.
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "10",
     # A trainer that does not answer for so long is replaced; Ray's default is ten minutes. Nothing holds the
-    # interpreter for two minutes.
+    # interpreter for two minutes. (If Ray makes its stream, watch.py detects a stopped trainer earlier.)
     "RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S": "120",
 }
 # On one machine, Ray's bookkeeping takes CPU time from the transform: statistics of its event loops, and a record

@@ -29,9 +29,11 @@ from raypipe.metrics.prometheus import StreamMetrics
 from raypipe.rayext.ours import KEY, take_process
 from raypipe.rayext.patches import install
 from raypipe.rayext.pool import PoolKeeper
+from raypipe.rayext.watch import Process, end_stopped, in_worker, this_process
 
 _METRICS_PERIOD_S = 1.0
 _LOOK_PERIOD_S = 0.1  # the period of Ray Data's own loop
+_START_S = 15.0  # time for the first block
 
 
 @dataclass(frozen=True)
@@ -195,6 +197,11 @@ class StreamAutoscaler:
         self._keeper = PoolKeeper(self._flow.pool, settings.pool, settings.supervisor, time.monotonic())
         self._metrics, self._ranks = StreamMetrics(settings.run), settings.ranks
         self._supervisor, self._name = settings.supervisor, f"execution {uuid.uuid4().hex}"
+        # A process that is not a Ray worker belongs to a user, who may stop it with Ctrl-Z.
+        self._process = this_process("coordinator") if in_worker() else None
+        self._left, self._left_at = 0, time.monotonic() + _START_S
+        self._answer: Any = None  # the supervisor's reply to the last call
+        self._watcher: Process | None = None
 
     def try_trigger_scaling(self) -> None:
         """Do the work of a turn: size the pool, record metrics, report to the supervisor."""
@@ -205,8 +212,24 @@ class StreamAutoscaler:
             self._shown_at, waiting = now, flow.waiting()
             info = flow.pool.get_actor_info()
             self._metrics.show(flow.finished, flow.pool.num_active_tasks() + waiting, waiting, info)
-            if flow.finished:
-                self._supervisor.stands.remote(self._name, flow.description(info))
+            if flow.finished - waiting != self._left:
+                self._left, self._left_at = flow.finished - waiting, now
+            self._tell(now - self._left_at, flow.description(info) if flow.finished else "")
+
+    def _tell(self, still_s: float, description: str) -> None:
+        """Report to the supervisor how long no rank has taken a block, and the state of the blocks. A stopped
+        supervisor is killed, so that Ray restarts it.
+        """
+        if self._answer is not None and ray.wait([self._answer], timeout=0)[0]:
+            with contextlib.suppress(ray.exceptions.RayError):
+                self._watcher = ray.get(self._answer)
+            self._answer = None
+        if self._answer is None:
+            self._answer = self._supervisor.moves.remote(self._name, still_s, self._process, description)
+        elif (watcher := self._watcher) and end_stopped([(watcher.pid, watcher.started)]):  # on this node
+            self._supervisor.note.remote(
+                f"the supervisor was stopped (SIGSTOP), and killed ({watcher})", "stopped"
+            )
 
     def on_executor_shutdown(self) -> None:
         """Record the final metrics, and report the end to the supervisor."""

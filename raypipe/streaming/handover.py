@@ -21,6 +21,7 @@ from raypipe.metrics.records import Folder
 from raypipe.mistakes import checks_keywords
 from raypipe.plan.places import Cursor
 from raypipe.rayext.iteration import begun
+from raypipe.rayext.watch import in_worker, this_process
 from raypipe.section import MAX_INT, Limits, check
 from raypipe.storage.filesystem import as_uri, open_filesystem
 from raypipe.streaming.arrival import Feed
@@ -187,7 +188,7 @@ def _handed_round(
 
     handed: tuple[list[DataIterator], Any, int] | None = None
     if rank == 0:
-        if in_train and max_actors is None and _in_ray_worker():  # a driver may also call its train function
+        if in_train and max_actors is None and in_worker():  # a driver may also call its train function
             own = ray.get_runtime_context().get_assigned_resources().get("CPU", 0.0)
             check_own(cluster_resources().cpus, world_size, own, spec.pool)
         if world_size == 1:
@@ -209,6 +210,8 @@ def _handed_round(
         quiet_broadcasts()  # of more than 1,000 bytes, it warns; these are about 6,000, once
         handed = broadcast_from_rank_zero(handed)
     assert handed is not None
+    if in_train and in_worker():
+        handed[1].joined.remote(f"trainer {rank}", this_process(f"trainer {rank}"))
     return handed
 
 
@@ -232,11 +235,6 @@ def _make_room(cpus: float) -> None:
             "an earlier stream of this process was left open, and has been ended: its CPUs are needed for the "
             "new one. End one by loader.close(), or leave room for both (pool.max_actors)"
         )
-
-
-def _in_ray_worker() -> bool:
-    worker: Any = ray.get_runtime_context().worker
-    return bool(worker.mode == ray.WORKER_MODE)
 
 
 def _in_train_worker() -> bool:

@@ -28,6 +28,7 @@ from raypipe.errors import ResourceError
 from raypipe.metrics.prometheus import Recorder
 from raypipe.plan.places import PADDING, Cursor, MicroBatchId, Split
 from raypipe.plan.schedule import Plan
+from raypipe.rayext.watch import this_process
 from raypipe.stores.base import Store, name_of
 from raypipe.streaming.blocks import MAX_BYTES, cut, most, tasks
 from raypipe.streaming.row import SOURCE_SCHEMA, SourceRow
@@ -105,7 +106,7 @@ class MicroBatchSource(Datasource):
         if self._supervisor:
             task = str(ray.get_runtime_context().get_task_id())
             share = f"{count} micro-batches from {at} on"
-            begun = self._supervisor.reads.remote(task, share)
+            begun = self._supervisor.reads.remote(task, share, this_process("reader"))
             if not self._block and first:
                 room = min(most(count, self._ranks), self._largest or count)
                 sizes = ray.get(self._supervisor.sizes.remote(task, room, self._max_bytes))

@@ -16,6 +16,8 @@ A restarted reader also announces each read. A row group cannot be substituted, 
 
 The supervisor also sets the size of blocks, from actors' reports about their first ones. Each ReadTask gets it
 at its start, and a restarted one gets the same size, since its blocks must not change.
+
+It also ends processes of the stream that were stopped, see `watch`.
 """
 
 from __future__ import annotations
@@ -29,11 +31,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raypipe.logs import LogFormat, configure_logs
 from raypipe.metrics.prometheus import Recorder
 from raypipe.plan.places import Split
+from raypipe.rayext.watch import Process, Watch, here, this_process
 from raypipe.streaming.blocks import fitting
 
 logger = logging.getLogger(__name__)
@@ -72,9 +74,12 @@ class Supervisor:
         max_attempts: most deaths at one block, see above.
         run: name of the run, for metrics and logs.
         log_format: format of its log lines; empty = as this process has it.
+        watches: whether it ends stopped processes of the stream while the stream makes no progress.
     """
 
-    def __init__(self, max_attempts: int, run: str = "", log_format: LogFormat | Literal[""] = "") -> None:
+    def __init__(
+        self, max_attempts: int, run: str = "", log_format: LogFormat | Literal[""] = "", watches: bool = False
+    ) -> None:
         if log_format:
             configure_logs(log_format, run=run)
         self._metrics = Recorder(run)
@@ -92,14 +97,41 @@ class Supervisor:
         self._sizes: dict[str, dict[Split, int]] = {}  # task of a reader → k of each split
         self._left: set[int] = set()  # ranks
         self._stands: dict[str, str] = {}  # execution that has brought blocks → what it is at
+        self._process = this_process("supervisor") if watches else None
+        self._watch = Watch(self.note, self._work_of, self._process.node if self._process else "")
+        if watches:
+            self._watch.start()
 
-    def stands(self, execution: str, at: str) -> None:
-        """An execution tells each second what its blocks are at."""
-        self._stands[execution] = at
+    def joined(self, key: str, process: Process) -> None:
+        """A process of the stream is there, which is known by this key."""
+        self._watch.add(key, process)
 
-    def left(self, execution: str) -> None:
-        """An execution has ended."""
-        self._stands.pop(execution, None)
+    def moves(
+        self, execution: str, still_s: float, process: Process | None = None, at: str = ""
+    ) -> Process | None:
+        """An execution runs, as it says each second; no rank has taken a block from it for so long.
+
+        Args:
+            at: what its blocks are at; empty = it has brought none yet.
+
+        Returns:
+            This process, which the execution watches in turn.
+        """
+        if process:
+            self._watch.add(execution, process)
+        self._watch.moves(execution, still_s)
+        if at:
+            self._stands[execution] = at
+        return self._process
+
+    def left(self, key: str) -> None:
+        """A process, or an execution, is no more part of the stream."""
+        self._stands.pop(key, None)
+        self._watch.remove(key)
+
+    def _work_of(self, actor: str) -> str:
+        block = self._doing.get(actor)
+        return f"in {_named(block)}" if block else ""
 
     def arrived(self, actor: str, home: str) -> bool:
         """An actor has started, in a process that people find by `home`; returns whether it was restarted."""
@@ -124,8 +156,10 @@ class Supervisor:
         self.note(f"a transform actor died {work} ({known}), and was restarted ({home})", "actor_died")
         return True
 
-    def begins(self, actor: str, micro_batches: list[str]) -> Orders:
-        """An actor begins a block of these micro-batches."""
+    def begins(self, actor: str, micro_batches: list[str], process: Process | None = None) -> Orders:
+        """An actor begins a block of these micro-batches, in this process."""
+        if process:
+            self._watch.add(actor, process)
         self._doing[actor] = block = tuple(micro_batches)
         self._samples.pop(actor, None)
         history = self._histories.get(block)
@@ -152,12 +186,14 @@ class Supervisor:
         self._doing.pop(actor, None)
         self._samples.pop(actor, None)
 
-    def reads(self, task: str, share: str) -> bool:
+    def reads(self, task: str, share: str, process: Process | None = None) -> bool:
         """A reader begins a share of the schedule; returns whether it was restarted, and must say what it reads.
 
         Args:
             task: its id, which is the same when it is restarted.
         """
+        if process:
+            self._watch.add(task, process)
         known, self._reading[task] = self._reading.get(task), ""
         if known is None:
             return False
@@ -200,6 +236,7 @@ class Supervisor:
     def has_read(self, task: str) -> None:
         """A reader has finished its share; if it runs again, its results were lost."""
         self._reading.pop(task, None)
+        self._watch.remove(task)
 
     def leaves(self, rank: int) -> int:
         """A rank will read no more; returns how many have said so."""
@@ -248,12 +285,10 @@ def _split(at: str) -> str:
 
 def start_supervisor(max_attempts: int, run: str = "", log_format: LogFormat = "text") -> Any:
     """A handle of a Supervisor that runs as an actor, on the node of the caller."""
-    # If it were `soft`, Ray 2.60 would place every second actor elsewhere.
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     actor = ray.remote(Supervisor).options(
-        num_cpus=0, max_restarts=-1, max_task_retries=-1, scheduling_strategy=here
+        num_cpus=0, max_restarts=-1, max_task_retries=-1, scheduling_strategy=here()
     )
-    return actor.remote(max_attempts, run, log_format)
+    return actor.remote(max_attempts, run, log_format, True)
 
 
 def end_actors(supervisor: Any, iterators: Sequence[Any], rank: int) -> None:

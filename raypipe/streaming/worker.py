@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import functools
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,6 +21,7 @@ from raypipe.errors import ResourceError
 from raypipe.logs import configure_logs
 from raypipe.metrics.prometheus import Recorder
 from raypipe.plan.places import PADDING, MicroBatchId
+from raypipe.rayext.watch import this_process
 from raypipe.storage import patience
 from raypipe.streaming.blocks import Block
 from raypipe.streaming.maker import MicroBatchMaker, Outcome
@@ -102,10 +102,9 @@ class Guard:
 
     def __init__(self, supervisor: Any, time_limit_s: float) -> None:
         self._supervisor, self._time_limit_s = supervisor, time_limit_s
-        context = ray.get_runtime_context()
-        self._actor = context.get_actor_id() or f"process {os.getpid()}"
-        home = f"process {os.getpid()} on {ray.util.get_node_ip_address()}, node {context.get_node_id()[:8]}"
-        restarted = ray.get(supervisor.arrived.remote(self._actor, home))
+        self._process = this_process("transform actor")
+        self._actor = ray.get_runtime_context().get_actor_id() or f"process {self._process.pid}"
+        restarted = ray.get(supervisor.arrived.remote(self._actor, str(self._process)))
         self._wary = _WARY_FOR if restarted else 0
 
     @contextlib.contextmanager
@@ -115,7 +114,7 @@ class Guard:
         Raises:
             ResourceError: the block has cost too many actors.
         """
-        begun = self._supervisor.begins.remote(self._actor, list(map(str, block)))
+        begun = self._supervisor.begins.remote(self._actor, list(map(str, block)), self._process)
         orders = None
         if self._wary:
             self._wary -= 1

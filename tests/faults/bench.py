@@ -14,6 +14,7 @@ import contextlib
 import json
 import os
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -56,7 +57,7 @@ PLAN = PlanConfig(epochs=2, micro_batch_size=8, global_batch_size=32, seed=11)
 CONSUME_S = 0.04  # of the consumer per micro-batch, so that a stream lives long enough to be hurt
 CHECKPOINT_EVERY = 5
 # Micro-batches in a block where actors die with several blocks at hand; else it is found, from 1 on.
-BLOCKS = dict.fromkeys(("actor", "all actors", "node", "drained node", "frozen node"), 3)
+BLOCKS = dict.fromkeys(("actor", "all actors", "node", "drained node", "frozen actor", "frozen node"), 3)
 READ_AHEAD = 48  # micro-batches: later, a short stream's reader has no more to do and is not there to be killed
 NOTICE_S = {"drained node": 3.0, "drained trainer": 12.0}  # Ray Train looks for notices every 5 s
 OUTAGE_S, BUCKET = 10.0, "faults"
@@ -330,7 +331,12 @@ KINDS = (
     "trainer",
     "drained trainer",
     "elastic",
+    "frozen actor",
     "frozen node",
+    "frozen trainer",
+    "frozen coordinator",
+    "frozen reader",
+    "frozen supervisor",
     "storage outage",
     "left streams",
 )
@@ -359,6 +365,9 @@ def damage_of(kind: str, nodes: Nodes, choose: random.Random, storage: s3_server
         )
     if kind == "frozen node":
         return Damage(lambda: nodes.freeze(choose))
+    if kind.startswith("frozen "):
+        name = processes[kind.removeprefix("frozen ")]
+        return Damage(lambda: kill(name, choose, number=signal.SIGSTOP))
     if kind == "elastic":
         return Damage(lambda: nodes.lose(choose), nodes.mend, mend_after_s=25)
     for_good = kind == "node for good"
@@ -415,7 +424,7 @@ def run(
             damage = damage_of(kind, nodes, choose, storage)
             name, faults = kind, 0
             kept = leave(spec) if kind == "left streams" else []
-            if kind in ("coordinator", "trainer"):
+            if kind.removeprefix("frozen ") in ("coordinator", "trainer"):
                 rows, longest, *_ = train(spec, damage, after, Trainers())
             elif kind == "elastic":
                 trainers = Trainers(1, 4, consume_s=0.3, on_nodes=True)

@@ -15,7 +15,7 @@ BENCH = Path(__file__).parent / "bench.py"
 
 @pytest.mark.cluster
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("kinds", ["reader,node,drained node", "frozen node"])
+@pytest.mark.parametrize("kinds", ["reader,node,drained node", "frozen actor,frozen node", "frozen trainer"])
 def test_whatever_dies_or_hangs_the_consumer_sees_the_same_stream(
     kinds: str, request: pytest.FixtureRequest
 ) -> None:

@@ -155,7 +155,7 @@ def test_the_supervisor_knows_what_a_stream_without_a_batch_is_at() -> None:
     supervisor.arrived("b", "process 2")
     supervisor.begins("a", ["train-0-0-0"])
     assert supervisor.awaited() == "2 transform actors have started, and 1 of them makes blocks"
-    supervisor.stands("execution", "2 transform actors are idle and wait for the reader")
+    supervisor.moves("execution", 1.0, at="2 transform actors are idle and wait for the reader")
     assert supervisor.awaited() == "2 transform actors are idle and wait for the reader"
     supervisor.left("execution")
     assert supervisor.awaited().startswith("2 transform actors have started")

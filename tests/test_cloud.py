@@ -16,12 +16,12 @@ import pyarrow.fs
 import pytest
 import torch
 import without_ray
-from recorded_runs import parse
 from s3_server import FaultyProxy, environment, first
 from small_runs import small_run
 
 from raypipe.commands.convert import convert
 from raypipe.config import RunConfig
+from raypipe.metrics.records import parse
 from raypipe.storage.filesystem import open_filesystem
 from raypipe.stores import open_store, open_writer
 from raypipe.stores.destination import new_remote

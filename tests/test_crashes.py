@@ -20,11 +20,11 @@ import torch
 from damaged_checkpoints import DAMAGE, newest
 from full_disk import fill, make_room, small_disk
 from local_head import LocalHead
-from recorded_runs import read_records
 from small_runs import small_run
 
 from raypipe.config import RunConfig
 from raypipe.errors import ConfigError
+from raypipe.metrics.records import read_records
 from raypipe.train.launch import train
 from raypipe.train.run_folder import request_stop
 

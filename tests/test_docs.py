@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 import yaml
 from documented import PAGES, ROOT, blocks, commands, defined
-from recorded_runs import read_records
 from small_runs import parse_run
 from tiers import is_soak
 from without_ray import one_thread, only_rank
@@ -26,6 +25,7 @@ from without_ray import one_thread, only_rank
 import raypipe
 from raypipe.commands import cli, settings
 from raypipe.config import RunConfig
+from raypipe.metrics.records import read_records
 from raypipe.stores import Store, digits_stores
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.transform.presets import PRESETS, check_transform

@@ -10,6 +10,7 @@ import json
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,11 @@ import yaml
 from documented import PAGES, ROOT, blocks, commands
 
 from raypipe.commands import cli
+from raypipe.storage.filesystem import open_filesystem
 from raypipe.stores import open_store
 from raypipe.stores.destination import write_atomically
 from raypipe.stores.filter import matching
+from raypipe.streaming.chronicle import Chronicle
 from raypipe.train.run_folder import CONFIG_HEAD
 from raypipe.transform.seekable import is_seekable
 
@@ -123,6 +126,30 @@ def test_docs_quickstart_converts_verifies_and_shows(capsys: pytest.CaptureFixtu
         Path("bad.json").unlink()
     (preview,) = of("quickstart.md", "preview")
     assert run(preview, capsys)["samples"] == 6 and Path("grid.png").stat().st_size > 1000
+
+
+@runs(
+    ("quickstart.md", "stop"), ("quickstart.md", "status"), ("failures.md", "status")
+)
+@pytest.mark.usefixtures("s3")
+def test_docs_quickstart_stops_a_run_and_tells_where_it_stands(capsys: pytest.CaptureFixture[str]) -> None:
+    """Here it is a run in a bucket."""
+    (words,), (status,) = of("quickstart.md", "stop"), of("quickstart.md", "status")
+    assert words[2] == status[2] == "runs/first"
+    words[2] = status[2] = "s3://my-bucket/runs/first"
+    filesystem, path = open_filesystem(words[2])
+    with filesystem.open_output_stream(f"{path}/config.yaml") as file:
+        file.write(CONFIG_HEAD.encode())
+    assert run(words, capsys)["stop_requested"]
+    filesystem.open_input_stream(f"{path}/stop").close()
+    chronicle = Chronicle(1, 0, (filesystem, path))
+    chronicle.begin(False, lambda: {"to_step": 90}, None)
+    with chronicle.waiting("train-e0000-s000000-m000", lambda: "idle and wait for the reader"):
+        chronicle._look(time.time())
+        assert run(status, capsys)["waits_for"] == "train-e0000-s000000-m000"
+        (elsewhere,) = of("failures.md", "status")
+        assert elsewhere[:-1] == status[:-1] == ["raypipe", "status"]
+    chronicle.close()
 
 
 @runs(("concepts.md", "digest"))

@@ -21,10 +21,12 @@ import pytest
 import torch
 import without_ray
 from local_head import LocalHead
-from recorded_runs import read_records
 from signalled import assert_tells_how_to_go_on, ended_by, started
 from small_runs import parse_run
 from tiers import is_soak
+
+from raypipe.commands.status import status
+from raypipe.errors import ConfigError
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -160,7 +162,7 @@ def test_a_digits_run_ended_by_ctrl_c_goes_on_as_a_job_to_equal_weights(
 
 @pytest.mark.cluster
 @pytest.mark.timeout(400)
-def test_a_killed_trainer_is_in_the_record_and_lines_are_json(ray_folder: str, tmp_path: Path) -> None:
+def test_a_killed_trainer_is_in_record_and_status_and_lines_are_json(ray_folder: str, tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "digits"
     command = [f"--storage_path={folder.parent}", *DIGITS, "--log-format=json", "--train.checkpoint_interval=5"]
     command += ["--train.num_workers=2", "--train.cpus_per_worker=0.5"]
@@ -168,16 +170,22 @@ def test_a_killed_trainer_is_in_the_record_and_lines_are_json(ray_folder: str, t
     with started(command, ray_folder, environment, stderr=subprocess.STDOUT) as running:
         assert running.stdout
         lines = [*itertools.takewhile(lambda line: '"kind": "train"' not in line, running.stdout)]
+        found = {"step": 0}
+        while not found["step"]:
+            with contextlib.suppress(ConfigError):
+                found = status(str(folder))
+        assert found["state"] == "running" and found["workers"] == 2 and found["to_step"] == STEPS
         children = psutil.Process(running.pid).children(recursive=True)
-        killed, _ = (child.pid for child in children if "RayTrainWorker" in " ".join(child.cmdline()))
+        trainers = {child.pid for child in children if "RayTrainWorker" in " ".join(child.cmdline())}
+        (killed,) = trainers - {found["pid"]}
         os.kill(killed, signal.SIGKILL)
         rest, _ = running.communicate(timeout=300)
     said = [json.loads(line) for line in (*lines, *rest.splitlines())]
     assert said[-1]["steps"] == STEPS and not said[-1]["stopped"]
-    records = read_records(folder.as_uri())
-    assert records is not None and records.kept[-1]["step"] == STEPS
-    (fault,) = (record["text"] for record in records.kept if record["kind"] == "fault")
-    assert re.match(rf"restarting the trainers: trainer [01] died: process {killed} on ", fault)
+    found = status(str(folder))
+    assert found["state"] == "ended" and found["step"] == STEPS and found["checkpoint"]
+    (fault,) = found["faults"]
+    assert fault.startswith(f"restarting the trainers: trainer 1 died: process {killed} on ")
     assert any(line.get("message") == fault and line["run"] == "digits" for line in said)
 
 

@@ -17,7 +17,7 @@ from importlib import import_module
 from typing import Any, Literal
 
 import raypipe
-from raypipe.commands import audit, bench, doctor
+from raypipe.commands import audit, bench, doctor, status
 from raypipe.commands.parser import error_text, fail, meant, settings_text
 from raypipe.commands.settings import parse_command
 from raypipe.config import RunConfig
@@ -144,7 +144,7 @@ def print_result(result: dict[str, Any]) -> None:
 
 
 GROUPS: dict[str, dict[str, Callable[..., dict[str, Any]]]] = {
-    "Run": {"train": train},
+    "Run": {"train": train, "status": status.status, "stop": status.stop},
     "Data": {
         "inspect": audit.inspect,
         "verify": audit.verify,
@@ -161,6 +161,7 @@ GROUPS: dict[str, dict[str, Callable[..., dict[str, Any]]]] = {
 COMMANDS = {name: command for commands in GROUPS.values() for name, command in commands.items()}
 # The text of results that are more than a table.
 _PRINTED: dict[str, Callable[[dict[str, Any]], None]] = {
+    "status": status.print_status,
     "verify": audit.print_verified,
     "digest": audit.print_digests,
     "bench": bench.print_bench,

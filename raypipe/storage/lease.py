@@ -107,6 +107,18 @@ def is_held(run_uri: str, token: str) -> bool:
     return exists(join(run_uri, _FOLDER, f"{token}.json"))
 
 
+def holder(run_uri: str) -> str:
+    """Describe the process that has a run's folder; "" if it is dead, or has not renewed for a minute."""
+    now = datetime.datetime.now(datetime.UTC)
+    with contextlib.suppress(FileNotFoundError):
+        for _, claim, renewed in _Claim(run_uri)._rivals():
+            is_local = claim["machine"] == _machine() != ""
+            is_silent = (now - renewed).total_seconds() > _EXPIRES_S
+            if _started(claim["pid"]) == claim["started"] if is_local else not is_silent:
+                return str(claim["who"])
+    return ""
+
+
 class _Claim:
     """This process's claim on a run's folder."""
 
@@ -139,8 +151,8 @@ class _Claim:
                 # withdraw.
                 elif not is_silent and (claim["since"] < self._since or waited_s > _RACE_S):
                     raise RunExistsError(
-                        f"{self._run_uri} is in use by {claim['who']}: wait for that run, end it, "
-                        "or choose another --name"
+                        f"{self._run_uri} is in use by {claim['who']}: wait for that run, end it with "
+                        "`raypipe stop`, or choose another --name"
                     )
             time.sleep(_LOOK_S)
             self._renew()

@@ -1,6 +1,7 @@
 """Console lines and records of a stream, which rank 0 writes while it runs.
 
 a wait of the loop            a line after 10 s, 20 s, 40 s, …: for what, and for whom
+the loop's place              status.json, every few seconds, for `raypipe status`
 faults, sizes of the pool     a line and a record each
 the training                  a record every ten seconds or so; a training loop's own have its loss as well
 the end of an epoch           a record of where the time went; of the last one also a line
@@ -9,16 +10,24 @@ the end of an epoch           a record of where the time went; of the last one a
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
+import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import pyarrow as pa
+import pyarrow.fs
 import ray
 
+from raypipe.errors import RaypipeError
 from raypipe.logs import progress
-from raypipe.metrics.records import Folder, RunLog
+from raypipe.metrics.records import STATUS, Folder, RunLog
+from raypipe.storage.files import write_synced, write_text
+from raypipe.storage.patience import impatient
 from raypipe.streaming.supervisor import follow
 
 logger = logging.getLogger(__name__)
@@ -26,6 +35,9 @@ logger = logging.getLogger(__name__)
 _FIRST_TOLD_S = 10.0
 _LOOK_S = 1.0
 _ANSWER_S = 5.0
+# Between two files of where the loop stands: in object storage each is a request that is paid for.
+_STATUS_S, _STATUS_REMOTE_S = 5.0, 30.0
+_SHOWN = ("epoch", "images_per_s", "wait_fraction", "loss")  # there, of the last record of the training
 
 
 class _Wait(NamedTuple):
@@ -54,18 +66,18 @@ class Chronicle:
 
     Attributes:
         log: the record; None = none, or not begun.
-        step: the global step, for records.
     """
 
     def __init__(self, world_size: int, rank: int, folder: Folder | None) -> None:
         self._world_size, self._is_first = world_size, rank == 0
         self._folder = folder if rank == 0 else None
         self.log: RunLog | None = None
-        self.step = 0
+        self._step, self._step_at = 0, time.time()
         self._wait: _Wait | None = None
+        self._shown: dict[str, Any] = {}
         self._looks: tuple[threading.Thread, threading.Event] | None = None
         self._told: _Wait | None = None  # these were printed
-        self._due_s = 0.0
+        self._due_s = self._status_at = 0.0
         self._stop_following: Callable[[], None] = lambda: None
 
     def begin(self, validates: bool, settings: Callable[[], dict[str, Any]], supervisor: Any) -> None:
@@ -77,13 +89,26 @@ class Chronicle:
         """
         self.close()
         if self._folder:
-            self.log = RunLog(self._folder, self.step, self._world_size, validates, settings())
+            of_run = settings()
+            self._shown = {"begun": time.time(), "to_step": of_run["to_step"]}
+            self.log = RunLog(self._folder, self.step, self._world_size, validates, of_run)
             self._stop_following = follow(supervisor, self._tell_event)
+
+    @property
+    def step(self) -> int:
+        """The global step, for records."""
+        return self._step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._step, self._step_at = step, time.time()
 
     def record(self, kind: str, line: str = "", **values: Any) -> None:
         """Record values at `step`, and print a line of progress unless it is empty."""
         if self.log:
             self.log.write(kind, self.step, **values)
+            if kind == "train":
+                self._shown |= {name: values[name] for name in _SHOWN if name in values}
             values.pop("text", None)
             if line:
                 progress(logger, line, step=self.step, kind=kind, **values)
@@ -110,7 +135,7 @@ class Chronicle:
                 logger.debug("the waits of a stream cannot be told", exc_info=True)
 
     def _look(self, now: float) -> None:
-        """Tell of a long wait, if due."""
+        """Tell of a long wait, and write where the loop stands, if due."""
         wait = self._wait
         if wait is not self._told:
             self._told, self._due_s = wait, _FIRST_TOLD_S
@@ -118,6 +143,41 @@ class Chronicle:
         if wait and (wait.thing or self.log) and now - wait.since >= self._due_s:
             self._due_s = 2 * (now - wait.since)
             progress(logger, wait.told(now))
+        if self.log and now - self._status_at >= self._status_every_s:
+            self._status_at = now
+            self._write_status(now, wait)
+
+    @property
+    def _status_every_s(self) -> float:
+        return _STATUS_S if self._is_local else _STATUS_REMOTE_S
+
+    @property
+    def _is_local(self) -> bool:
+        return self._folder is not None and isinstance(self._folder[0], pyarrow.fs.LocalFileSystem)
+
+    def _write_status(self, now: float, wait: _Wait | None, ended: bool = False) -> None:
+        """Say where the loop stands, for `commands.status`; what cannot be written is seen by its age."""
+        assert self._folder
+        status = {
+            "time": now,
+            "every_s": 0 if ended else self._status_every_s,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "workers": self._world_size,
+            "step": self._step,
+            "step_at": self._step_at,
+            **self._shown,
+            "waits_for": wait.thing if wait else "",
+            "whom": wait.whom() if wait and wait.thing else "",
+            "since": wait.since if wait else now,
+        }
+        filesystem, folder = self._folder
+        path, text = f"{folder}/{STATUS}", json.dumps(status)
+        with contextlib.suppress(pa.ArrowException, OSError, RaypipeError), impatient():
+            if self._is_local:
+                write_text(path, text)
+            else:
+                write_synced(filesystem, path, text.encode())
 
     def awaited(self, supervisor: Any) -> str:
         """Name what holds up a batch, as the stream's Supervisor knows it, if there is one."""
@@ -143,6 +203,8 @@ class Chronicle:
             if thread is not threading.current_thread():  # the loop may have dropped the loader
                 thread.join(_ANSWER_S)
             self._looks = None
+        if self.log:
+            self._write_status(time.time(), None, ended=True)
 
     def close(self) -> None:
         """Record the last events, and end the record."""

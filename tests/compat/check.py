@@ -29,9 +29,9 @@ import numpy as np
 import psutil
 import ray
 import torch
-from recorded_runs import read_records
 
 from raypipe.config import PlanConfig, PoolConfig, RunConfig, StoreConfig, TrainConfig, TransformConfig
+from raypipe.metrics.records import read_records
 from raypipe.rayext.cluster import connect
 from raypipe.stores.destination import write_atomically
 from raypipe.streaming.digest import combine, digested, iterate_digests

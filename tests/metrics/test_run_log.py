@@ -6,9 +6,8 @@ from pathlib import Path
 import pyarrow.fs
 import pytest
 from full_disk import fill, make_room
-from recorded_runs import read_records
 
-from raypipe.metrics.records import SAMPLES, RunLog
+from raypipe.metrics.records import SAMPLES, RunLog, read_records
 from raypipe.plan.places import MicroBatchId
 from raypipe.storage.filesystem import as_uri, open_filesystem
 

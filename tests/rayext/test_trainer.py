@@ -25,9 +25,9 @@ from ray.train.v2._internal.execution.worker_group.poll import WorkerGroupPollSt
 from ray.train.v2.api.config import ScalingConfig
 from ray.train.v2.api.exceptions import ControllerError, PreemptionError, WorkerGroupError
 from ray.train.v2.api.preemption import PreemptionInfo
-from recorded_runs import read_records
 
 from raypipe.errors import ConfigError, ResourceError
+from raypipe.metrics.records import read_records
 from raypipe.rayext.failures import cause_of
 from raypipe.rayext.trainer import (
     BoundedScalingPolicy,

@@ -56,7 +56,7 @@ def child_with_lease(run_uri: str) -> Iterator[int]:
 def test_a_second_start_is_refused_at_once_and_told_who_has_the_folder(tmp_path: Path) -> None:
     run_uri = (tmp_path / "runs" / "mine").as_uri()
     with child_with_lease(run_uri) as child:
-        message = rf"runs/mine is in use by process {child} on .*, since 20.* UTC: .*end it.*--name"
+        message = rf"runs/mine is in use by process {child} on .*, since 20.* UTC: .*`raypipe stop`.*--name"
         with pytest.raises(RunExistsError, match=message), leased(run_uri):
             pass
         assert len(list(Path(tmp_path, "runs/mine/lease").iterdir())) == 1

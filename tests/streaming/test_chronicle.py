@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 import without_ray
-from recorded_runs import read_records
 from without_ray import every_batch
 
 import raypipe
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
+from raypipe.metrics.records import read_records
+from raypipe.storage.files import read_json
 from raypipe.storage.filesystem import open_filesystem
 from raypipe.streaming import chronicle
 from raypipe.streaming.arrival import Feed
@@ -113,6 +114,7 @@ def test_any_long_wait_is_a_line_that_says_for_what_and_is_no_compute(
     spec: StreamSpec, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setattr(chronicle, "_FIRST_TOLD_S", 0.01)
+    monkeypatch.setattr(chronicle, "_STATUS_S", 0.001)
     said: list[str] = []
 
     def until_told(of: str) -> None:
@@ -136,13 +138,17 @@ def test_any_long_wait_is_a_line_that_says_for_what_and_is_no_compute(
     begun = time.perf_counter()
     with loader.account.saving(lambda: "the previous one is being written"):
         until_told("s: the previous one is being written")
+        while (found := read_json(tmp_path / "status.json"))["waits_for"] != "the checkpoint":
+            time.sleep(0.01)
     stalled_s = time.perf_counter() - begun
+    assert found["whom"] == "the previous one is being written" and found["step"] == 2 and found["to_step"] == 6
     until_told("training has asked for nothing for 0 s: the loop computes, or waits for other ranks")
     next(batches)
     after = loader.times() - before
     assert 0.5 * stalled_s < after.checkpoint_s <= stalled_s
     assert after.compute_s <= time.perf_counter() - asked - after.checkpoint_s
     loader.close()
+    assert read_json(tmp_path / "status.json")["every_s"] == 0
 
 
 def test_the_supervisor_knows_what_a_stream_without_a_batch_is_at() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -14,10 +15,10 @@ import pyarrow as pa
 import pytest
 import without_ray
 from ray import cloudpickle
-from recorded_runs import read_records
 
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.errors import ResourceError
+from raypipe.metrics.records import read_records
 from raypipe.plan.places import PADDING, Cursor, Split
 from raypipe.plan.schedule import Plan
 from raypipe.stores.base import Columns, MemoryStore, Store
@@ -148,21 +149,24 @@ class ReadsSlowly(ParquetStore):
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.timeout(120)
 def test_a_slow_reader_is_told_while_it_is_awaited_and_at_the_end(
-    stores: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    stores: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    monkeypatch.setattr("raypipe.streaming.chronicle._STATUS_S", 0.1)
     monkeypatch.setattr("raypipe.streaming.chronicle._LOOK_S", 0.1)
-    monkeypatch.setattr("raypipe.streaming.chronicle._FIRST_TOLD_S", 0.1)
     store, run = Path(shutil.copy(stores["parquet"], tmp_path)), tmp_path / "run"
     spec = open_stream(
         ReadsSlowly(store),
         plan=PlanConfig(epochs=1, micro_batch_size=5, shuffle="off"),
         transform=TransformConfig(train="small", size=16),
     )
+    whom: list[str] = []
 
     def look() -> None:
-        while "idle and wait for the reader" not in capsys.readouterr().out:
+        while not any("idle and wait for the reader" in each for each in whom):
             time.sleep(0.1)
+            with contextlib.suppress(ConfigError):
+                whom.append(read_json(run / "status.json")["whom"])
         time.sleep(2.0)  # longer than all the other waits
         Path(f"{store}.go").touch()
 

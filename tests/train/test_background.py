@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 import without_ray
-from recorded_runs import read_records
 from small_runs import small_run
 
 from raypipe.config import RunConfig
 from raypipe.errors import ConfigError, RaypipeError
+from raypipe.metrics.records import read_records
 from raypipe.plan.places import Cursor
 from raypipe.storage.filesystem import open_filesystem
 from raypipe.streaming import checkpoints

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import without_ray
 import yaml
-from recorded_runs import read_records
 from small_runs import parse_run, small_run
 
 from raypipe import logs
@@ -24,6 +23,7 @@ from raypipe.config import (
     TransformConfig,
 )
 from raypipe.errors import ConfigError, CursorError
+from raypipe.metrics.records import read_records
 from raypipe.plan.places import Cursor
 from raypipe.rayext.allocation import Allocation
 from raypipe.stores import open_store

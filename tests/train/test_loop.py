@@ -15,7 +15,7 @@ import ray.train
 import torch
 import without_ray
 from ray.train.v2._internal.execution import train_fn_utils
-from recorded_runs import read_records, records
+from recorded_runs import records
 from signalled import kill_a_worker_at
 from small_runs import small_run
 from tiers import is_soak
@@ -27,7 +27,7 @@ from raypipe.config import (
     StrengthConfig,
 )
 from raypipe.errors import ConfigError, CursorError, ResourceError, RunError
-from raypipe.metrics.records import SAMPLES
+from raypipe.metrics.records import SAMPLES, read_records
 from raypipe.streaming.opening import spec_of
 from raypipe.streaming.spec import StreamSpec
 from raypipe.train.launch import train

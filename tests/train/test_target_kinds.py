@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 import without_ray
-from recorded_runs import read_records
 from small_runs import small_run
 from torch.nn.functional import mse_loss
 
 from raypipe.config import AugmentConfig, RunConfig, StoreConfig
 from raypipe.errors import ConfigError
+from raypipe.metrics.records import read_records
 from raypipe.stores import open_writer
 from raypipe.streaming.opening import spec_of
 from raypipe.train.models import num_classes_of

@@ -1,0 +1,108 @@
+"""The commands on a run by its folder, from any machine that sees it: its state, and a request to stop it."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from raypipe.errors import ConfigError
+from raypipe.logs import table
+from raypipe.metrics.records import STATUS, read_records
+from raypipe.storage.files import read_json
+from raypipe.storage.filesystem import as_uri, exists, join
+from raypipe.storage.lease import holder
+from raypipe.streaming.checkpoints import newest_name
+
+# Rank 0 counts as silent after this many periods without writing.
+_LATE = 4
+
+
+def stop(folder: str) -> dict[str, Any]:
+    """Stop a run within seconds, with a checkpoint.
+
+    `raypipe train --resume RUN` continues it.
+
+    Examples:
+        raypipe stop runs/20261121-104600-3fa2
+        raypipe stop s3://my-bucket/runs/20261121-104600-3fa2
+
+    Args:
+        folder: the run's folder: the `run_dir` that it printed, a path or a URI.
+    """
+    from raypipe.train.run_folder import check_run_folder, request_stop
+
+    run_uri = as_uri(folder.rstrip("/"))
+    check_run_folder(run_uri, resume=True)
+    request_stop(run_uri)
+    return {"run_dir": folder, "stop_requested": True}
+
+
+def status(folder: str) -> dict[str, Any]:
+    """Show the step of a run, its age, and the process that the run waits for.
+
+    Examples:
+        raypipe status runs/20261121-104600-3fa2
+        raypipe status s3://my-bucket/runs/20261121-104600-3fa2 --json
+
+    Args:
+        folder: the run's folder: the `run_dir` that it printed, a path or a URI.
+
+    Returns:
+        What `standing` gives, and `run_dir`; `held_by`, the process that has the folder; `checkpoint`, the newest;
+        `stop_requested`; and `faults`, their texts.
+
+    Raises:
+        ConfigError: the run is missing, or has not begun to train.
+    """
+    from raypipe.train.run_folder import check_run_folder, stop_requested
+
+    run_uri = as_uri(folder.rstrip("/"))
+    held_by = holder(run_uri)
+    if not exists(join(run_uri, STATUS)):
+        check_run_folder(run_uri, resume=True)
+        raise ConfigError(f"{folder} has no {STATUS}: {held_by or 'the run'} has not begun to train")
+    records = read_records(run_uri)
+    kept = records.kept if records else []
+    died_at = max((record["time"] for record in kept if "reason" in record), default=0.0)
+    return {
+        "run_dir": folder,
+        **standing(read_json(join(run_uri, STATUS)), time.time(), bool(held_by), died_at),
+        "held_by": held_by,
+        "checkpoint": newest_name(run_uri) or None,
+        "stop_requested": stop_requested(run_uri),
+        "faults": [record["text"] for record in kept if record["kind"] == "fault"],
+    }
+
+
+def print_status(run: dict[str, Any]) -> None:
+    """Print the result of `status` in five lines."""
+    waits = f"{run['waits_for']} for {run['since_s']:.0f} s: {run['whom']}"
+    rows = {
+        "state": run["state"],
+        "step": f"{run['step']:,} of {run['to_step']:,}, {run['step_age_s']:.0f} s ago",
+        "waits for": waits if run["waits_for"] else "nothing",
+        "last checkpoint": run["checkpoint"] or "none",
+        "last fault": run["faults"][-1] if run["faults"] else "none",
+    }
+    table(run["run_dir"], rows)
+
+
+def standing(status: dict[str, Any], now: float, is_held: bool, died_at: float) -> dict[str, Any]:
+    """Interpret a run's status.json at a moment of time.time(), by this machine's clock. Pure.
+
+    Args:
+        is_held: whether a process has the run's folder.
+        died_at: when its trainers last died, by time.time().
+
+    Returns:
+        Its values, with ages instead of times, and `state`: "running"; "silent": rank 0 has not written for four
+        of its periods, so it is stopped, dead, or cut off from the folder; "restarting": its trainers have ended
+        and the run has not; or "ended".
+    """
+    times = {"time": "age_s", "step_at": "step_age_s", "since": "since_s", "begun": "begun_s"}
+    ages = {name: max(0.0, now - status[moment]) for moment, name in times.items()}
+    every_s = status["every_s"]
+    state = "running" if ages["age_s"] <= _LATE * every_s else "silent"
+    if died_at > status["begun"] or not every_s:
+        state = "restarting" if is_held else "ended"
+    return {"state": state, **{name: status[name] for name in status.keys() - {*times, "every_s"}}, **ages}

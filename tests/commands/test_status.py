@@ -1,0 +1,75 @@
+"""`raypipe status`, of runs that go on, stand still, and have ended."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raypipe.commands.cli import main
+from raypipe.commands.status import print_status, standing
+from raypipe.storage.filesystem import open_filesystem
+from raypipe.storage.lease import leased
+from raypipe.streaming.chronicle import Chronicle
+
+WROTE: dict[str, Any] = {
+    **{"time": 100.0, "every_s": 5.0, "host": "a", "pid": 7, "workers": 2, "step": 40, "step_at": 60.0},
+    **{"begun": 50.0, "to_step": 90, "waits_for": "the checkpoint", "whom": "storage", "since": 70.0},
+}
+
+
+def test_who_waits_for_what_and_for_how_long() -> None:
+    found = standing(WROTE, 103.0, True, 0.0)
+    assert found["state"] == "running" and found["age_s"] == 3 and found["step_age_s"] == 43
+    assert (found["waits_for"], found["whom"], found["since_s"]) == ("the checkpoint", "storage", 33)
+
+
+def test_a_run_is_silent_restarting_or_ended() -> None:
+    assert standing(WROTE, 119.0, True, 0.0)["state"] == "running"
+    assert standing(WROTE, 121.0, True, 0.0)["state"] == "silent"
+    assert standing(WROTE, 101.0, True, died_at=51.0)["state"] == "restarting"
+    assert standing(WROTE, 101.0, True, died_at=49.0)["state"] == "running"
+    left = WROTE | {"every_s": 0}
+    assert standing(left, 1e6, True, 0.0)["state"] == "restarting"
+    assert standing(left, 1e6, False, 0.0)["state"] == "ended"
+
+
+def shown(run: Path, capsys: pytest.CaptureFixture[str]) -> tuple[str, dict[str, Any]]:
+    """What the command prints for people, and for programs."""
+    main(["status", str(run)])
+    found = json.loads(capsys.readouterr().out)
+    print_status(found)
+    return capsys.readouterr().out, found
+
+
+def test_the_command_tells_as_text_and_json_what_a_run_has_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chronicle = Chronicle(2, 0, open_filesystem(tmp_path.as_uri()))
+    with leased(tmp_path.as_uri()):
+        chronicle.begin(False, lambda: {"to_step": 90}, None)
+        chronicle.step = 40
+        chronicle.record("train", images_per_s=10.0, epoch=1)
+        chronicle.record("fault", text="a transform actor died")
+        with chronicle.waiting("the checkpoint", lambda: "the previous one is being written"):
+            chronicle._look(time.time())
+            text, found = shown(tmp_path, capsys)
+        assert found["state"] == "running" and found["step"] == 40 and found["to_step"] == 90
+        assert found["epoch"] == 1 and found["images_per_s"] == 10.0 and "process" in found["held_by"]
+        assert found["waits_for"] == "the checkpoint" and found["whom"] == "the previous one is being written"
+        assert found["faults"] == ["a transform actor died"] and found["checkpoint"] is None
+        assert "the checkpoint for 0 s: the previous one is being written" in text and "40 of 90" in text
+        chronicle.close()
+        assert shown(tmp_path, capsys)[1]["state"] == "restarting"
+    found = shown(tmp_path, capsys)[1]
+    assert found["state"] == "ended" and found["held_by"] == "" and found["waits_for"] == ""
+
+
+def test_a_run_that_has_not_begun_to_train_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.yaml").write_text("# A run of raypipe: its settings.\n")
+    with pytest.raises(SystemExit):
+        main(["status", str(tmp_path)])
+    assert "has no status.json: the run has not begun to train" in capsys.readouterr().err

@@ -407,34 +407,6 @@ class PoolConfig(Section, prefix="pool."):
 
 
 @dataclass(frozen=True)
-class StrengthConfig(Section, prefix="augment.strength."):
-    """The strength of the augmentation over the run: it rises linearly from 0, stays, and falls linearly to 0.
-
-    Attributes:
-        ramp_up: share of the run in which the strength rises from 0 to `peak`.
-        peak: strength between the ramps, in [0, 1].
-        ramp_down: share of the run, at its end, in which the strength falls from `peak` to 0.
-    """
-
-    ramp_up: Share = 0.0
-    peak: Share = 1.0
-    ramp_down: Share = 0.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        both = self.ramp_up + self.ramp_down
-        self._require(both <= 1, "ramp_up + ramp_down", both, "at most 1")
-
-    def at(self, progress: float) -> float:
-        """Return the strength at a share of the run, in [0, 1)."""
-        if progress < self.ramp_up:
-            return self.peak * progress / self.ramp_up
-        if progress > 1 - self.ramp_down:
-            return self.peak * (1 - progress) / self.ramp_down
-        return self.peak
-
-
-@dataclass(frozen=True)
 class AugmentConfig(Section, prefix="augment."):
     """The augmentation of whole micro-batches on the training device. Validation batches are only normalized.
 
@@ -450,7 +422,9 @@ class AugmentConfig(Section, prefix="augment."):
         cutmix_alpha: alpha of CutMix's Beta distribution; 0 = no CutMix. If both are on, each gets half of the
             mixed micro-batches.
         mix_prob: share of the micro-batches that are mixed.
-        strength: factor of the probability of every operation, and of mixing, over the run.
+        strength: factor of the probability of every operation, and of mixing: a number in [0, 1]; or three,
+            `[RISE, PEAK, FALL]`: it rises linearly from 0 to PEAK in this share of the run, stays there, and falls
+            linearly to 0 in that share at the run's end.
     """
 
     mean: tuple[Pixel, ...] = (0.485, 0.456, 0.406)
@@ -461,7 +435,7 @@ class AugmentConfig(Section, prefix="augment."):
     mixup_alpha: Alpha = 0.0
     cutmix_alpha: Alpha = 0.0
     mix_prob: Share = 1.0
-    strength: StrengthConfig = field(default_factory=StrengthConfig)
+    strength: Share | tuple[Share, ...] = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -472,6 +446,23 @@ class AugmentConfig(Section, prefix="augment."):
             self._require(
                 isinstance(entry.get("op"), str), "ops", entry, "a list of {op: NAME, parameter: value, …}"
             )
+        three = not isinstance(self.strength, tuple) or len(self.strength) == 3
+        self._require(three, "strength", self.strength, "a number, or [RISE, PEAK, FALL]")
+        rise, _, fall = self._ramps
+        self._require(rise + fall <= 1, "strength", self.strength, "[RISE, PEAK, FALL] with RISE + FALL at most 1")
+
+    @property
+    def _ramps(self) -> tuple[float, ...]:
+        return self.strength if isinstance(self.strength, tuple) else (0.0, self.strength, 0.0)
+
+    def strength_at(self, progress: float) -> float:
+        """Return the strength at a share of the run, in [0, 1)."""
+        rise, peak, fall = self._ramps
+        if progress < rise:
+            return peak * progress / rise
+        if progress > 1 - fall:
+            return peak * (1 - progress) / fall
+        return peak
 
 
 @dataclass(frozen=True)

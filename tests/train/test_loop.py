@@ -24,7 +24,6 @@ from raypipe.config import (
     AugmentConfig,
     PoolConfig,
     RunConfig,
-    StrengthConfig,
 )
 from raypipe.errors import ConfigError, CursorError, ResourceError, RunError
 from raypipe.metrics.records import SAMPLES, read_records
@@ -41,8 +40,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster"), pytes
 def run(stores: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
     train_config = {"log_samples": True, "checkpoint_interval": 3, "max_grad_norm": 1.0, "ema_decay": 0.9}
     plain = small_run(tmp_path_factory.mktemp("runs"), stores["train"], stores["val"], 3, 4, **train_config)
-    strength = StrengthConfig(ramp_up=0.3, ramp_down=0.3)
-    augment = AugmentConfig(preset="standard", mixup_alpha=0.2, cutmix_alpha=1.0, strength=strength)
+    augment = AugmentConfig(preset="standard", mixup_alpha=0.2, cutmix_alpha=1.0, strength=(0.3, 1, 0.3))
     return dataclasses.replace(plain, augment=augment)
 
 

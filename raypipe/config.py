@@ -342,18 +342,15 @@ class PoolConfig(Section, prefix="pool."):
             engine "inline", threads that make micro-batches; 0 = the thread that asks for one.
         cpus_per_actor: CPUs that Ray reserves for each actor, which uses as many threads.
         grow_after_s: the pool grows if ranks waited for half of this time, in seconds; at most once in this time.
-        shrink_after_s: seconds without waiting after which the pool gives idle actors back.
-        label_selector: `label=value` of the Ray nodes that actors prefer; if the pool grows, raypipe asks the
-            autoscaler for such nodes only; empty = any node.
+            After 12 times as long without waiting it gives idle actors back.
         micro_batches_per_block: micro-batches that Ray moves at a time; 0 = chosen by their size and time.
         max_in_flight: micro-batches in work or waiting at any time; 0 = 3 blocks per actor and 2 per rank.
         reader: who reads the store: "actors": each actor; "separate": one reader for all actors; "auto":
             "separate" for stores in groups, else "actors".
         cache: "disk": keep decoded samples across epochs, on each node, in RAYPIPE_CACHE.
         cache_bytes: limit of that cache on each node; 0 = a quarter of the disk space that is free at the start.
-        max_attempts: actors that may die on one block, or readers on one row group, before the run ends.
-        stall_timeout_s: the run ends after this many seconds in which no micro-batch was finished, or in which the
-            trainers found no room on the cluster.
+        stall_timeout_s: the run ends after this many seconds in which no micro-batch was finished, or in which its
+            start waited for the cluster to answer, for room that other jobs hold, or for another run's start.
     """
 
     engine: Literal["ray", "inline"] = "ray"
@@ -361,14 +358,11 @@ class PoolConfig(Section, prefix="pool."):
     max_actors: int = 0
     cpus_per_actor: Annotated[float, Limits(1e-4, 1e6)] = 1.0  # Ray counts in ten-thousandths
     grow_after_s: Seconds = 5.0
-    shrink_after_s: Seconds = 60.0
-    label_selector: str = "raypipe=transform"
     micro_batches_per_block: int = 0
     max_in_flight: int = 0
     reader: Literal["auto", "actors", "separate"] = "auto"
     cache: Cache = "off"
     cache_bytes: Annotated[int, Limits(0, (1 << 63) - 1)] = 0
-    max_attempts: AtLeast1 = 6
     stall_timeout_s: Seconds = 900.0
 
     @property
@@ -381,8 +375,6 @@ class PoolConfig(Section, prefix="pool."):
         expected = f"0 or at least pool.min_actors ({self.min_actors})"
         enough = self.max_actors == 0 or self.max_actors >= self.least_actors
         self._require(enough, "max_actors", self.max_actors, expected)
-        named = self.label_selector.partition("=")
-        self._require(all(named) or not any(named), "label_selector", self.label_selector, "label=value, or empty")
 
     def blocks_for(self, ranks: int, actors: int) -> tuple[int, int, int]:
         """Return the blocks in flight for a pool of any size, those for each actor, and the largest block.
@@ -495,11 +487,8 @@ class TrainConfig(Section, prefix="train."):
         ema_decay: decay of an exponential moving average of the weights, which is then validated; 0 = none.
         deterministic_reduce: sum gradients in an order that does not depend on W, instead of using DDP
             (docs/reproducibility.md); "auto" = on CPUs.
-        max_failures: restarts of the workers after a process or a node has died; -1 = no limit.
-        max_preemption_failures: restarts after a notice that a trainer's node is about to go (Ray 2.60); -1 = no
-            limit.
-        start_timeout_s: seconds that a start waits for the cluster to answer, for room that other jobs hold, and
-            for another run that is starting on the cluster.
+        max_failures: restarts of the workers after a process or a node has died; -1 = no limit. Restarts after a
+            notice that a trainer's node is about to go (Ray 2.60) do not count.
         start_from: folder or URI of a run (from `raypipe train` or your own loop), or of one of its checkpoints.
             A run with the same plan, and without its own checkpoints, starts there with that model and
             optimizer.
@@ -530,8 +519,6 @@ class TrainConfig(Section, prefix="train."):
     ema_decay: BelowOne = 0.0
     deterministic_reduce: bool | Literal["auto"] = "auto"
     max_failures: AtLeastMinus1 = 2
-    max_preemption_failures: AtLeastMinus1 = -1
-    start_timeout_s: Seconds = 900.0
     start_from: str = ""
     checkpoint_interval: int | str = "10min"
     log_interval: AtLeast1 = 20

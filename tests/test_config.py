@@ -40,7 +40,6 @@ BAD: list[tuple[type, str, Any]] = [
     (PoolConfig, "min_actors", 0),
     (PoolConfig, "max_actors", -1),
     (PoolConfig, "cpus_per_actor", 0.0),
-    (PoolConfig, "label_selector", "transform"),
     (PoolConfig, "max_in_flight", -1),
     (PoolConfig, "cache_bytes", -1),
     (AugmentConfig, "std", (0.2, 0.0, 0.2)),

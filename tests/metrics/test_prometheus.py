@@ -107,7 +107,7 @@ def stopped(spec: StreamSpec) -> Iterator[tuple[Loader, Any, Scrape]]:
 def ended(stopped: tuple[Loader, Any, Scrape], spec: StreamSpec) -> Scrape:
     """What is exported after the end of the stream, and after some faults of its run."""
     _, batches, _ = stopped
-    supervisor = start_supervisor(1, RUN, "json")
+    supervisor = start_supervisor(RUN, "json")
     ray.get([supervisor.note.remote("one died", "actor_died") for _ in range(2)])
     for _ in batches:
         pass

@@ -27,6 +27,7 @@ from raypipe.config import (
 )
 from raypipe.errors import ConfigError, CursorError, ResourceError, RunError
 from raypipe.metrics.records import SAMPLES, read_records
+from raypipe.streaming import supervisor
 from raypipe.streaming.opening import spec_of
 from raypipe.streaming.spec import StreamSpec
 from raypipe.train.launch import train
@@ -85,7 +86,7 @@ def assert_leaves_what_it_should(result: dict[str, Any]) -> None:
     assert [value for (value,) in records(result, "train", "strength")][:5] == pytest.approx(
         [0, 0.278, 0.556, 0.833, 1], abs=1e-3
     )
-    assert ["CPU actor" in text for (text,) in records(result, "diagnosis", "text")] == [True] * 3
+    assert ["too short" in text for (text,) in records(result, "diagnosis", "text")] == [True] * 3
     assert "micro_batch_size: 6" in (folder / "config.yaml").read_text()
     assert len(sample_log(result)) == 12 * 4
     assert not (folder / "lease").exists() and not (folder / "stop").exists()
@@ -192,15 +193,14 @@ def test_a_fault_before_the_first_micro_batch_is_recorded(run: RunConfig, tmp_pa
         os._exit(1)
 
     def trains(spec: StreamSpec) -> None:
+        supervisor.MAX_ATTEMPTS = 1
         train_fn_utils._train_fn_utils = train_fn_utils.LocalTrainFnUtils("alone")
         list(Trainer(run, spec, 5, 1, tmp_path.as_uri(), device="cpu").epochs())
 
     spec = spec_of(run, tmp_path.as_uri())
-    spec = dataclasses.replace(
-        spec, transforms={**spec.transforms, "train": dies}, pool=dataclasses.replace(spec.pool, max_attempts=1)
-    )
+    spec = dataclasses.replace(spec, transforms={**spec.transforms, "train": dies})
     # In a process of its own: with it goes the actor that Ray is about to start again.
-    too_many = r"1 transform actors have died in train-e0000-s.*pool\.max_attempts"
+    too_many = r"1 transform actors have died in train-e0000-s.*lower plan\.micro_batch_size"
     with pytest.raises(ResourceError, match=too_many):
         ray.get(ray.remote(num_cpus=0, max_calls=1)(trains).remote(spec))
     recorded = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

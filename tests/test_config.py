@@ -41,7 +41,7 @@ BAD: list[tuple[type, str, Any]] = [
     (PoolConfig, "max_actors", -1),
     (PoolConfig, "cpus_per_actor", 0.0),
     (PoolConfig, "max_in_flight", -1),
-    (PoolConfig, "cache_bytes", -1),
+    (PoolConfig, "cache", 0),
     (AugmentConfig, "std", (0.2, 0.0, 0.2)),
     (TrainConfig, "lr", 0.0),
     (TrainConfig, "lr", float("nan")),

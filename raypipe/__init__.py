@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from raypipe.config import AugmentConfig as AugmentConfig
     from raypipe.config import PlanConfig as PlanConfig
     from raypipe.config import PoolConfig as PoolConfig
-    from raypipe.config import StrengthConfig as StrengthConfig
     from raypipe.config import TransformConfig as TransformConfig
     from raypipe.errors import RaypipeError as RaypipeError
     from raypipe.plan.schedule import Cursor as Cursor
@@ -54,7 +53,7 @@ _NAMES = {
     "commands.convert": ["convert"],
     "commands.inspection": ["describe", "verify"],
     "commands.preview": ["preview"],
-    "config": ["AugmentConfig", "PlanConfig", "PoolConfig", "StrengthConfig", "TransformConfig"],
+    "config": ["AugmentConfig", "PlanConfig", "PoolConfig", "TransformConfig"],
     "errors": ["RaypipeError"],
     "plan.schedule": ["Cursor", "Plan"],
     "rayext.cluster": ["connect"],

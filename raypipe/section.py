@@ -233,7 +233,7 @@ class Setting(NamedTuple):
 
 
 def settings_of(section: type[Section]) -> dict[str, Setting]:
-    """Collect the settings of a section and its sections by whole names, such as `augment.strength.peak`."""
+    """Collect the settings of a section and its sections by whole names, such as `augment.strength`."""
     settings: dict[str, Setting] = {}
     default, about = section(), described(section)
     for name, kind in kinds_of(section).items():  # type: ignore[arg-type] # a class is hashable

@@ -112,7 +112,6 @@ def test_the_public_names_are_pinned() -> None:
         "PoolConfig",
         "RaypipeError",
         "StreamSpec",
-        "StrengthConfig",
         "TransformConfig",
         "check_resources",
         "connect",

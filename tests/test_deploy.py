@@ -36,7 +36,7 @@ from ray.autoscaler._private.gcp.node import GCPNodeType
 from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
 from ray.autoscaler._private.util import prepare_config, validate_config
 
-from raypipe.config import PoolConfig
+from raypipe.rayext import placement
 from raypipe.rayext.limits import limits_of
 
 ROOT = Path(__file__).parents[1]
@@ -45,7 +45,7 @@ RAY_UP = [ROOT / "cluster.yaml", DEPLOY / "gcp.yaml", DEPLOY / "aws-p5.yaml", DE
 GCP = [path for path in RAY_UP if path.name.startswith("gcp")]
 AWS = [path for path in RAY_UP if path not in GCP]
 BOUNDS = ("requests", "limits")
-LABEL = dict([PoolConfig().label_selector.split("=")])
+LABEL = {placement.LABEL: placement.VALUE}
 
 sys.path.insert(0, str(ROOT / "tests/deploy"))
 from aws_cli import AwsCli  # noqa: E402  isort: skip

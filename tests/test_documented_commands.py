@@ -128,9 +128,7 @@ def test_docs_quickstart_converts_verifies_and_shows(capsys: pytest.CaptureFixtu
     assert run(preview, capsys)["samples"] == 6 and Path("grid.png").stat().st_size > 1000
 
 
-@runs(
-    ("quickstart.md", "stop"), ("quickstart.md", "status"), ("failures.md", "status")
-)
+@runs(("quickstart.md", "stop"), ("quickstart.md", "status"), ("failures.md", "status"))
 @pytest.mark.usefixtures("s3")
 def test_docs_quickstart_stops_a_run_and_tells_where_it_stands(capsys: pytest.CaptureFixture[str]) -> None:
     """Here it is a run in a bucket."""

@@ -116,6 +116,9 @@ class StageTimes:
         return self.drained / self.micro_batches if self.micro_batches else 0.0
 
 
+# The pool at most doubles every pool.grow_after_s (5 s), and blocks find their size meanwhile. So what limits a run
+# of less than a minute may be gone a moment later.
+_SETTLED_S = 60.0
 # Below this share of waiting a run is not limited by its input; the rest is jitter.
 _WAIT_IS_NOTHING = 0.10
 # A host that is ahead finds the device at work nearly always; one that is behind, nearly never.
@@ -133,7 +136,8 @@ def diagnose(
 ) -> list[str]:
     """Say what limits the run, how many actors would be enough, and what to change.
 
-    Little's law, per micro-batch and rank: actors = work / (augment + compute), with 15 % to spare.
+    Little's law, per micro-batch and rank: actors = work / (augment + compute), with 15 % to spare. A run that has
+    just begun gets no advice.
 
     Args:
         times: summed over the ranks.
@@ -150,8 +154,13 @@ def diagnose(
     stages = ("wait", "augment", "compute", *(["checkpoint"] if times.checkpoint_s else []))
     shares = {stage: getattr(times, f"{stage}_s") / times.step_s for stage in stages}
     parts = ", ".join(f"{share:.0%} {stage}" for stage, share in shares.items())
-    checkpoints = shares.get("checkpoint", 0.0)
-    sentences = [f"{times.images / times.step_s * world_size:,.0f} images/s; the time of a {name} is {parts}."]
+    checkpoints, measured_s = shares.get("checkpoint", 0.0), times.step_s / world_size
+    sentences = [f"{times.images / measured_s:,.0f} images/s; the time of a {name} is {parts}."]
+    if measured_s < _SETTLED_S:
+        sentences.append(
+            f"After its first batch the run took {measured_s:.0f} s, too short to say what limits it."
+        )
+        return sentences
     if checkpoints > _CHECKPOINTS_ARE_NOTHING:
         sentences.append(
             f"Checkpoints hold up the run for {checkpoints:.0%} of its time: choose a faster storage_path, or "

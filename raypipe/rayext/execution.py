@@ -12,6 +12,7 @@ busy too, so the cluster would get more nodes of every type (ray#45331).
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 import uuid

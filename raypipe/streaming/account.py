@@ -135,7 +135,7 @@ class Account:
 
     def strength(self, epoch: int, step: int) -> float:
         """The strength of the augmentation at a training step."""
-        return self._augment.strength.at(self._plan.progress(epoch, step)) if self._augment else 0.0
+        return self._augment.strength_at(self._plan.progress(epoch, step)) if self._augment else 0.0
 
     def export(self, cursor: Cursor) -> None:
         """Export where the rank stands, after the step of a cursor."""

@@ -194,7 +194,7 @@ def _handed_round(
         if world_size == 1:
             _make_room(spec.pool.least_actors * spec.pool.cpus_per_actor)
         most = preflight(spec.pool).max_actors if max_actors is None else max_actors
-        supervisor = start_supervisor(spec.pool.max_attempts, spec.run, spec.log_format)
+        supervisor = start_supervisor(spec.run, spec.log_format)
         iterators = splits(
             spec,
             start,

@@ -149,7 +149,7 @@ def dataset(
         world_size: W.
         supervisor: handle of the Supervisor to which faults are reported; None = a new one.
     """
-    supervisor = supervisor or start_supervisor(spec.pool.max_attempts, spec.run, spec.log_format)
+    supervisor = supervisor or start_supervisor(spec.run, spec.log_format)
     spec.plan.check_workers(world_size)
     pool, actors = _pool_of(spec.pool, max_actors)
     if any(is_remote(store.address) for store in spec.stores.values()):  # an outage ends in its own error
@@ -189,7 +189,7 @@ def dataset(
             # Else later actors ask for the bytes of a block, and the autoscaler finds no node type that has
             # them where the cluster's YAML does not name its memory.
             memory=0,
-            **placement(pool.label_selector),
+            **placement(),
             compute=ray.data.ActorPoolStrategy(
                 min_size=pool.min_actors,
                 max_size=pool.max_actors,
@@ -226,7 +226,7 @@ def splits(
     if not spec.plan.num_micro_batches(cursor):
         nothing: Any = Ended()
         return [nothing] * world_size
-    supervisor = supervisor or start_supervisor(spec.pool.max_attempts, spec.run, spec.log_format)
+    supervisor = supervisor or start_supervisor(spec.run, spec.log_format)
     rows = dataset(spec, cursor, max_actors=max_actors, world_size=world_size, supervisor=supervisor)
     if world_size == 1 and not apart:
         return [rows.iterator()]

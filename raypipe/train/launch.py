@@ -144,7 +144,7 @@ def _allocated(
     run: RunConfig, spec: StreamSpec, interrupts: Interrupts, starting: contextlib.ExitStack
 ) -> tuple[Allocation, Any]:
     """Connect to Ray, and allocate resources; also return the actor that keeps other runs from starting."""
-    wait = functools.partial(Wait, run.train.start_timeout_s, interrupts.check, "train.start_timeout_s")
+    wait = functools.partial(Wait, run.pool.stall_timeout_s, interrupts.check, "pool.stall_timeout_s")
     phase(logger, "connecting to Ray" if os.environ.get("RAY_ADDRESS") else "starting Ray on this machine")
     connect(log_format=run.log_format, wait=wait())
     interrupts.stand()
@@ -226,7 +226,7 @@ def _fit(loop: dict[str, Any], allocation: Allocation, interrupts: Interrupts) -
         log_options["logging_config"] = ray_config.LoggingConfig(log_level="WARNING")
     failures = {"max_failures": run.train.max_failures}
     if hasattr(ray_config.FailureConfig, "max_preemption_failures"):
-        failures["max_preemption_failures"] = run.train.max_preemption_failures
+        failures["max_preemption_failures"] = -1  # a node that goes with notice has no fault
     filesystem, path = open_filesystem(run_uri)
     trainer = RunTrainer(
         train_loop,

@@ -106,7 +106,7 @@ def check_stream(store: str) -> dict[str, Any]:
     )
     start = spec.plan.start()
     expected = [each.digest for each in digested(inline_batches(spec, start, 0, 1))]
-    supervisor, found, killed = start_supervisor(3), list[bytes](), list[int]()
+    supervisor, found, killed = start_supervisor(), list[bytes](), list[int]()
     thread = kill_an_actor(lambda: len(found) > 40, killed)
     held = ray.remote(num_cpus=1.5)(Holder).remote()  # a pool begins with as many actors as there is room for
     ray.get(held.ready.remote())

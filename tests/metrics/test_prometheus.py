@@ -83,7 +83,7 @@ def spec(ray_cluster: None) -> StreamSpec:
         plan=PlanConfig(epochs=2, micro_batch_size=8, global_batch_size=16),
         transform=TransformConfig(train="small", val="resize", size=12),
         # A limit is part of what a cache is known by: this one is new.
-        pool=PoolConfig(max_in_flight=6, cache="disk", cache_bytes=(8 << 20) + os.getpid()),
+        pool=PoolConfig(max_in_flight=6, cache=(8 << 20) + os.getpid()),
         run=RUN,
         log_format="json",
     )
@@ -107,7 +107,7 @@ def stopped(spec: StreamSpec) -> Iterator[tuple[Loader, Any, Scrape]]:
 def ended(stopped: tuple[Loader, Any, Scrape], spec: StreamSpec) -> Scrape:
     """What is exported after the end of the stream, and after some faults of its run."""
     _, batches, _ = stopped
-    supervisor = start_supervisor(1, RUN, "json")
+    supervisor = start_supervisor(RUN, "json")
     ray.get([supervisor.note.remote("one died", "actor_died") for _ in range(2)])
     for _ in batches:
         pass

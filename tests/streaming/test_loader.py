@@ -18,7 +18,7 @@ import pytest
 import torch
 from without_ray import every_batch
 
-from raypipe.config import AugmentConfig, PlanConfig, PoolConfig, StrengthConfig, TransformConfig
+from raypipe.config import AugmentConfig, PlanConfig, PoolConfig, TransformConfig
 from raypipe.device.augment import DeviceAugment, Normalize
 from raypipe.device.prefetcher import Batch
 from raypipe.errors import ConfigError, CursorError, RaypipeError
@@ -42,7 +42,7 @@ AUGMENT = AugmentConfig(
     mixup_alpha=0.4,
     cutmix_alpha=1.0,
     mix_prob=0.9,
-    strength=StrengthConfig(ramp_up=0.5, ramp_down=0.25),
+    strength=(0.5, 1, 0.25),
 )
 
 
@@ -111,7 +111,7 @@ def test_a_micro_batch_is_augmented_as_it_would_be_alone(spec: StreamSpec) -> No
             raw.target,
             raw.index >= 0,
             seed=spec.plan.micro_batch_seed(at),
-            strength=AUGMENT.strength.at(progress),
+            strength=AUGMENT.strength_at(progress),
         )
         for found in (one[place], two[place]):
             assert torch.equal(found.image, expected)

@@ -17,10 +17,11 @@ import without_ray
 from ray import cloudpickle
 
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
-from raypipe.errors import ResourceError
+from raypipe.errors import ConfigError, ResourceError
 from raypipe.metrics.records import read_records
 from raypipe.plan.places import PADDING, Cursor, Split
 from raypipe.plan.schedule import Plan
+from raypipe.storage.files import read_json
 from raypipe.stores.base import Columns, MemoryStore, Store
 from raypipe.stores.parquet import ParquetStore
 from raypipe.streaming.handover import loader
@@ -119,13 +120,16 @@ class KillsItsReader(ParquetStore):
 @pytest.mark.cluster
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.timeout(120)
-def test_a_row_group_that_kills_its_reader_ends_the_run_by_its_name(stores: dict[str, Path]) -> None:
+def test_a_row_group_that_kills_its_reader_ends_the_run_by_its_name(
+    stores: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    monkeypatch.setattr("raypipe.streaming.supervisor.MAX_ATTEMPTS", 2)
     spec = open_stream(
         KillsItsReader(stores["parquet"]),
         plan=PlanConfig(epochs=1, micro_batch_size=5, shuffle="off"),
         transform=TransformConfig(train="small", size=16),
-        pool=PoolConfig(max_attempts=2, stall_timeout_s=60),
+        pool=PoolConfig(stall_timeout_s=60),
     )
     stream = loader(spec, max_actors=1)
     group = rf"samples 30 to 39 of .*{stores['parquet']}, row group 3, row 0 on, for train-e0000-s000006-m000"
@@ -154,6 +158,7 @@ def test_a_slow_reader_is_told_while_it_is_awaited_and_at_the_end(
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
     monkeypatch.setattr("raypipe.streaming.chronicle._STATUS_S", 0.1)
     monkeypatch.setattr("raypipe.streaming.chronicle._LOOK_S", 0.1)
+    monkeypatch.setattr("raypipe.metrics.timing._SETTLED_S", 0.0)
     store, run = Path(shutil.copy(stores["parquet"], tmp_path)), tmp_path / "run"
     spec = open_stream(
         ReadsSlowly(store),

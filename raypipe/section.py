@@ -206,7 +206,7 @@ class Section:
         cls._prefix = prefix
 
     def __new__(cls, *arguments: object, **settings: object) -> Self:
-        check_keywords(cls.__name__, settings, kinds_of(cls))
+        check_keywords(cls.__name__, settings, kinds_of(cls))  # type: ignore[arg-type] # a class is hashable
         return super().__new__(cls)
 
     def __post_init__(self) -> None:

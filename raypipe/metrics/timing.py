@@ -116,8 +116,8 @@ class StageTimes:
         return self.drained / self.micro_batches if self.micro_batches else 0.0
 
 
-# The pool at most doubles every pool.grow_after_s (5 s), and blocks find their size meanwhile. So what limits a run
-# of less than a minute may be gone a moment later.
+# The pool at most doubles every pool.grow_after_s (5 s), and blocks find their size meanwhile. So what limits a
+# run of less than a minute may be gone a moment later.
 _SETTLED_S = 60.0
 # Below this share of waiting a run is not limited by its input; the rest is jitter.
 _WAIT_IS_NOTHING = 0.10

@@ -136,9 +136,9 @@ class PlanConfig(Section, prefix="plan."):
             its first store ("shortest", and 0) or with its last one ("longest"); see docs/sampling.md.
         mixture: weight of each store that store.train names; or `{EPOCH: {NAME: WEIGHT, …}, …}`, the weights from
             an epoch on; empty = in proportion to the stores' sizes.
-        weights: how often each sample is drawn: a column of numbers, or a file `*.npy`; empty = all equally often.
-        class_balance: exponent in [0, 8]: a class of n samples is drawn in proportion to n^(1 - exponent); 0 =
-            off; 1 = all classes equally often.
+        weights: how often each sample is drawn, by a column of numbers, or by a file `*.npy`. Or a number x, which
+            balances classes: a class of n samples is drawn in proportion to n^(1 - x); 1 = all classes equally
+            often; 0 = all samples equally often.
         aug_repeats: times that each sample is drawn in a step, each time with different augmentation (repeated
             augmentation) and in another micro-batch.
         buckets: sizes of training images, height x width, such as ["192x256", "224x224", "256x192"]. All images of
@@ -156,8 +156,7 @@ class PlanConfig(Section, prefix="plan."):
     val_interval: int = 1
     epoch_samples: Annotated[int, Limits(0, 1 << 40)] | Literal["shortest", "longest"] = 0
     mixture: Mixture = field(default_factory=dict)
-    weights: str = ""
-    class_balance: Annotated[float, Limits(0, 8)] = 0.0
+    weights: str | Annotated[float, Limits(0, 8)] = 0.0
     aug_repeats: AtLeast1 = 1
     buckets: list[str] = field(default_factory=list)
     val_buckets: bool = False
@@ -173,8 +172,6 @@ class PlanConfig(Section, prefix="plan."):
             self._require(False, "global_batch_size", self.global_batch_size, expected)
 
     def _check_draws(self) -> None:
-        one = not (self.weights and self.class_balance)
-        self._require(one, "weights", self.weights, "empty with plan.class_balance")
         expected = f"a divisor of the {self.per_step} micro-batches in a step"
         self._require(self.per_step % self.aug_repeats == 0, "aug_repeats", self.aug_repeats, expected)
         for weights in self.mixture_by_epoch.values():
@@ -203,7 +200,7 @@ class PlanConfig(Section, prefix="plan."):
     @property
     def is_plain(self) -> bool:
         """Return whether an epoch has each sample of one store exactly once."""
-        plain = not (self.weights or self.class_balance or self.mixture or self.buckets)
+        plain = not (self.weights or self.mixture or self.buckets)
         return plain and self.aug_repeats == 1 and not (isinstance(self.epoch_samples, int) and self.epoch_samples)
 
     @property

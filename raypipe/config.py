@@ -234,8 +234,6 @@ class TransformConfig(Section, prefix="transform."):
             {0: 128, 10: 160, 20: 224}.
         decode_as: "rgb": images become uint8 RGB; "array": PNG, TIFF and .npy keep their dtype and channels
             (docs/targets.md).
-        decode_min_side: decode JPEGs at the smallest of 1/8, 2/8, … 8/8 of their size that keeps this short side,
-            in pixels; 0 = whole.
         crop_decode: "exact": decode only the crop of a JPEG, with the same pixels as "off"; "scaled": decode the
             crop at a reduced size; "off": decode the whole image.
         wire: how images travel to the device: "rgb", or "yuv420": in half the bytes, with color at half the
@@ -261,7 +259,6 @@ class TransformConfig(Section, prefix="transform."):
     val: str | list[dict[str, Any]] | dict[str, Any] = "center"
     size: Side | dict[int, Side] = 224
     decode_as: Literal["rgb", "array"] = "rgb"
-    decode_min_side: int = 0
     crop_decode: CropDecode = "exact"
     wire: Literal["rgb", "yuv420"] = "rgb"
     apply_exif: bool = False
@@ -278,21 +275,15 @@ class TransformConfig(Section, prefix="transform."):
         named = not self.make_columns or ":" in self.make_columns
         self._require(named, "make_columns", self.make_columns, "module:function, or empty")
         self._require(0 in self.size_by_epoch, "size", self.size, "one, or {EPOCH: SIZE, …} from epoch 0 on")
-        if self.crop_decode == "scaled":  # it chooses the scale by the crop
-            self._only({"decode_min_side": 0}, "transform.crop_decode='scaled'")
         if self.decode_as == "array":  # arrays are not JPEGs, so they are decoded whole
-            self._only({"decode_min_side": 0, "apply_exif": False}, "transform.decode_as='array'")
+            self._require(not self.apply_exif, "apply_exif", True, "False with transform.decode_as='array'")
             ok = self.crop_decode != "scaled"
             self._require(ok, "crop_decode", "scaled", "'exact' or 'off' with transform.decode_as='array'")
         if self.wire == "yuv420":  # it converts uint8 RGB
-            self._only({"decode_as": "rgb"}, "transform.wire='yuv420'")
+            ok = self.decode_as == "rgb"
+            self._require(ok, "decode_as", self.decode_as, "'rgb' with transform.wire='yuv420'")
         if self.target_columns:  # their pixels are those of the stored image
-            self._only({"decode_min_side": 0, "apply_exif": False}, self.target_settings)
-
-    def _only(self, values: dict[str, Any], with_what: str) -> None:
-        for name, value in values.items():
-            own = getattr(self, name)
-            self._require(own == value, name, own, f"{value!r} with {with_what}")
+            self._require(not self.apply_exif, "apply_exif", True, f"False with {self.target_settings}")
 
     @property
     def size_by_epoch(self) -> dict[int, int]:

@@ -33,7 +33,6 @@ BAD: list[tuple[type, str, Any]] = [
     (PlanConfig, "weights", -1.0),
     (PlanConfig, "aug_repeats", 3),
     (TransformConfig, "size", 0),
-    (TransformConfig, "decode_min_side", -1),
     (TransformConfig, "max_bad_fraction", 1.1),
     (TransformConfig, "max_bad_fraction", -0.1),
     (TransformConfig, "max_bad_fraction", float("nan")),
@@ -155,12 +154,6 @@ def test_every_field_is_described() -> None:
     for section in SECTIONS:
         for field in dataclasses.fields(section):
             assert field.name in (section.__doc__ or ""), f"{section.__name__}.{field.name}"
-
-
-def test_scaled_crops_exclude_other_scales() -> None:
-    with pytest.raises(ConfigError, match=r"transform.decode_min_side must be .* with .*crop_decode='scaled'"):
-        TransformConfig(crop_decode="scaled", decode_min_side=100)
-    TransformConfig(crop_decode="exact", decode_min_side=100)
 
 
 @pytest.mark.parametrize(

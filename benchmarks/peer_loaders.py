@@ -9,6 +9,7 @@ same pipelines.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 from collections.abc import Callable, Iterator
@@ -101,8 +102,9 @@ def raypipe_yuv420(work: Work) -> Start:
 
     def start() -> Epochs:
         _, iterator = _stream(work, wire="yuv420")
-        for _, batches in itertools.groupby(host_batches(iterator), lambda batch: batch.position.epoch):
-            yield ((batch["image"], batch["target"]) for batch in batches)
+        with contextlib.closing(host_batches(iterator)) as stream:
+            for _, batches in itertools.groupby(stream, lambda batch: batch.position.epoch):
+                yield ((batch["image"], batch["label"]) for batch in batches)
 
     return start
 

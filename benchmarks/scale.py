@@ -3,14 +3,15 @@
     python benchmarks/scale.py actors ranks bytes gpus [--seconds 8 --repeats 3 --profile FOLDER]
     python benchmarks/scale.py --show a.json b.json --picture benchmarks/results/scale.png
 
-The real pipeline (source, back-pressure, actor pool, split, hand-over), with a transform that sleeps and micro-
-batches of one tiny image. The sleep is such that the actors could finish OFFERED micro-batches/s, far more than
-the execution passes on; in the group `gpus` they finish as many as eight GPUs take, 24,000 images/s of 224 px in
-micro-batches of 128, in blocks of as many as 64 and 256 MiB hold. Each transform actor is a process with 0.01
-CPUs; the ranks are threads of a few consumers, which read as fast as they can. Next to the rate: the CPU time
-per micro-batch of each kind of process. On a few cores they share what a cluster has apart, so the rate is a
-lower bound; `one core` is what the executing process would do with its own core. Prints a table; the last line
-is JSON, which --show reads again.
+The real pipeline (source, back-pressure, actor pool, split, hand-over), with a transform that sleeps and
+micro-batches of one tiny image. The sleep is such that the actors could finish OFFERED micro-batches/s, far
+more than the execution passes on; in the group `gpus` they finish as many as eight GPUs take, 24,000 images/s
+of 224 px in micro-batches of 128, in blocks of as many as 64 and 256 MiB hold, and in micro-batches of 256, one
+to a block, as actors of one CPU make in half a second. Each transform actor is a process with 0.01 CPUs; the
+ranks are threads of a few consumers, which read as fast as they can. Next to the rate: the CPU time per
+micro-batch of each kind of process. On a few cores they share what a cluster has apart, so the rate is a lower
+bound; `one core` is what the executing process would do with its own core. Prints a table; the last line is
+JSON, which --show reads again.
 """
 
 from __future__ import annotations
@@ -84,7 +85,10 @@ CASES = {
     "actors": [Case(actors=a) for a in (2, 4, 8, 16, 32, 64)],
     "ranks": [Case(ranks=w) for w in (1, 2, 4, 8, 16)],
     "bytes": [Case(ranks=1, samples=b, side=s) for b, s in ((1, 4), (128, 4), (128, 224))],
-    "gpus": [Case(actors=8, ranks=8, block=k, offered=24_000 / 128) for k in (3, 13)],
+    "gpus": [
+        *(Case(actors=8, ranks=8, block=k, offered=24_000 / 128) for k in (3, 13)),
+        Case(actors=8, ranks=8, block=1, offered=24_000 / 256),
+    ],
 }
 
 

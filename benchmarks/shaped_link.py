@@ -117,10 +117,13 @@ def measure(wire: str, seconds: float) -> dict[str, float]:
     """A stream from a CPU node into this one; in the namespace of the head."""
     os.environ["RAY_AUTH_MODE"] = "disabled"
     ray.init(address=f"{_GPUS}:{_PORT}", _node_ip_address=_GPUS, logging_level="ERROR")
+    nodes: dict[str, int] = {}
+    while len(nodes) < 2:
+        time.sleep(0.2)
+        nodes = {node["NodeManagerAddress"]: node["NodeManagerPort"] for node in ray.nodes() if node["Alive"]}
     spec = spec_of(wire)
     (iterator,) = splits(spec, spec.plan.start(), max_actors=2)
     batches = host_batches(iterator)
-    nodes = {node["NodeManagerAddress"]: node["NodeManagerPort"] for node in ray.nodes() if node["Alive"]}
 
     def used(address: str) -> int:
         return int(

@@ -244,9 +244,10 @@ class Loader(Unlike, instead=_INSTEAD):
         """Return, on all ranks alike, whether to make a checkpoint now, since a node of the trainers will go.
 
         All ranks call it after each optimizer step, and after a validation. It is True within about two seconds
-        of a notice, and again at least every 15 s, more often as the node's end comes near. Then Ray Train starts
-        the trainers again, and counts a preemption. Ray gives notices from version 2.60 on; before that, it is
-        False.
+        of a notice, and again at least every 15 s. Once the time is too short for another step and its
+        checkpoint, it is True for the last time: the next batch ends the train function with an error that Ray
+        Train counts as a preemption, and the trainers are started again. Ray gives notices from version 2.60
+        on; before that, it is False.
         """
         return self.notice.agreed(self.rank, at_end=self.cursor.step in (0, self.plan.steps_per_epoch))
 
@@ -320,6 +321,7 @@ class Loader(Unlike, instead=_INSTEAD):
         if split == "train":
             account.begin_interval()
         for step in range(segment.first_step, segment.num_steps):
+            self.notice.begin_step()
             for micro in range(self.rank, per_step, self.world_size):
                 batch = self._next(MicroBatchId(split, epoch, step, micro))
                 ends_step = micro + self.world_size >= per_step

@@ -2,13 +2,13 @@
 
     starts with      array                                                        read by
     .npy             (H, W) or (H, W, C) of integers or floats of 8 to 64 bits    numpy; never a pickle
-    PNG              uint8 or uint16: grey, RGB or RGBA                           cv2, after its checksums held
+    PNG              uint8 or uint16: gray, RGB or RGBA                           cv2, after its checksums held
     TIFF             any number of channels of 8 to 64 bits                       tifffile (the extra `arrays`)
     what is left     uint8 RGB                                                    `raypipe.transform.decode`
 
 An image of two dimensions becomes (H, W, 1). Colors are in the order R, G, B, A. The values of a TIFF are those in
 the file: white may be 0, and colors multiplied by alpha. TIFFs of palettes, YCbCr, JPEG and fewer than 8 bits
-become uint8 RGB; a grey PNG with alpha becomes RGBA, as cv2 has it. Images above a limit of `limits` are
+become uint8 RGB; a gray PNG with alpha becomes RGBA, as cv2 has it. Images above a limit of `limits` are
 refused by their header.
 """
 

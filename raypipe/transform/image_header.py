@@ -132,7 +132,7 @@ def plain_size(data: bytes, kind: str) -> tuple[int, int] | None:
 
 
 def _plain_png_size(data: bytes) -> tuple[int, int] | None:
-    """(height, width) of an undamaged PNG that cv2 reads as Pillow does: 8-bit grey or RGB, no extras.
+    """(height, width) of an undamaged PNG that cv2 reads as Pillow does: 8-bit gray or RGB, no extras.
 
     The checksums are compared here because libpng would write its complaint to stderr, and because cv2
     returns what it has when the rest is missing.

@@ -104,10 +104,10 @@ def png_rows(data: bytes, rng: np.random.Generator) -> bytes:
 
 
 def png_size(data: bytes, rng: np.random.Generator) -> bytes:
-    """Huge sides over tiny data, any depth and colours."""
+    """Huge sides over tiny data, any depth and colors."""
     parts = chunks(data)
-    depth, colour = int(rng.choice([1, 2, 4, 8, 16, 3])), int(rng.choice([0, 2, 3, 4, 6, 1]))
-    parts[0] = b"IHDR", struct.pack(">IIBBBBB", side(rng, 32), side(rng, 32), depth, colour, 0, 0, rng.integers(2))
+    depth, color = int(rng.choice([1, 2, 4, 8, 16, 3])), int(rng.choice([0, 2, 3, 4, 6, 1]))
+    parts[0] = b"IHDR", struct.pack(">IIBBBBB", side(rng, 32), side(rng, 32), depth, color, 0, 0, rng.integers(2))
     return join(parts)
 
 
@@ -116,13 +116,13 @@ def png_bomb(data: bytes, rng: np.random.Generator) -> bytes:
     width, height = (1 << int(rng.integers(4, 12)), 1 << int(rng.integers(4, 12)))
     if not rng.integers(40):
         width, height = [(60_000, 60_000), (13_300, 13_300), (1 << 20, 170), (170, 1 << 20)][int(rng.integers(4))]
-    channels, colour = [(1, 0), (3, 2), (1, 3), (4, 6)][int(rng.integers(4))]
+    channels, color = [(1, 0), (3, 2), (1, 3), (4, 6)][int(rng.integers(4))]
     squeeze = zlib.compressobj(9)
     row, body = bytes(1 + width * channels), bytearray()
     for _ in range(min(height, 200_000_000 // len(row))):
         body += squeeze.compress(row)
-    header = struct.pack(">IIBBBBB", width, height, 8, colour, 0, 0, 0)
-    palette = [(b"PLTE", bytes(768))] if colour == 3 else []
+    header = struct.pack(">IIBBBBB", width, height, 8, color, 0, 0, 0)
+    palette = [(b"PLTE", bytes(768))] if color == 3 else []
     return join([(b"IHDR", header), *palette, (b"IDAT", bytes(body + squeeze.flush())), (b"IEND", b"")])
 
 
@@ -166,7 +166,7 @@ def webp_chunk(data: bytes, rng: np.random.Generator) -> bytes:
 
 
 def bmp_header(data: bytes, rng: np.random.Generator) -> bytes:
-    """Other sides, depth, compression, colours, or place of the pixels."""
+    """Other sides, depth, compression, colors, or place of the pixels."""
     fields = {10: "I", 14: "I", 18: "I", 22: "I", 26: "H", 28: "H", 30: "I", 34: "I", 46: "I", 50: "I"}
     out = bytearray(data)
     for at in rng.choice(list(fields), int(rng.integers(1, 4))).tolist():

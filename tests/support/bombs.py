@@ -13,7 +13,7 @@ from PIL import Image
 
 
 def jpeg_of_scans(width: int, height: int, num_scans: int) -> bytes:
-    """A grey progressive JPEG, lawful up to 882 scans: one bit of one coefficient each, none of which is set."""
+    """A gray progressive JPEG, lawful up to 882 scans: one bit of one coefficient each, none of which is set."""
     num_blocks = -(-width // 8) * -(-height // 8)
     # A code of one bit for each table's only symbol: no difference; and a run of up to 32,767 empty blocks.
     tables = _segment(0xC4, b"\0\1" + bytes(15) + b"\0") + _segment(0xC4, b"\x10\1" + bytes(15) + b"\xe0")
@@ -35,10 +35,10 @@ def _segment(marker: int, body: bytes) -> bytes:
     return bytes([0xFF, marker]) + struct.pack(">H", len(body) + 2) + body
 
 
-def rare_jpeg(sampling: int = 0x14, width: int = 16, height: int = 32, colour: str = "orange") -> bytes:
-    """One colour, chroma subsampled 4:4:1 where encoders write 4:2:0: as many blocks, in another arrangement."""
+def rare_jpeg(sampling: int = 0x14, width: int = 16, height: int = 32, color: str = "orange") -> bytes:
+    """One color, chroma subsampled 4:4:1 where encoders write 4:2:0: as many blocks, in another arrangement."""
     out = io.BytesIO()
-    Image.new("RGB", (width, height), colour).save(out, "JPEG", subsampling=2)
+    Image.new("RGB", (width, height), color).save(out, "JPEG", subsampling=2)
     data = bytearray(out.getvalue())
     at = data.index(b"\xff\xc0") + 11
     assert data[at] == 0x22

@@ -197,7 +197,7 @@ def test_a_tiff_comes_back_value_by_value(dtype: str, channels: int, compression
 
 MIXES = {
     "white is zero": (1, {"photometric": "miniswhite"}),
-    "grey and alpha": (2, {"photometric": "minisblack", "extrasamples": ["unassalpha"]}),
+    "gray and alpha": (2, {"photometric": "minisblack", "extrasamples": ["unassalpha"]}),
     "rgb": (3, {"photometric": "rgb"}),
     "rgb and associated alpha": (4, {"photometric": "rgb", "extrasamples": ["assocalpha"]}),
     "rgb and alpha": (4, {"photometric": "rgb", "extrasamples": ["unassalpha"]}),

@@ -134,7 +134,7 @@ def random_op(rng: np.random.Generator, op: Op | None = None) -> tuple[int, list
         case Op.JITTER:
             order = [int(number) if rng.random() < 0.8 else -1 for number in rng.permutation(4)]
             return code, [*order, *some(0, 131072, 3), *some(0, 6 * 65536, 1)]
-        case Op.GREY:
+        case Op.GRAY:
             return code, []
         case Op.TABLE:
             return code, [*some(0, 2, 1), *some(0, 256, 3)]

@@ -15,7 +15,7 @@ enum { BORDER_CONSTANT = 0, BORDER_REPLICATE, BORDER_REFLECT, BORDER_WRAP, BORDE
 
 static inline int is_border(int64_t border) { return border >= BORDER_CONSTANT && border <= BORDER_REFLECT_101; }
 
-/* Where a pixel outside of a side comes from; -1: it has the constant colour. cv2.borderInterpolate, without loops. */
+/* Where a pixel outside of a side comes from; -1: it has the constant color. cv2.borderInterpolate, without loops. */
 static inline int border_at(int64_t at, int side, int border)
 {
     if (at >= 0 && at < side)
@@ -34,21 +34,21 @@ static inline int border_at(int64_t at, int side, int border)
 }
 
 /* 0: not three bytes. */
-static inline int read_colour(const int64_t *params, uint8_t *colour)
+static inline int read_color(const int64_t *params, uint8_t *color)
 {
     for (int c = 0; c < CHANNELS; c++) {
         if (params[c] < 0 || params[c] > 255)
             return 0;
-        colour[c] = (uint8_t)params[c];
+        color[c] = (uint8_t)params[c];
     }
     return 1;
 }
 
-static inline void fill(uint8_t *to, int64_t num, const uint8_t *colour)
+static inline void fill(uint8_t *to, int64_t num, const uint8_t *color)
 {
     for (int64_t x = 0; x < num; x++)
         for (int c = 0; c < CHANNELS; c++)
-            to[x * CHANNELS + c] = colour[c];
+            to[x * CHANNELS + c] = color[c];
 }
 
 static inline int is_box(const int64_t *box, int64_t height, int64_t width)
@@ -73,11 +73,11 @@ static int crop(Image *image, const int64_t *params, Scratch *scratch)
 static int pad(Image *image, const int64_t *params, Scratch *scratch)
 {
     Image result;
-    uint8_t colour[CHANNELS];
+    uint8_t color[CHANNELS];
     for (int side = 0; side < 4; side++)
         if (params[side] < 0 || params[side] > MAX_SIDE)
             return BAD_PARAMS;
-    if (!is_border(params[4]) || !read_colour(params + 5, colour))
+    if (!is_border(params[4]) || !read_color(params + 5, color))
         return BAD_PARAMS;
     const int top = (int)params[0], left = (int)params[2], border = (int)params[4];
     const int status =
@@ -88,7 +88,7 @@ static int pad(Image *image, const int64_t *params, Scratch *scratch)
     uint8_t *row = work_memory(scratch, (size_t)result.width * CHANNELS);
     if (!row)
         return NO_MEMORY;
-    fill(row, result.width, colour);
+    fill(row, result.width, color);
     for (int y = 0; y < result.height; y++) {
         uint8_t *to = result.pixels + y * result.stride;
         const int from_row = border_at(y - top, image->height, border);
@@ -192,7 +192,7 @@ static int turn(Image *image, const int64_t *params, Scratch *scratch)
 typedef struct {
     const Image *image;
     int border;
-    uint8_t colour[CHANNELS];
+    uint8_t color[CHANNELS];
 } Surface;
 
 /* A pixel of an image without end. */
@@ -201,11 +201,11 @@ static inline const uint8_t *pixel_at(const Surface *surface, int64_t x, int64_t
     const int column = border_at(x, surface->image->width, surface->border);
     const int row = border_at(y, surface->image->height, surface->border);
     if (row < 0 || column < 0)
-        return surface->colour;
+        return surface->color;
     return surface->image->pixels + row * surface->image->stride + column * CHANNELS;
 }
 
-/* Its colour between pixels: x and y in Q32, of which 10 bits of the fraction count. */
+/* Its color between pixels: x and y in Q32, of which 10 bits of the fraction count. */
 static inline void interpolate_at(const Surface *surface, int64_t x, int64_t y, uint8_t *to)
 {
     const int64_t column = x >> 32, row = y >> 32;
@@ -233,7 +233,7 @@ static int affine(Image *image, const int64_t *params, Scratch *scratch)
 {
     Image result;
     Surface surface = {.image = image};
-    if ((params[6] != 0 && params[6] != 1) || !is_border(params[7]) || !read_colour(params + 8, surface.colour))
+    if ((params[6] != 0 && params[6] != 1) || !is_border(params[7]) || !read_color(params + 8, surface.color))
         return BAD_PARAMS;
     surface.border = (int)params[7];
     const int status = new_image(&result, image->height, image->width, scratch);
@@ -262,8 +262,8 @@ static int affine(Image *image, const int64_t *params, Scratch *scratch)
 /* r, g, b, number of boxes, then top, left, bottom, right of each, clipped to the image */
 static int dropout(Image *image, const int64_t *params, Scratch *scratch)
 {
-    uint8_t colour[CHANNELS];
-    if (!read_colour(params, colour) || params[3] < 0 || params[3] > (scratch->num_params - 4) / 4)
+    uint8_t color[CHANNELS];
+    if (!read_color(params, color) || params[3] < 0 || params[3] > (scratch->num_params - 4) / 4)
         return BAD_PARAMS;
     const int status = make_writable(image, scratch);
     if (status != DONE)
@@ -274,7 +274,7 @@ static int dropout(Image *image, const int64_t *params, Scratch *scratch)
         const int64_t bottom = box[2] > image->height ? image->height : box[2];
         const int64_t right = box[3] > image->width ? image->width : box[3];
         for (int64_t y = top; y < bottom && left < right; y++)
-            fill(image->pixels + y * image->stride + left * CHANNELS, right - left, colour);
+            fill(image->pixels + y * image->stride + left * CHANNELS, right - left, color);
     }
     return DONE;
 }

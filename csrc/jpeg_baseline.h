@@ -6,7 +6,7 @@
  *     samples         → pixels, row by row                      jpeg_samples.h
  *
  * libjpeg prepares more for an image than it takes to decode a tiny one, and decodes more than a crop shows. Usual is:
- * baseline, one scan, YCbCr of 4:4:4, 4:2:2 or 4:2:0, or greys, tables of 8 bits, no damage: in a store nearly all are.
+ * baseline, one scan, YCbCr of 4:4:4, 4:2:2 or 4:2:0, or grays, tables of 8 bits, no damage: in a store nearly all are.
  * Pixels are libjpeg-turbo's to the bit. Bytes are untrusted: what is not quite as expected is refused.
  *
  * Planes hold the samples of two rows of MCUs, in turns, since a row of pixels needs the row of chroma below it.

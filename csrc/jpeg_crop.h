@@ -1,13 +1,13 @@
 /* A rectangle of a JPEG, decoded without the rest.
  *
  * Columns outside the rectangle are entropy-decoded only, and so are rows above and below it: the inverse DCT,
- * upsampling and colour conversion are left out there, and jpeg_huffman.h reads the codes. With `to_end` the file is
+ * upsampling and color conversion are left out there, and jpeg_huffman.h reads the codes. With `to_end` the file is
  * still read to its end, so that damage anywhere is found, as a full decode finds it; without, a file of one scan is
  * read to the end of the blocks that the rectangle's last row is in. Pixels are those of a full decode, to the bit:
  * libjpeg treats the edge of what it decodes as the edge of the image when it upsamples chroma, so MARGIN more columns
  * are decoded on each side.
  *
- * Whatever is unusual (a colour space, a sampling, an unfinished progressive file) or wrong (any warning) is refused;
+ * Whatever is unusual (a color space, a sampling, an unfinished progressive file) or wrong (any warning) is refused;
  * the caller then decodes the whole image by its usual way, which has the last word.
  *
  * Bytes are untrusted: libjpeg's errors come back through longjmp, its messages are never printed, and no size is
@@ -91,7 +91,7 @@ static void on_message(j_common_ptr info, int level)
 
 static void on_output(j_common_ptr info) { (void)info; }
 
-/* Grey, and the samplings that encoders use: others have had faults of their own in cropped decoding. */
+/* Gray, and the samplings that encoders use: others have had faults of their own in cropped decoding. */
 static int is_usual(const struct jpeg_decompress_struct *info)
 {
     if (info->data_precision != 8)
@@ -108,7 +108,7 @@ static int is_usual(const struct jpeg_decompress_struct *info)
     return (v == 1 && (h == 1 || h == 2 || h == 4)) || (v == 2 && (h == 1 || h == 2));
 }
 
-/* Of a progressive file that lacks scans, libjpeg smooths the blocks by their neighbours, cropped or not. */
+/* Of a progressive file that lacks scans, libjpeg smooths the blocks by their neighbors, cropped or not. */
 static int is_complete(const struct jpeg_decompress_struct *info)
 {
     if (!info->progressive_mode || info->coef_bits == NULL)

@@ -233,7 +233,7 @@ AVX2 static inline void convert_16(const uint8_t *luma, const uint8_t *cb, const
     store_rgb(_mm256_castsi256_si128(r_g), _mm256_extracti128_si256(r_g, 1), _mm256_castsi256_si128(b_b), to);
 }
 
-/* A row of RGB; of greys, where there is no chroma. Nothing is written behind its end. */
+/* A row of RGB; of grays, where there is no chroma. Nothing is written behind its end. */
 AVX2 static void convert_row(const uint8_t *luma, const uint8_t *cb, const uint8_t *cr, int width, uint8_t *to)
 {
     uint8_t last[16 * CHANNELS];

@@ -8,7 +8,7 @@
 #include "jpeg_crop.h"
 #include "jpeg_header.h"
 
-#include "colour.h"
+#include "color.h"
 #include "filter.h"
 #include "geometry.h"
 #include "resize.h"
@@ -42,7 +42,7 @@ static const struct {
     [6] = {affine, 11, 0},
     [7] = {dropout, 4, 1},
     [8] = {jitter, 8, 1},
-    [9] = {grey, 0, 1},
+    [9] = {gray, 0, 1},
     [10] = {table, 4, 1},
     [11] = {blur, 2 + MAX_RADIUS + 1, 0},
     [12] = {filter, 2 + MAX_FILTER * MAX_FILTER, 0},

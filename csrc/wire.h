@@ -7,7 +7,7 @@
 #ifndef RAYPIPE_WIRE_H
 #define RAYPIPE_WIRE_H
 
-#include "colour_simd.h"
+#include "color_simd.h"
 #include "image.h"
 
 /* BT.601 in Q15, by R, G, B. The weights of luma add up to one, those of chroma to nothing, so that no result needs

@@ -30,7 +30,6 @@ Crops = Annotated[int, Limits(1, 1 << 12)]
 Room = Annotated[int, Limits(1, 1 << 16)]
 Seconds = Annotated[float, Limits(0, 1e9, above=True)]
 Alpha = Annotated[float, Limits(0, 1e6)]
-Cache = Literal["off", "disk"] | Annotated[int, Limits(1, (1 << 63) - 1)]
 Pixel = Annotated[float, Limits(-1e30, 1e30)]  # within float32
 
 # A number and its unit.
@@ -332,8 +331,6 @@ class PoolConfig(Section, prefix="pool."):
         max_in_flight: micro-batches in work or waiting at any time; 0 = 3 blocks per actor and 2 per rank.
         reader: who reads the store: "actors": each actor; "separate": one reader for all actors; "auto":
             "separate" for stores in groups, else "actors".
-        cache: "disk": keep decoded samples across epochs, on each node, in RAYPIPE_CACHE, up to a quarter of the
-            disk space that is free at the start; or up to a number of bytes.
         stall_timeout_s: the run ends after this many seconds in which no micro-batch was finished, or in which its
             start waited for the cluster to answer, for room that other jobs hold, or for another run's start.
     """
@@ -346,7 +343,6 @@ class PoolConfig(Section, prefix="pool."):
     micro_batches_per_block: int = 0
     max_in_flight: int = 0
     reader: Literal["auto", "actors", "separate"] = "auto"
-    cache: Cache = "off"
     stall_timeout_s: Seconds = 900.0
 
     @property

@@ -21,7 +21,7 @@ VARIABLES = {
     ),
     "RAYPIPE_CACHE": Variable(
         "`$XDG_CACHE_HOME/raypipe`, or `~/.cache/raypipe`",
-        "folder of the node's cache, for downloaded shards and decoded samples: use the fastest large disk",
+        "folder of the node's cache, for downloaded shards: use the fastest large disk",
     ),
     "RAYPIPE_CACHE_BYTES": Variable(
         "nine tenths of the free space", "limit of all downloaded shards in that folder, in bytes"

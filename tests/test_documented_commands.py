@@ -167,16 +167,6 @@ def test_docs_concepts_audits_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["equal"] and found["compared"] == 40
 
 
-@runs(("performance.md", "digest"))
-@pytest.mark.soak  # tests/transform/test_sample_cache.py has the digests of any cache
-@pytest.mark.usefixtures("ray_cluster", "folder")
-def test_docs_performance_caches_and_changes_no_bit(capsys: pytest.CaptureFixture[str]) -> None:
-    write_atomically("train.lmdb", samples(200), CLASSES)
-    off, kept, *_ = of("performance.md", "digest")
-    assert run(off, capsys)["samples"] == 2 * 192
-    assert run(kept, capsys)["equal"]
-
-
 @pytest.mark.usefixtures("ray_cluster", "folder", "s3")
 def test_docs_formats_converts_into_a_bucket(capsys: pytest.CaptureFixture[str]) -> None:
     write_tar("photos.tar", samples(100))

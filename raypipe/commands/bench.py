@@ -61,8 +61,7 @@ def bench(
 
     Args:
         run: Here the training store, transform.train, plan.micro_batch_size and the pool matter. The ceiling has
-            pool.max_actors processes (0 = one per CPU), and does not use pool.cache; with a cache the stream's
-            first epoch is not measured.
+            pool.max_actors processes (0 = one per CPU).
         seconds: how long to measure each stream.
         repeats: how often to measure; the result is the medians.
         images_per_s: a rate of all GPUs together, for which to compute CPUs and network; 0 = none.
@@ -83,7 +82,7 @@ def bench(
         measured.append(compared(before, stream, ceiling(opened, config, pool, micro_batch, seconds / 2)))
     figures: dict[str, Any] = summary(measured)
     figures |= {"store": opened.address, "transform": config.train, "size": config.size, "actors": actors}
-    figures |= {"micro_batch": micro_batch, "cache": pool.cache, "cpus": num_cpus(), "versions": versions()}
+    figures |= {"micro_batch": micro_batch, "cpus": num_cpus(), "versions": versions()}
     figures |= costs(figures, pool.cpus_per_actor, core_hour_price, gb_price)
     if images_per_s:
         figures["wanted_images_per_s"] = images_per_s

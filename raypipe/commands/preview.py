@@ -50,8 +50,7 @@ class Preview:
         augment: AugmentConfig,
         columns: Mapping[str, Any] | None = None,
     ) -> None:
-        # Any number of bad samples is shown.
-        transform = replace(transform, max_bad_fraction=1)
+        transform = replace(transform, max_bad_fraction=1)  # any number of bad samples is shown
         label = LABEL if LABEL in store.columns else ""
         spec = open_stream(store, plan=plan, transform=transform, columns=columns or {}, target_column=label)
         self._columns, self._wanted, self._targets = spec.columns, spec.wanted, transform.target_columns

@@ -3,7 +3,7 @@
     uint8 (B, 3, H, W) → the preset → [0, 1] → Kornia operations → the user's module → normalize → MixUp/CutMix
 
 Arrays (`transform.decode_as: array`) have any dtype and channels C: whole numbers are scaled to [0, 1] by the
-largest of their dtype, floats are as they are. Operations of colour need three channels.
+largest of their dtype, floats are as they are. Operations of color need three channels.
 
 Each crop of a view is augmented by itself, with its own seed and without mixing.
 
@@ -63,7 +63,7 @@ PRESETS: dict[str, Fused | None] = {
         contrast=(0.6, 1.4),
         saturation=(0.6, 1.4),
         hue=(-0.1, 0.1),
-        grey=0.1,
+        gray=0.1,
         blur=0.2,
         sigma=(0.1, 2.0),
         erase=0.25,
@@ -145,7 +145,7 @@ class DeviceAugment:
         self.normalize = Normalize(config, self.device, dtype)
         self._fused = PRESETS[config.preset]
         channels = len(config.mean)
-        if channels != 3 and self._fused and self._fused.changes_colour:
+        if channels != 3 and self._fused and self._fused.changes_color:
             raise ConfigError(
                 f"augment.preset={config.preset!r} changes red, green and blue, and augment.mean has "
                 f"{channels} channels: use none or light, and augment.ops that take {channels}"
@@ -258,7 +258,7 @@ def _user_module(name: str) -> Operation:
 def _moves(what: str) -> ConfigError:
     return ConfigError(
         f"augment: {what} moves or erases pixels on the device, where masks and boxes stay as they are: use "
-        "transform.train for geometry, and augment.ops for operations of colour alone"
+        "transform.train for geometry, and augment.ops for operations of color alone"
     )
 
 
@@ -281,7 +281,7 @@ def build_operation(entry: dict[str, Any], targets: bool = False, channels: int 
     # A policy has geometric operations among its own.
     if targets and (not issubclass(operation, IntensityAugmentationBase2D) or op == "RandomErasing"):
         raise _moves(op)
-    # Operations of colour are among a policy's, and one of them lets any channels pass.
+    # Operations of color are among a policy's, and one of them lets any channels pass.
     if channels != 3 and (issubclass(operation, PolicyAugmentBase) or op == "RandomGrayscale"):
         raise ConfigError(f"augment.ops: {op} needs red, green and blue, and augment.mean has {channels} channels")
     parameters = {key: tuple(v) if isinstance(v, list) else v for key, v in entry.items() if key != "op"}

@@ -2,15 +2,15 @@
 
     draw     what a micro-batch does, row by row, on the host
     pack     → one small float32 array (B, COLUMNS), the only thing that is sent to the device
-    apply    uint8 images → flip, or one affine sampling of all geometry → blur → one map of colour → erase
+    apply    uint8 images → flip, or one affine sampling of all geometry → blur → one map of color → erase
 
 The operations follow those of Kornia, with their own generator. The differences:
 
-- Brightness, contrast, saturation, hue and grey are one affine map of colour: what one of them would cut off at 0
-  or 1 is cut off once, at the end. Contrast's mean of grey is that of the image as it was before the colours.
-- Hue turns the colour about the axis of greys in YIQ, as NVIDIA's DALI does; Kornia's way through HSV is not
+- Brightness, contrast, saturation, hue and gray are one affine map of color: what one of them would cut off at 0
+  or 1 is cut off once, at the end. Contrast's mean of gray is that of the image as it was before the colors.
+- Hue turns the color about the axis of grays in YIQ, as NVIDIA's DALI does; Kornia's way through HSV is not
 affine.
-- A blur comes before the colour, with which it commutes, and is the same for both axes.
+- A blur comes before the color, with which it commutes, and is the same for both axes.
 - The ratio of an erased box's sides is drawn evenly in its logarithm.
 
 No operation depends on an image's content, so nothing waits for the device.
@@ -27,14 +27,14 @@ from torch.nn import functional
 
 # ITU-R BT.601, as in Kornia; the other two rows of YIQ are those of the FCC's NTSC.
 _RED, _GREEN, _BLUE = 0.299, 0.587, 0.114
-GREY = np.array([_RED, _GREEN, _BLUE])
-_YIQ = np.array([GREY, [0.5959, -0.2746, -0.3213], [0.2115, -0.5227, 0.3112]])
+GRAY = np.array([_RED, _GREEN, _BLUE])
+_YIQ = np.array([GRAY, [0.5959, -0.2746, -0.3213], [0.2115, -0.5227, 0.3112]])
 _RGB = np.linalg.inv(_YIQ)
 
 # Columns of the packed array. Distances are in pixels from the middle of the image.
-_FLIP, _SAMPLE, _COLOUR = 0, slice(1, 7), slice(7, 16)
+_FLIP, _SAMPLE, _COLOR = 0, slice(1, 7), slice(7, 16)
 _MEAN, _BLUR, _ERASE = slice(16, 19), slice(19, 24), slice(24, 28)
-_BLEND, _MEAN_GREY = slice(7, 9), 9  # replace the matrix if there is no hue
+_BLEND, _MEAN_GRAY = slice(7, 9), 9  # replace the matrix if there is no hue
 COLUMNS = 28
 
 Range = tuple[float, float]
@@ -45,7 +45,7 @@ class Fused:
     """Settings of the fused operations; a probability of 0 = never.
 
     Attributes:
-        flip, affine, jitter, grey, blur, erase: probabilities, of each row.
+        flip, affine, jitter, gray, blur, erase: probabilities, of each row.
         degrees, translate, scale: affine map: largest turn; largest shifts as shares of the image, in x and y;
             range of scales.
         brightness, contrast, saturation: ranges of factors.
@@ -64,7 +64,7 @@ class Fused:
     contrast: Range = (1.0, 1.0)
     saturation: Range = (1.0, 1.0)
     hue: Range = (0.0, 0.0)
-    grey: float = 0.0
+    gray: float = 0.0
     blur: float = 0.0
     sigma: Range = (1.0, 1.0)
     erase: float = 0.0
@@ -73,12 +73,12 @@ class Fused:
 
     @property
     def turns_hue(self) -> bool:
-        """Else a colour is blended with its grey, which takes fewer passes than a matrix."""
+        """Else a color is blended with its gray, which takes fewer passes than a matrix."""
         return self.hue != (0.0, 0.0)
 
     @property
-    def changes_colour(self) -> bool:
-        return self.jitter > 0 or self.grey > 0 or self.erase > 0
+    def changes_color(self) -> bool:
+        return self.jitter > 0 or self.gray > 0 or self.erase > 0
 
 
 @dataclass
@@ -90,7 +90,7 @@ class FusedParams:
         degrees, x, y, scale: affine map: turn, shift in pixels and scale.
         brightness, contrast, saturation: factors.
         hue: turns.
-        grey: bool.
+        gray: bool.
         sigma: the blur's standard deviation; 0 = none.
         box: int (B, 4): top, bottom, left and right of the erased box; empty = none.
     """
@@ -104,7 +104,7 @@ class FusedParams:
     contrast: np.ndarray
     saturation: np.ndarray
     hue: np.ndarray
-    grey: np.ndarray
+    gray: np.ndarray
     sigma: np.ndarray
     box: np.ndarray
 
@@ -125,8 +125,8 @@ def draw(
     def among(low: float, high: float) -> np.ndarray:
         return low + (high - low) * next(numbers)
 
-    chances = (fused.flip, fused.affine, fused.jitter, fused.grey, fused.blur, fused.erase)
-    flip, affine, jitter, grey, blur, erase = shares[:6] < strength * np.array(chances)[:, None]
+    chances = (fused.flip, fused.affine, fused.jitter, fused.gray, fused.blur, fused.erase)
+    flip, affine, jitter, gray, blur, erase = shares[:6] < strength * np.array(chances)[:, None]
     across, along = (share * side for share, side in zip(fused.translate, (width, height), strict=True))
     degrees = np.where(affine, among(-fused.degrees, fused.degrees), 0.0)
     x, y = (np.where(affine, among(-most, most), 0.0) for most in (across, along))
@@ -142,7 +142,7 @@ def draw(
     top = np.floor(next(numbers) * (height - box_height + 1))
     left = np.floor(next(numbers) * (width - box_width + 1))
     box = np.where(erase, [top, top + box_height, left, left + box_width], 0.0).T.astype(np.int64)
-    return FusedParams(flip, degrees, x, y, scale, brightness, contrast, saturation, hue, grey, sigma, box)
+    return FusedParams(flip, degrees, x, y, scale, brightness, contrast, saturation, hue, gray, sigma, box)
 
 
 def pack(fused: Fused, params: FusedParams, height: int, width: int) -> np.ndarray:
@@ -154,15 +154,15 @@ def pack(fused: Fused, params: FusedParams, height: int, width: int) -> np.ndarr
     if fused.blur:
         weights = np.exp(-0.5 * (np.arange(-2, 3) / np.maximum(params.sigma, 1e-6)[:, None]) ** 2)
         packed[:, _BLUR] = weights / weights.sum(1, keepdims=True)
-    if fused.changes_colour:
-        # What contrast adds is a grey, which neither saturation nor hue changes.
+    if fused.changes_color:
+        # What contrast adds is a gray, which neither saturation nor hue changes.
         by_mean = (1 - params.contrast) * params.brightness / 255
         if fused.turns_hue:
-            packed[:, _COLOUR] = _colours(params)
-            packed[:, _MEAN] = by_mean[:, None] * GREY
+            packed[:, _COLOR] = _colors(params)
+            packed[:, _MEAN] = by_mean[:, None] * GRAY
         else:
             packed[:, _BLEND] = _blends(params)
-            packed[:, _MEAN_GREY] = by_mean
+            packed[:, _MEAN_GRAY] = by_mean
         packed[:, _ERASE] = params.box
     return packed
 
@@ -178,21 +178,21 @@ def _maps(params: FusedParams, height: int, width: int) -> np.ndarray:
     return maps.reshape(len(maps), 6)
 
 
-def _colours(params: FusedParams) -> np.ndarray:
+def _colors(params: FusedParams) -> np.ndarray:
     """The matrix of each row, from [0, 255] to [0, 1], column by column; (B, 9)."""
-    to_grey, turn = np.broadcast_to(GREY, (3, 3)), -2 * np.pi * params.hue  # from red to yellow, as in HSV
+    to_gray, turn = np.broadcast_to(GRAY, (3, 3)), -2 * np.pi * params.hue  # from red to yellow, as in HSV
     zeros, ones, cos, sin = np.zeros_like(turn), np.ones_like(turn), np.cos(turn), np.sin(turn)
-    about_grey = np.array([[ones, zeros, zeros], [zeros, cos, -sin], [zeros, sin, cos]])
+    about_gray = np.array([[ones, zeros, zeros], [zeros, cos, -sin], [zeros, sin, cos]])
     saturation = params.saturation[:, None, None]
-    colour = _RGB @ np.moveaxis(about_grey, 2, 0) @ _YIQ @ (saturation * np.eye(3) + (1 - saturation) * to_grey)
-    colour = np.where(params.grey[:, None, None], to_grey, colour)
-    colour = colour * (params.brightness * params.contrast / 255)[:, None, None]
-    return np.swapaxes(colour, 1, 2).reshape(-1, 9)
+    color = _RGB @ np.moveaxis(about_gray, 2, 0) @ _YIQ @ (saturation * np.eye(3) + (1 - saturation) * to_gray)
+    color = np.where(params.gray[:, None, None], to_gray, color)
+    color = color * (params.brightness * params.contrast / 255)[:, None, None]
+    return np.swapaxes(color, 1, 2).reshape(-1, 9)
 
 
 def _blends(params: FusedParams) -> np.ndarray:
-    """The shares of a row's colour and of its grey, from [0, 255] to [0, 1]; (B, 2)."""
-    saturation = np.where(params.grey, 0.0, params.saturation)
+    """The shares of a row's color and of its gray, from [0, 255] to [0, 1]; (B, 2)."""
+    saturation = np.where(params.gray, 0.0, params.saturation)
     return np.stack([saturation, 1 - saturation], 1) * (params.brightness * params.contrast / 255)[:, None]
 
 
@@ -200,14 +200,14 @@ def apply(fused: Fused, image: torch.Tensor, packed: torch.Tensor) -> torch.Tens
     """Apply the drawn operations; the input is not changed.
 
     Args:
-        image: uint8 (B, 3, H, W), or float32 in [0, 1], which without colours may have any channels.
+        image: uint8 (B, 3, H, W), or float32 in [0, 1], which without colors may have any channels.
         packed: float32 (B, COLUMNS), from `pack`, on the same device.
 
     Returns:
         Images of the same size: in the input's dtype after only a flip, else float32 in [0, 1].
     """
     in_255 = not image.is_floating_point()
-    if fused.changes_colour and not in_255:
+    if fused.changes_color and not in_255:
         image, in_255 = image * 255, True
     if fused.affine:
         image = _sampled(image, packed[:, _SAMPLE].unflatten(1, (2, 3)))
@@ -215,7 +215,7 @@ def apply(fused: Fused, image: torch.Tensor, packed: torch.Tensor) -> torch.Tens
         image = torch.where(packed[:, _FLIP].view(-1, 1, 1, 1) > 0, image.flip(3), image)
     if fused.blur:
         image = _blurred(image.float(), packed[:, _BLUR])
-    if fused.changes_colour:
+    if fused.changes_color:
         return _erased((_turned if fused.turns_hue else _blended)(image, packed), packed)
     return image * (1 / 255) if in_255 and image.is_floating_point() else image
 
@@ -243,23 +243,23 @@ def _blurred(image: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 
 def _turned(image: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
-    """Each row through its own map of colour, not cut off as yet."""
+    """Each row through its own map of color, not cut off as yet."""
     means = image.mean((2, 3), dtype=torch.float32)
     offset = (means * packed[:, _MEAN]).sum(1).view(-1, 1, 1, 1)
-    colour = packed[:, _COLOUR].unflatten(1, (3, 3))[..., None, None]
+    color = packed[:, _COLOR].unflatten(1, (3, 3))[..., None, None]
     out = torch.empty(image.shape, device=image.device, memory_format=torch.channels_last)
-    torch.addcmul(offset, image[:, 0:1], colour[:, 0], out=out)
+    torch.addcmul(offset, image[:, 0:1], color[:, 0], out=out)
     # Channel by channel: as a product of matrices it might be taken in TF32, of ten bits.
-    return out.addcmul_(image[:, 1:2], colour[:, 1]).addcmul_(image[:, 2:3], colour[:, 2])
+    return out.addcmul_(image[:, 1:2], color[:, 1]).addcmul_(image[:, 2:3], color[:, 2])
 
 
 def _blended(image: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
     """Apply the color map without hue: shares of the image, of its gray, and of the mean gray."""
-    grey = (image[:, 0:1] * _RED).add_(image[:, 1:2], alpha=_GREEN).add_(image[:, 2:3], alpha=_BLUE)
-    offset = grey.mean((2, 3), keepdim=True) * packed[:, _MEAN_GREY].view(-1, 1, 1, 1)
-    of_colour, of_grey = packed[:, _BLEND, None, None, None].unbind(1)
+    gray = (image[:, 0:1] * _RED).add_(image[:, 1:2], alpha=_GREEN).add_(image[:, 2:3], alpha=_BLUE)
+    offset = gray.mean((2, 3), keepdim=True) * packed[:, _MEAN_GRAY].view(-1, 1, 1, 1)
+    of_color, of_gray = packed[:, _BLEND, None, None, None].unbind(1)
     out = torch.empty(image.shape, device=image.device, memory_format=torch.channels_last)
-    return torch.addcmul(torch.addcmul(offset, grey, of_grey), image, of_colour, out=out)
+    return torch.addcmul(torch.addcmul(offset, gray, of_gray), image, of_color, out=out)
 
 
 def _erased(out: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:

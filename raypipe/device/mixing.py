@@ -77,9 +77,9 @@ def draw_mix(
     if not cut:
         return lam, None
     half = math.sqrt(1 - lam) / 2
-    centre_y, centre_x = y * height, x * width
-    top, bottom = (int(np.clip(round(centre_y + s * half * height), 0, height)) for s in (-1, 1))
-    left, right = (int(np.clip(round(centre_x + s * half * width), 0, width)) for s in (-1, 1))
+    center_y, center_x = y * height, x * width
+    top, bottom = (int(np.clip(round(center_y + s * half * height), 0, height)) for s in (-1, 1))
+    left, right = (int(np.clip(round(center_x + s * half * width), 0, width)) for s in (-1, 1))
     return 1 - (bottom - top) * (right - left) / (height * width), (top, bottom, left, right)
 
 

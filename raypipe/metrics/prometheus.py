@@ -86,8 +86,6 @@ _ALL = (
     Metric("raypipe_actor_micro_batches_total", _SPLIT, "Micro-batches that actors have made, repeats included."),
     Metric("raypipe_actor_read_seconds_total", _SPLIT, "Reading the store, in actors or in readers."),
     Metric("raypipe_actor_work_seconds_total", _SPLIT, "Actors' time for reading, decoding, transforming."),
-    Metric("raypipe_cache_hits_total", _SPLIT, "Samples that an actor found decoded in its node's cache."),
-    Metric("raypipe_cache_misses_total", _SPLIT, "Samples that it did not find there, if there is a cache."),
     Metric("raypipe_storage_requests_total", _STORAGE, "What was asked of object storage, repeats not counted."),
     Metric("raypipe_storage_seconds_total", _STORAGE, "Time for it, the waiting in outages included."),
     Metric("raypipe_storage_bytes_total", _STORAGE, "Bytes read and written, without whole files uploaded."),

@@ -1,6 +1,6 @@
 """Makes the micro-batches of a stream, one after the other, in whatever process it is in; knows no Ray.
 
-MicroBatchMaker   the stores, transforms and caches of a stream, opened
+MicroBatchMaker   the stores, transforms of a stream, opened
 try_samples       a few samples in the driver, before anything is started
 """
 
@@ -35,8 +35,7 @@ from raypipe.transform.contents import build_content
 from raypipe.transform.fields import IMAGE, BlockMemory, MicroBatch, chroma_of, is_image
 from raypipe.transform.presets import is_preset
 from raypipe.transform.process_state import process_kept
-from raypipe.transform.sample_cache import open_caches
-from raypipe.transform.samples import NO_LABEL, Decoded, EncodedSample, Samples, read_samples
+from raypipe.transform.samples import NO_LABEL, EncodedSample, Samples, read_samples
 from raypipe.transform.sizes import Size, has_sizes, sides_of, size_in, sizes_of
 
 if TYPE_CHECKING:
@@ -60,12 +59,10 @@ class Outcome:
 
     Attributes:
         bad: records of bad samples, see `MicroBatchTransform.run`.
-        num_kept: samples that were in the cache.
     """
 
     batch: MicroBatch
     bad: list[dict[str, Any]]
-    num_kept: int = 0
 
 
 class MicroBatchMaker:
@@ -74,7 +71,6 @@ class MicroBatchMaker:
     def __init__(self, spec: StreamSpec) -> None:
         self.plan, self._spec, self._stores = spec.plan, spec, spec.stores
         self._budget = BadSampleBudget(spec.transform.max_bad_fraction)
-        self.caches = open_caches(spec.pool, spec.stores, spec.transform, spec.columns.reads_class)
         self._attempt = FIRST_ATTEMPT
         self._transforms: dict[tuple[Split, Size], MicroBatchTransform] = {}
         for split in spec.stores:
@@ -96,7 +92,6 @@ class MicroBatchMaker:
                 size,
                 tolerant=self._spec.transform.max_bad_fraction > 0,
                 exact=split == "val",
-                decoded=self.caches[split].decoded if split in self.caches else None,
                 probe=functools.partial(self._first_samples, split),
             )
         return self._transforms[split, size]
@@ -162,9 +157,7 @@ class MicroBatchMaker:
         self._attempt = attempt
         draws = draws or self.plan.draw(at)
         indices, transform = draws.indices, self._transform(at, draws)
-        cache = self.caches.get(at.split)
-        kept = cache.find(indices) if cache else {}
-        samples = self._samples(at.split, indices, attempt, kept) if read is None else read
+        samples = self._samples(at.split, indices, attempt) if read is None else read
         if read is None:
             read_s = time.perf_counter() - started
 
@@ -182,20 +175,18 @@ class MicroBatchMaker:
             self._compare_with_val(rows.memory.fields[IMAGE].shape or ())
         work_s = time.perf_counter() - started
         batch = MicroBatch(at, rows.index, rows.weight, fields, len(bad), read_s, work_s)
-        return Outcome(batch, bad, len(kept))
+        return Outcome(batch, bad)
 
     def _samples(
-        self, split: Split, indices: np.ndarray, attempt: Attempt, kept: dict[int, Decoded]
+        self, split: Split, indices: np.ndarray, attempt: Attempt
     ) -> Samples | list[Callable[[], EncodedSample]]:
-        """The samples of a micro-batch: kept, read, or to be read one by one."""
+        """The samples of a micro-batch: read, or to be read one by one."""
         if attempt.before_sample:  # each by itself, once it is announced: to read it may be what kills
             return [functools.partial(self._read, split, index) for index in indices.tolist()]
         wanted = indices.copy()
-        wanted[[*kept]] = PADDING
         if attempt.bad:  # it would not come back
             wanted[np.isin(indices, list(attempt.bad))] = PADDING
-        samples = read_samples(self._stores[split], wanted, self._spec.wanted)
-        return samples.replaced(kept) if kept else samples
+        return read_samples(self._stores[split], wanted, self._spec.wanted)
 
     def _compare_with_val(self, shape: tuple[int, ...]) -> None:
         """Compare the size of training images with that of a validation's first sample, before the first step."""
@@ -225,9 +216,7 @@ class MicroBatchMaker:
         log_place(split=at.split, epoch=at.epoch, step=self.plan.global_step(at))
 
     def _read(self, split: Split, index: int) -> EncodedSample:
-        sample = read_samples(self._stores[split], np.array([index]), self._spec.wanted)[0]
-        assert isinstance(sample, EncodedSample)
-        return sample
+        return read_samples(self._stores[split], np.array([index]), self._spec.wanted)[0]
 
     def _first_samples(self, split: Split) -> Iterator[EncodedSample]:
         kept = self.plan.kept[split]

@@ -26,7 +26,6 @@ from raypipe.transform.checks import check_follows, check_images, check_transfor
 from raypipe.transform.column_types import NUM_PROBED, find_columns
 from raypipe.transform.columns import MakeColumns, SampleColumns
 from raypipe.transform.fields import LABEL
-from raypipe.transform.sample_cache import check_cache
 from raypipe.transform.transform_steps import config_without_files, without_files
 
 Train = Store | str | Path | Mapping[str, Store | str | Path]
@@ -79,7 +78,6 @@ def open_stream(
     plan, pool = plan or PlanConfig(), pool or PoolConfig()
     declared = renamed(column_options(columns), target_column)
     transform = config_without_files(transform or TransformConfig())
-    check_cache(pool, transform)
     options = store_options(image_column, target_column or "")
     train_store = open_stores(train, options)
     val_store = None if val is None else _opened(val, options)
@@ -91,7 +89,7 @@ def open_stream(
     laid_out = make_plan(plan, train_store, val_store, selections=selections, val_selection=val_selection)
     check_images(transform, transforms, stores, plan, laid_out.kept)
     make = make_columns or transform.make_columns or None
-    sample_columns = _columns_of(stores, declared, make, laid_out, pool, bool(target_column))
+    sample_columns = _columns_of(stores, declared, make, laid_out, bool(target_column))
     sizes = list(transform.size_by_epoch.items())
     if len(sizes) > 1:
         laid_out = laid_out.bound_to({"sizes": sizes})
@@ -130,22 +128,15 @@ def _columns_of(
     declared: Mapping[str, ColumnOptions],
     make: MakeColumns | str | None,
     plan: Plan,
-    pool: PoolConfig,
     label: bool,
 ) -> SampleColumns:
-    """The columns of a stream; raises ConfigError as `find_columns` does, and where a cache would lose them."""
+    """The columns of a stream; raises ConfigError as `find_columns` does."""
 
     def first(split: Split) -> np.ndarray:
         kept = plan.kept[split]
         return kept.indices(np.arange(min(NUM_PROBED, kept.size)))
 
-    sample_columns = find_columns(stores, declared, make, first, label)
-    if sample_columns and pool.cache != "off":
-        raise ConfigError(
-            f"pool.cache={pool.cache!r} keeps images and classes, and no columns or other targets: set "
-            "pool.cache='off', or leave store.columns out"
-        )
-    return sample_columns
+    return find_columns(stores, declared, make, first, label)
 
 
 def open_stores(train: Train, options: Mapping[str, str]) -> Store:

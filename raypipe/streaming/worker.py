@@ -20,7 +20,7 @@ import ray
 from raypipe.errors import ResourceError
 from raypipe.logs import configure_logs
 from raypipe.metrics.prometheus import Recorder
-from raypipe.plan.places import PADDING, MicroBatchId
+from raypipe.plan.places import MicroBatchId
 from raypipe.rayext.watch import this_process
 from raypipe.storage import patience
 from raypipe.streaming.blocks import Block
@@ -84,10 +84,6 @@ class TransformWorker:
             "bad_samples_total": len(bad),
             "substituted_samples_total": sum(record["substitute"] is not None for record in bad),
         }
-        if split in self._maker.caches:
-            num_kept = sum(outcome.num_kept for outcome in outcomes)
-            num_samples = sum(int((outcome.batch.index != PADDING).sum()) for outcome in outcomes)
-            amounts |= {"cache_hits_total": num_kept, "cache_misses_total": num_samples - num_kept}
         self._metrics.add(amounts, split=split)
         self._metrics.add_storage("actor")
 

@@ -1,8 +1,8 @@
 """Images of a micro-batch, made by programs in one call where possible.
 
     JPEGs that the kernel takes        decoded and transformed by it
-    other encoded images, and those    decoded here, some at a time, and transformed by it; or, where there is
-    from a cache                       no kernel, by the reference
+    other encoded images               decoded here, some at a time, and transformed by it; or, where there is
+                                       no kernel, by the reference
 
 A row that neither can make (damaged, or too small for a crop) is left to the loop over samples, which raises
 the reason.
@@ -28,7 +28,7 @@ from raypipe.transform.jpeg import jpeg_orientation, scaled_boxes
 from raypipe.transform.kernel import DONE, Job
 from raypipe.transform.ops import Op
 from raypipe.transform.program import Program
-from raypipe.transform.samples import Decoded, Samples
+from raypipe.transform.samples import Samples
 
 _MAX_DECODED = 32 << 20  # bytes of pixels that are decoded before a call
 
@@ -105,7 +105,6 @@ class ProgramsAtOnce:
         wanted: np.ndarray,
         keys: np.ndarray,
         arrays: Mapping[str, np.ndarray],
-        cached: Callable[[int], Decoded | None] | None = None,
     ) -> MadeAtOnce:
         """Make the images of B samples.
 
@@ -113,7 +112,6 @@ class ProgramsAtOnce:
             wanted: bool (B,), the rows that are.
             keys: uint64 (B, 2).
             arrays: by field, (B, …).
-            cached: decodes the sample of a row, to keep it.
 
         Returns:
             Which are made. Slots of others may hold anything.
@@ -124,19 +122,18 @@ class ProgramsAtOnce:
             np.zeros((len(samples), first.num_params), np.int64),
             np.zeros((len(samples), 2), np.int32),
         )
-        if cached is None:
-            sizes = self._sizes(samples.images)
-            sizes[~wanted] = 0
-            self._run(samples.images, sizes, keys, arrays, made, self._target)
-        for decoded in self._decoded(samples, wanted & ~made.rows, cached):
+        sizes = self._sizes(samples.images)
+        sizes[~wanted] = 0
+        self._run(samples.images, sizes, keys, arrays, made, self._target)
+        for decoded in self._decoded(samples, wanted & ~made.rows):
             sizes = np.array([(0, 0) if image is None else image.shape[:2] for image in decoded])
             self._run(decoded, sizes, keys, arrays, made)
         return made
 
-    def _sizes(self, images: Sequence[bytes | memoryview | np.ndarray | None]) -> np.ndarray:
+    def _sizes(self, images: Sequence[bytes | memoryview | None]) -> np.ndarray:
         """(height, width), int32 (B, 2), of those that the kernel decodes; zeros of others.
 
-        Those are also others that are turned upright, and pixels.
+        Those are also others that are turned upright.
         """
         sizes, has_exif = kernel.sizes(images)
         if self._config.apply_exif:
@@ -191,17 +188,12 @@ class ProgramsAtOnce:
         made.rows[done] = True
         made.params[done], made.sizes[done] = jobs[0].params[done], sizes[done]
 
-    def _decoded(
-        self,
-        samples: Samples,
-        wanted: np.ndarray,
-        cached: Callable[[int], Decoded | None] | None,
-    ) -> Iterator[list[np.ndarray | None]]:
+    def _decoded(self, samples: Samples, wanted: np.ndarray) -> Iterator[list[np.ndarray | None]]:
         """The pixels of the rows that are wanted, where they can be had, by row; not too many at a time."""
         images: list[np.ndarray | None] = [None] * len(samples)
         num_bytes = 0
         for row in np.flatnonzero(wanted).tolist():
-            pixels = self._pixels(samples.images[row], row, cached)
+            pixels = self._pixels(samples.images[row])
             if pixels is None:
                 continue
             images[row], num_bytes = pixels, num_bytes + pixels.nbytes
@@ -211,16 +203,7 @@ class ProgramsAtOnce:
         if num_bytes:
             yield images
 
-    def _pixels(
-        self,
-        image: bytes | memoryview | np.ndarray | None,
-        row: int,
-        cached: Callable[[int], Decoded | None] | None,
-    ) -> np.ndarray | None:
-        if isinstance(image, np.ndarray):
-            return image
-        if cached is not None and (decoded := cached(row)):
-            return decoded.pixels
+    def _pixels(self, image: bytes | memoryview | None) -> np.ndarray | None:
         if not image or (self._target and image[:3] == b"\xff\xd8\xff"):
             return None  # a target gives a crop's scale by its box: `one` decodes it
         try:

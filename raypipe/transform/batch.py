@@ -14,10 +14,10 @@ from raypipe.stores.base import title_of
 from raypipe.transform.columns import ColumnMaker
 from raypipe.transform.draws import Key
 from raypipe.transform.fields import LABEL, BlockMemory, Drawn, Field, MadeAtOnce, Rows
-from raypipe.transform.samples import NO_LABEL, WRONG_LABEL, Decoded, EncodedSample, Samples
+from raypipe.transform.samples import NO_LABEL, WRONG_LABEL, EncodedSample, Samples
 
-Sample = EncodedSample | Decoded | Callable[[], EncodedSample]
-"""Of a store, of a cache, or read when it is its turn."""
+Sample = EncodedSample | Callable[[], EncodedSample]
+"""Of a store, or read when it is its turn."""
 
 Candidate = tuple[Sample, int, Key]
 """(sample, index, key)."""
@@ -41,17 +41,12 @@ class Content(Protocol):
     draws_globally: bool
     makes_images_alone: bool
 
-    def one(self, sample: EncodedSample | Decoded, key: Key, out: np.ndarray | None = None) -> dict[str, Any]:
+    def one(self, sample: EncodedSample, key: Key, out: np.ndarray | None = None) -> dict[str, Any]:
         """The fields of one sample but label and columns; its image may be made in `out`."""
         ...
 
     def at_once(
-        self,
-        samples: Samples,
-        wanted: np.ndarray,
-        keys: np.ndarray,
-        arrays: dict[str, np.ndarray],
-        cached: Callable[[int], Decoded | None] | None,
+        self, samples: Samples, wanted: np.ndarray, keys: np.ndarray, arrays: dict[str, np.ndarray]
     ) -> MadeAtOnce:
         """Make the images of a micro-batch in the arrays of its fields, where one call can make them.
 
@@ -59,14 +54,13 @@ class Content(Protocol):
             wanted: bool (B,), the rows to make.
             keys: uint64 (B, 2).
             arrays: arrays by field, (B, …).
-            cached: decodes the sample of a row and caches it.
 
         Returns:
             The rows that are made; `one` makes or rejects the others.
         """
         ...
 
-    def following(self, sample: EncodedSample | Decoded, drawn: Drawn) -> dict[str, Any]:
+    def following(self, sample: EncodedSample, drawn: Drawn) -> dict[str, Any]:
         """The other fields that `one` would make, of a row that `at_once` has made the images of."""
         ...
 
@@ -96,7 +90,6 @@ class MicroBatchTransform:
         exact: for validation: a bad sample is not substituted, its row has weight 0.
         store_address: named in errors and records.
         sample_name: returns the store's name of a sample by its index, for errors and records.
-        decoded: decoder with a cache, of the same store and settings, see `SampleCache.decoded`.
         columns: makes the columns of each sample; None = no columns.
         probe: samples that show the size of images if the first micro-batch is all padding.
     """
@@ -109,12 +102,11 @@ class MicroBatchTransform:
         exact: bool = False,
         store_address: str = "",
         sample_name: Callable[[int], str] = lambda _: "",
-        decoded: Callable[[int, int, bytes | memoryview | None], Decoded | None] | None = None,
         columns: ColumnMaker | None = None,
         probe: Callable[[], Iterable[EncodedSample]] = tuple,
     ) -> None:
         self.content, self._columns, self._probe = content, columns, probe
-        self._tolerant, self._exact, self._decoded = tolerant, exact, decoded
+        self._tolerant, self._exact = tolerant, exact
         self._store_address, self._sample_name = store_address, sample_name
 
     @property
@@ -191,14 +183,7 @@ class MicroBatchTransform:
         wanted = indices != PADDING
         if attempt.bad:
             wanted &= ~np.isin(indices, list(attempt.bad))
-
-        def cached(row: int) -> Decoded | None:
-            assert self._decoded is not None
-            image = samples.images[row]
-            assert not isinstance(image, np.ndarray)
-            return self._decoded(int(indices[row]), int(samples.labels[row]), image)
-
-        return self.content.at_once(samples, wanted, keys, rows.arrays, cached if self._decoded else None)
+        return self.content.at_once(samples, wanted, keys, rows.arrays)
 
     def _fill(
         self, rows: Rows, samples: Samples | Sequence[Any], indices: np.ndarray, made: MadeAtOnce
@@ -236,13 +221,10 @@ class MicroBatchTransform:
         try:
             columns: dict[str, Any] = {}
             if self._columns is not None:
-                assert isinstance(sample, EncodedSample), "a cache of decoded samples keeps no columns"
                 columns = self._columns.one(sample.columns, key)  # first: it costs less than an image
             if drawn is not None:
                 made = self.content.following(sample, drawn)
             else:
-                if self._decoded is not None and isinstance(sample, EncodedSample):
-                    sample = self._decoded(index, label, sample.image) or sample
                 made = self.content.one(sample, key, out)
         except ConfigError as error:
             raise ConfigError(f"{self._title(index)}: {error}") from error

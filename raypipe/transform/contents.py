@@ -28,8 +28,8 @@ from raypipe.transform.follow import follow
 from raypipe.transform.jpeg import open_for_crop
 from raypipe.transform.presets import build_transform
 from raypipe.transform.sample_transform import SampleTransform
-from raypipe.transform.samples import Decoded, EncodedSample, Samples
-from raypipe.transform.sizes import Size, Undecoded, cut
+from raypipe.transform.samples import EncodedSample, Samples
+from raypipe.transform.sizes import Size, Undecoded
 from raypipe.transform.targets import TARGETS, decode_targets
 from raypipe.transform.user_code import NOT_OF_A_SAMPLE, failed
 from raypipe.transform.views import View
@@ -103,7 +103,7 @@ class Images:
         if not any(crop.finish for crop in crops):  # sizes are known before the first sample
             self._learn({name: np.empty(shape, np.uint8) for name, shape in shapes_of(crops).items()})
 
-    def one(self, sample: EncodedSample | Decoded, key: Key, out: np.ndarray | None = None) -> dict[str, Any]:
+    def one(self, sample: EncodedSample, key: Key, out: np.ndarray | None = None) -> dict[str, Any]:
         """Decode and transform one sample; its image may be put into `out`, uint8 (H, W, 3), or as arrays are.
 
         Returns:
@@ -117,7 +117,6 @@ class Images:
         image = self._opened(sample)
         targets: dict[str, np.ndarray] = {}
         if self._targets:
-            assert isinstance(sample, EncodedSample)
             size = image.shape[:2] if isinstance(image, np.ndarray) else image[0]
             targets = decode_targets(sample.columns, self._targets, size)
         given = _by_keyword(targets)
@@ -138,23 +137,18 @@ class Images:
         return result
 
     def at_once(
-        self,
-        samples: Samples,
-        wanted: np.ndarray,
-        keys: np.ndarray,
-        arrays: dict[str, np.ndarray],
-        cached: Callable[[int], Decoded | None] | None,
+        self, samples: Samples, wanted: np.ndarray, keys: np.ndarray, arrays: dict[str, np.ndarray]
     ) -> MadeAtOnce:
         """Make the images of a micro-batch in one call, as far as programs can; see `ProgramsAtOnce.make`."""
         if self._at_once is None:
             return MadeAtOnce.nothing(len(samples))
-        return self._at_once.make(samples, wanted, keys, arrays, cached)
+        return self._at_once.make(samples, wanted, keys, arrays)
 
-    def following(self, sample: EncodedSample | Decoded, drawn: Drawn) -> dict[str, Any]:
+    def following(self, sample: EncodedSample, drawn: Drawn) -> dict[str, Any]:
         """Return the other fields of an image that `at_once` has made."""
         if not self._targets:
             return {}
-        assert isinstance(sample, EncodedSample) and isinstance(self._transform, SampleTransform)
+        assert isinstance(self._transform, SampleTransform)
         program = self._transform.program
         assert program is not None and program.size is not None
         targets = decode_targets(sample.columns, self._targets, drawn.size)
@@ -214,13 +208,8 @@ class Images:
                 " as for the others: end the transform with a crop or resize to a fixed size"
             )
 
-    def _opened(self, sample: EncodedSample | Decoded) -> np.ndarray | Undecoded:
+    def _opened(self, sample: EncodedSample) -> np.ndarray | Undecoded:
         """An image: decoded, or not yet where the transform begins with a random resized crop."""
-        if isinstance(sample, Decoded):
-            pixels = sample.pixels  # it may be read-only
-            if self._crop_target:
-                return pixels.shape[:2], lambda box: cut(pixels, box).copy()
-            return pixels if pixels.flags.writeable else pixels.copy()
         encoded = stored_bytes(sample.image)
         if self._is_array:
             return decode_array(encoded)

@@ -34,7 +34,7 @@ Kind = Literal["array", "ragged", "text", "bytes", "json"]
 IMAGE, LABEL = "image", "label"
 VIEW, COLUMN, CHROMA = "view", "column", "chroma"
 """Groups of fields, whose names are GROUP.NAME."""
-_NO_COLOUR = 128
+_NO_COLOR = 128
 
 
 def is_image(name: str) -> bool:
@@ -318,7 +318,7 @@ def learn(fields: dict[str, Field], sample: Mapping[str, Any]) -> None:
     if any(is_image(name) and name not in fields for name in sample):  # views, where an image was expected
         fields.pop(IMAGE, None)
     for name, value in sample.items():
-        like = fields.get(name) or Field(fill=_NO_COLOUR if is_chroma(name) else 0)
+        like = fields.get(name) or Field(fill=_NO_COLOR if is_chroma(name) else 0)
         if like.kind == "array" and like.shape is None:
             fields[name] = replace(like, dtype=value.dtype.name, shape=value.shape)
 

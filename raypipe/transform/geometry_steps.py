@@ -180,7 +180,7 @@ class Pad(_Bordered):
     def draw(self, u: np.ndarray, sizes: np.ndarray) -> Numbers:
         sides = (self.padding,) if isinstance(self.padding, int) else tuple(self.padding)
         left, top, right, bottom = sides if len(sides) == 4 else (sides[0], sides[-1]) * 2
-        return [top, bottom, left, right, self.border_mode, *self.colour]
+        return [top, bottom, left, right, self.border_mode, *self.color]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,7 +258,7 @@ class Affine(_Bordered):
         (ia, ib, ic, ie), to_x, to_y = inverse, center_x + tx, center_y + ty
         matrix = [ia, ib, center_x - ia * to_x - ib * to_y, ic, ie, center_y - ic * to_x - ie * to_y]
         in_q32 = np.rint(np.clip(np.stack(matrix, axis=1), -(2.0**20), 2.0**20) * 2.0**32).astype(np.int64)
-        return [in_q32, self.interpolation, self.border_mode, *self.colour]
+        return [in_q32, self.interpolation, self.border_mode, *self.color]
 
 
 def _of_axes(limits: Any) -> tuple[Range, Range]:

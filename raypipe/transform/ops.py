@@ -27,7 +27,7 @@ class Op(IntEnum):
     AFFINE = 6  # the matrix of the inverse in Q32 × 6, interpolation, border, fill × 3
     DROPOUT = 7  # fill × 3, number of boxes, (top, left, bottom, right) × that
     JITTER = 8  # order × 4, factors in Q16 × 3, hue in Q16 sextants
-    GREY = 9
+    GRAY = 9
     TABLE = 10  # SOLARIZE or POSTERIZE, numbers × 3
     BLUR = 11  # radius, border, coefficients in Q14 × (MAX_RADIUS + 1)
     FILTER = 12  # side, border, coefficients in Q14 × MAX_FILTER²
@@ -43,7 +43,7 @@ NUM_PARAMS = {
     Op.TURN: 1,
     Op.AFFINE: 11,
     Op.JITTER: 8,
-    Op.GREY: 0,
+    Op.GRAY: 0,
     Op.TABLE: 4,
     Op.BLUR: 2 + MAX_RADIUS + 1,
     Op.FILTER: 2 + MAX_FILTER**2,

@@ -152,7 +152,7 @@ def _crop_ratio(size: Size) -> dict[str, tuple[float, float]]:
 
 
 def _smallest(size: Size) -> dict[str, Any]:
-    """The resize before a centre crop: 256 to 224 is ImageNet's; other sizes keep its proportion."""
+    """The resize before a center crop: 256 to 224 is ImageNet's; other sizes keep its proportion."""
     return {"SmallestMaxSize": {"max_size_hw": tuple(round(side * 256 / 224) for side in sides_of(size))}}
 
 

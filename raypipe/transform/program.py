@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 
 from raypipe.plan.places import Sides
-from raypipe.transform.colour_steps import COLOUR_STEPS
+from raypipe.transform.color_steps import COLOR_STEPS
 from raypipe.transform.draws import uniforms
 from raypipe.transform.geometry_steps import GEOMETRY_STEPS, TURNS, FixedCrop, RandomResizedCrop, Turn
 from raypipe.transform.ops import Op, sizes_behind
 from raypipe.transform.step import SIZING, Step
 
-_KINDS = {kind.__name__: kind for kind in (*GEOMETRY_STEPS, *COLOUR_STEPS)}
+_KINDS = {kind.__name__: kind for kind in (*GEOMETRY_STEPS, *COLOR_STEPS)}
 
 
 class Program:

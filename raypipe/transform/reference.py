@@ -14,7 +14,7 @@ import numpy as np
 
 from raypipe.transform.limits import MAX_PIXELS
 from raypipe.transform.ops import Op
-from raypipe.transform.reference_colour import COLOUR, Params, check, check_border
+from raypipe.transform.reference_color import COLOR, Params, check, check_border
 
 NEAREST, LINEAR, CUBIC, AREA = range(4)
 """Interpolations, as cv2 numbers them."""
@@ -95,9 +95,9 @@ def turn(image: np.ndarray, params: Params) -> np.ndarray:
 
 def affine(image: np.ndarray, params: Params) -> np.ndarray:
     """Pixel (X, Y) comes from x = a X + b Y + c, y = d X + e Y + f, Q32; interpolation, border, r, g, b."""
-    interpolation, border, colour = params[6], params[7], params[8:11]
+    interpolation, border, color = params[6], params[7], params[8:11]
     check(interpolation in (NEAREST, LINEAR), "interpolation")
-    check_border(border, colour)
+    check_border(border, color)
     a, b, c, d, e, f = np.array(params[:6], np.int64)
     height, width = image.shape[:2]
     rows, columns = np.arange(height, dtype=np.int64)[:, None], np.arange(width, dtype=np.int64)
@@ -109,7 +109,7 @@ def affine(image: np.ndarray, params: Params) -> np.ndarray:
 
     def neighbors(right: int, below: int) -> np.ndarray:
         at_x, at_y = _border_at(x0 + right, width, border), _border_at(y0 + below, height, border)
-        return _pixels_at(image, at_x, at_y, colour)
+        return _pixels_at(image, at_x, at_y, color)
 
     if interpolation == NEAREST:
         return neighbors(0, 0)
@@ -122,7 +122,7 @@ def affine(image: np.ndarray, params: Params) -> np.ndarray:
 def dropout(image: np.ndarray, params: Params) -> np.ndarray:
     """Fill boxes: r, g, b, their number, then top, left, bottom, right of each, clipped to the image."""
     num = params[3]
-    check(all(0 <= value <= 255 for value in params[:3]), "colour")
+    check(all(0 <= value <= 255 for value in params[:3]), "color")
     check(0 <= num <= (len(params) - 4) // 4, "number of boxes")
     image = image.copy()
     for hole in range(num):
@@ -138,7 +138,7 @@ OPERATIONS: dict[int, Operation] = {
     Op.TURN: turn,
     Op.AFFINE: affine,
     Op.DROPOUT: dropout,
-    **COLOUR,
+    **COLOR,
 }
 """By code; CROP_SCALED is the decoder's."""
 
@@ -167,9 +167,9 @@ def _border_at(at: np.ndarray, side: int, border: int) -> np.ndarray:
     return np.where(at < side, at, period - at - (1 if border == _REFLECT else 0))
 
 
-def _pixels_at(image: np.ndarray, columns: np.ndarray, rows: np.ndarray, colour: Params) -> np.ndarray:
+def _pixels_at(image: np.ndarray, columns: np.ndarray, rows: np.ndarray, color: Params) -> np.ndarray:
     pixels = image[rows, columns]
-    pixels[(rows < 0) | (columns < 0)] = np.array(colour, np.uint8)
+    pixels[(rows < 0) | (columns < 0)] = np.array(color, np.uint8)
     return pixels
 
 

@@ -1,4 +1,4 @@
-"""Samples as a store or a cache has them, before they are transformed: one, and those of a micro-batch."""
+"""Samples as a store has them, before they are transformed: one, and those of a micro-batch."""
 
 from __future__ import annotations
 
@@ -34,51 +34,34 @@ class EncodedSample(NamedTuple):
     columns: Mapping[str, Any] = _NOTHING
 
 
-class Decoded(NamedTuple):
-    """A sample that needs no decoding: uint8 RGB (H, W, 3), maybe read-only, and its label."""
-
-    pixels: np.ndarray
-    label: int
-
-
 @dataclass(frozen=True)
 class Samples:
     """Samples of a micro-batch, by column; a row becomes a separate sample when it is requested.
 
     Attributes:
-        images: B, each encoded, or the pixels that a cache has, uint8 (H, W, 3); None = no image.
+        images: B, each encoded; None = no image.
         labels: int64 (B,), NO_LABEL among them.
         columns: other values, by the store's names, B of each.
     """
 
-    images: list[bytes | memoryview | np.ndarray | None]
+    images: list[bytes | memoryview | None]
     labels: np.ndarray
     columns: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.images)
 
-    def __getitem__(self, row: int) -> EncodedSample | Decoded:
+    def __getitem__(self, row: int) -> EncodedSample:
         image, label = self.images[row], int(self.labels[row])
-        if isinstance(image, np.ndarray):
-            return Decoded(image, label)
         return EncodedSample(image, label, {name: values[row] for name, values in self.columns.items()})
 
-    def __iter__(self) -> Iterator[EncodedSample | Decoded]:
+    def __iter__(self) -> Iterator[EncodedSample]:
         return map(self.__getitem__, range(len(self)))
 
-    def replaced(self, rows: Mapping[int, Decoded]) -> Samples:
-        """Return the samples with replacements in some rows."""
-        images, labels = self.images.copy(), self.labels.copy()
-        for row, (pixels, label) in rows.items():
-            images[row], labels[row] = pixels, label
-        return Samples(images, labels, self.columns)
-
     @staticmethod
-    def of(samples: Sequence[EncodedSample | Decoded]) -> Samples:
+    def of(samples: Sequence[EncodedSample]) -> Samples:
         """Join samples; a column that a sample lacks is None."""
-        images = [sample.pixels if isinstance(sample, Decoded) else sample.image for sample in samples]
-        columns = [sample.columns if isinstance(sample, EncodedSample) else _NOTHING for sample in samples]
+        images, columns = [sample.image for sample in samples], [sample.columns for sample in samples]
         names = dict.fromkeys(itertools.chain.from_iterable(columns))
         labels = np.array([sample.label for sample in samples], np.int64)
         return Samples(images, labels, {name: [row.get(name) for row in columns] for name in names})

@@ -2,7 +2,7 @@
 
 It draws them for all samples of a micro-batch at once, as integers (`raypipe.transform.ops`), from the library's
 distributions. Its fields are the library's arguments, as a transform keeps them: limits are pairs. `raypipe.
-transform.geometry_steps` and `colour_steps` have the steps.
+transform.geometry_steps` and `color_steps` have the steps.
 """
 
 from __future__ import annotations
@@ -82,16 +82,16 @@ class Filled(Step):
         return _rgb(self.fill) is not None and (self.fill_mask is None or _rgb(self.fill_mask) is not None)
 
     @property
-    def colour(self) -> tuple[int, int, int]:
-        """Return the step for RGB pixels."""
-        colour = _rgb(self.fill)
-        assert colour is not None, "is_known looks at it"
-        return colour
+    def color(self) -> tuple[int, int, int]:
+        """The fill, as RGB."""
+        color = _rgb(self.fill)
+        assert color is not None, "is_known looks at it"
+        return color
 
     @property
     def mask_fill(self) -> int | None:
-        colour = _rgb(self.fill_mask)
-        return colour and colour[0]
+        color = _rgb(self.fill_mask)
+        return color and color[0]
 
 
 def _rgb(fill: Any) -> tuple[int, int, int] | None:

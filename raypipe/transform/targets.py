@@ -77,7 +77,7 @@ def decode_mask(data: Any, size: tuple[int, int]) -> np.ndarray:
             raise SampleError(
                 f"the mask has {image.width}x{image.height} pixels (width x height), the image {size[1]}x{size[0]}"
             )
-        # Greyscale of 2 and 4 bits would come scaled to 255.
+        # Grayscale of 2 and 4 bits would come scaled to 255.
         bits = data[24]
         if image.mode not in ("L", "P", "1") or (image.mode == "L" and bits != 8):
             raise SampleError(

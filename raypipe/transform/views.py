@@ -61,8 +61,8 @@ def jitter(strengths: Sequence[float], p: float) -> dict[str, Any]:
     return {"ColorJitter": {**limits, "hue": (-hue, hue), "p": p}}
 
 
-def _colours(*strengths: float) -> list[dict[str, Any]]:
-    """A flip, and the distortion of colours: jitter in 8 of 10, grey in 2 of 10."""
+def _colors(*strengths: float) -> list[dict[str, Any]]:
+    """A flip, and the distortion of colors: jitter in 8 of 10, gray in 2 of 10."""
     return [{"HorizontalFlip": {"p": 0.5}}, jitter(strengths, 0.8), {"ToGray": {"p": 0.2}}]
 
 
@@ -71,17 +71,17 @@ def _blur(p: float) -> dict[str, Any]:
 
 
 def _simclr(size: int) -> dict[str, Any]:
-    """Chen et al. 2020, arXiv:2002.05709, appendix A, with colours of strength 1."""
-    steps = PresetSteps([_crop(size, [0.08, 1.0]), *_colours(0.8, 0.8, 0.8, 0.2), _blur(0.5)])
+    """Chen et al. 2020, arXiv:2002.05709, appendix A, with colors of strength 1."""
+    steps = PresetSteps([_crop(size, [0.08, 1.0]), *_colors(0.8, 0.8, 0.8, 0.2), _blur(0.5)])
     return {"pair": {"transform": steps, "count": 2, "size": size}}
 
 
 def _dino(size: int) -> dict[str, Any]:
     """Caron et al. 2021, arXiv:2104.14294, with the numbers of its code: 8 local crops of 96 and 2 of 224."""
-    small, colours = max(1, round(size * 96 / 224)), _colours(0.4, 0.4, 0.2, 0.1)
-    first = PresetSteps([_crop(size, [0.4, 1.0]), *colours, _blur(1.0)])
-    second = PresetSteps([_crop(size, [0.4, 1.0]), *colours, _blur(0.1), {"Solarize": {"p": 0.2}}])
-    local = PresetSteps([_crop(small, [0.05, 0.4]), *colours, _blur(0.5)])
+    small, colors = max(1, round(size * 96 / 224)), _colors(0.4, 0.4, 0.2, 0.1)
+    first = PresetSteps([_crop(size, [0.4, 1.0]), *colors, _blur(1.0)])
+    second = PresetSteps([_crop(size, [0.4, 1.0]), *colors, _blur(0.1), {"Solarize": {"p": 0.2}}])
+    local = PresetSteps([_crop(small, [0.05, 0.4]), *colors, _blur(0.5)])
     return {
         "global": {"transforms": [first, second], "size": size},
         "local": {"transform": local, "count": 8, "size": small},

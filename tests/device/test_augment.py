@@ -1,4 +1,4 @@
-"""The device side: normalisation, and augmentation that is a function of the micro-batch alone."""
+"""The device side: normalization, and augmentation that is a function of the micro-batch alone."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_strength_zero_leaves_images_as_they_are(preset: Any) -> None:
     config = AugmentConfig(preset=preset, mixup_alpha=0.4)
     out, mixed = run(config, image, strength=0.0)
     assert mixed is None
-    # It alone samples, and between neighbours that differ as they do in noise the rounding of a place is seen.
+    # It alone samples, and between neighbors that differ as they do in noise the rounding of a place is seen.
     tolerance = {"rtol": 0, "atol": 1e-4} if preset == "strong" else {}
     torch.testing.assert_close(out, Normalize(config, CPU)(image), **tolerance)
 
@@ -261,7 +261,7 @@ def test_what_would_leave_masks_and_boxes_behind_is_named(config: AugmentConfig,
         DeviceAugment(config, CPU, targets=True)
 
 
-def test_colour_and_normalisation_go_with_masks_and_boxes() -> None:
+def test_color_and_normalization_go_with_masks_and_boxes() -> None:
     ops = [{"op": name} for name in ("RandomGrayscale", "RandomPlanckianJitter", "RandomGaussianNoise")]
     DeviceAugment(AugmentConfig(ops=ops), CPU, targets=True)
 

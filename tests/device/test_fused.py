@@ -96,34 +96,34 @@ def test_brightness_contrast_and_saturation() -> None:
         close(done(draws, image, fused), all_three)
 
 
-def test_without_hue_a_blend_with_grey_is_what_the_matrix_is() -> None:
-    draws = neutral(brightness=SOME, contrast=SOME[::-1], saturation=SOME, grey=np.arange(ROWS) == 3)
+def test_without_hue_a_blend_with_gray_is_what_the_matrix_is() -> None:
+    draws = neutral(brightness=SOME, contrast=SOME[::-1], saturation=SOME, gray=np.arange(ROWS) == 3)
     for image in (images(), images() / 255, images().contiguous()):
-        close(done(draws, image, Fused(jitter=1.0, grey=0.5, erase=0.5)), done(draws, image), 1e-5)
+        close(done(draws, image, Fused(jitter=1.0, gray=0.5, erase=0.5)), done(draws, image), 1e-5)
 
 
-def test_colours_are_cut_off_once_at_the_end() -> None:
+def test_colors_are_cut_off_once_at_the_end() -> None:
     bright = torch.full((ROWS, 3, HEIGHT, WIDTH), 200, dtype=torch.uint8)
     draws = neutral(brightness=np.full(ROWS, 1.5), saturation=np.full(ROWS, 1.2))
     assert done(draws, bright).eq(1).all()
 
 
-def test_grey() -> None:
-    grey = np.array([True, False, True, False, True])
+def test_gray() -> None:
+    gray = np.array([True, False, True, False, True])
     expected = images() / 255
-    for row in np.flatnonzero(grey):
+    for row in np.flatnonzero(gray):
         expected[row] = kornia.color.rgb_to_grayscale(expected[row])
-    close(done(neutral(grey=grey), images()), expected)
+    close(done(neutral(gray=gray), images()), expected)
 
 
-def test_hue_keeps_lightness_and_grey_and_turns_as_kornias_does() -> None:
+def test_hue_keeps_lightness_and_gray_and_turns_as_kornias_does() -> None:
     image = images(110, 140)
     turned = done(neutral(hue=np.linspace(-0.4, 0.4, ROWS)), image)
-    grey_of = kornia.color.rgb_to_grayscale
-    close(grey_of(turned), grey_of(image / 255))
+    gray_of = kornia.color.rgb_to_grayscale
+    close(gray_of(turned), gray_of(image / 255))
     close(turned[2], image[2] / 255)  # by 0
-    grey = torch.full((ROWS, 3, HEIGHT, WIDTH), 90, dtype=torch.uint8)
-    close(done(neutral(hue=np.full(ROWS, 0.3)), grey), grey / 255)
+    gray = torch.full((ROWS, 3, HEIGHT, WIDTH), 90, dtype=torch.uint8)
+    close(done(neutral(hue=np.full(ROWS, 0.3)), gray), gray / 255)
     red = torch.zeros(ROWS, 3, HEIGHT, WIDTH, dtype=torch.uint8)
     red[:, 0] = 120
     ours, theirs = (
@@ -162,7 +162,7 @@ def test_draws_are_as_often_and_as_far_as_they_should_be() -> None:
     assert found.flip.mean() == pytest.approx(0.5, abs=0.02)
     assert (found.scale != 1).mean() == pytest.approx(0.5, abs=0.02)
     assert (found.brightness != 1).mean() == pytest.approx(0.8, abs=0.02)
-    assert found.grey.mean() == pytest.approx(0.1, abs=0.01)
+    assert found.gray.mean() == pytest.approx(0.1, abs=0.01)
     assert (found.sigma > 0).mean() == pytest.approx(0.2, abs=0.02)
     height, width = (found.box[:, 1] - found.box[:, 0]), (found.box[:, 3] - found.box[:, 2])
     erased = height > 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import queue
 import re
 import threading
@@ -82,8 +81,7 @@ def spec(ray_cluster: None) -> StreamSpec:
         store(20, {5}),
         plan=PlanConfig(epochs=2, micro_batch_size=8, global_batch_size=16),
         transform=TransformConfig(train="small", val="resize", size=12),
-        # A limit is part of what a cache is known by: this one is new.
-        pool=PoolConfig(max_in_flight=6, cache=(8 << 20) + os.getpid()),
+        pool=PoolConfig(max_in_flight=6),
         run=RUN,
         log_format="json",
     )
@@ -196,11 +194,6 @@ def test_counters_tell_what_has_happened(ended: Scrape, spec: StreamSpec) -> Non
     assert value("raypipe_bad_samples_total", split="val") == 2 * 1
     assert value("raypipe_substituted_samples_total", split="val") is None
     assert value("raypipe_stream_faults_total", kind="actor_died") == 2
-    # Padding is not looked for; bad samples are not kept; a substitute is, maybe before its own turn.
-    assert value("raypipe_cache_hits_total", split="val") == 19
-    assert value("raypipe_cache_misses_total", split="val") == 20 + 1
-    hits, misses = (value(f"raypipe_cache_{what}_total", split="train") for what in ("hits", "misses"))
-    assert hits is not None and misses is not None and hits >= 62 and hits + misses == 2 * 64
 
 
 @pytest.mark.cluster

@@ -50,16 +50,16 @@ def encoded(kind: str) -> list[bytes]:
     """A few images in all the modes of a format."""
     rng = np.random.default_rng(0)
     small = Image.fromarray(rng.integers(0, 256, (5, 6, 3), np.uint8)).resize((43, 37), Image.Resampling.BICUBIC)
-    grey, alpha, palette = small.convert("L"), small.convert("RGBA"), small.quantize(40)
+    gray, alpha, palette = small.convert("L"), small.convert("RGBA"), small.quantize(40)
     variants = {
-        "jpeg": [(small, {}), (small, {"progressive": True}), (grey, {}), (small.convert("CMYK"), {}),
+        "jpeg": [(small, {}), (small, {"progressive": True}), (gray, {}), (small.convert("CMYK"), {}),
                  (small.resize((300, 260)), {"quality": 60})],
-        "png": [(small, {}), (grey, {}), (alpha, {}), (palette, {}), (small.convert("1"), {}),
+        "png": [(small, {}), (gray, {}), (alpha, {}), (palette, {}), (small.convert("1"), {}),
                 (small, {"save_all": True, "append_images": [alpha]})],
         "webp": [(small, {}), (small, {"lossless": True}), (alpha, {}),
-                 (small, {"save_all": True, "append_images": [grey]})],
-        "bmp": [(small, {}), (grey, {}), (palette, {}), (small.convert("1"), {}), (alpha, {})],
-        "gif": [(palette, {}), (palette, {"save_all": True, "append_images": [grey]}), (grey, {})],
+                 (small, {"save_all": True, "append_images": [gray]})],
+        "bmp": [(small, {}), (gray, {}), (palette, {}), (small.convert("1"), {}), (alpha, {})],
+        "gif": [(palette, {}), (palette, {"save_all": True, "append_images": [gray]}), (gray, {})],
         "tiff": [(small, {}), (small, {"compression": "tiff_deflate"}), (palette, {"compression": "tiff_lzw"}),
                  (small, {"compression": "jpeg"}), (small.convert("1"), {"compression": "group4"})],
     }  # fmt: skip

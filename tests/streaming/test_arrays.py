@@ -166,7 +166,6 @@ def test_views_and_masks_and_functions_of_another_dtype_go_with_arrays() -> None
     [
         ({"apply_exif": True}, {}, r"transform\.apply_exif must be False with transform\.decode_as='array'"),
         ({"crop_decode": "scaled"}, {}, r"transform\.crop_decode must be .* with transform\.decode_as='array'"),
-        ({}, {"cache": "disk"}, r"pool\.cache='disk' .*transform\.decode_as='array'"),
         ({"train": "heavy"}, {}, r"preset 'heavy' needs uint8 RGB, and transform\.decode_as is 'array'"),
         ({"train": "randaugment"}, {}, r"preset 'randaugment' needs uint8 RGB"),
         ({"train": "dino"}, {}, r"preset 'dino' needs uint8 RGB"),

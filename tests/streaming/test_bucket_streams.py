@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +9,7 @@ import pytest
 from without_ray import digests, host_batches
 
 from raypipe.commands.image_sizes import add_sizes
-from raypipe.config import AugmentConfig, PlanConfig, PoolConfig, TransformConfig
+from raypipe.config import AugmentConfig, PlanConfig, TransformConfig
 from raypipe.errors import ConfigError
 from raypipe.plan.places import MicroBatchId
 from raypipe.stores import open_store
@@ -173,10 +172,3 @@ def test_sizes_beside_a_store_will_do_and_a_filter_omits_samples(stores: dict[st
     spec = open_stream(train, plan=plan, transform=TransformConfig(size=8), filter="label != 3 and width > 0")
     assert shapes(list(host_batches(spec))) == {(12, 16)}  # all are 40 x 48
     assert spec.plan.num_train == 80 and spec.plan.bucket_of(MicroBatchId("train", 0, 0, 0)) == (12, 16)
-
-
-def test_a_cache_of_decoded_samples_serves_all_shapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAYPIPE_CACHE", str(tmp_path))
-    spec = spec_of()
-    kept = replace(spec, pool=PoolConfig(engine="inline", cache="disk"))
-    assert digests(kept) == digests(spec)

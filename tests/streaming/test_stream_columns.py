@@ -253,21 +253,14 @@ def test_a_store_without_labels_is_refused_unless_no_target_is_wanted(tmp_path: 
         spec(columns=["label"], target_column="")
 
 
-def test_without_a_target_labels_are_neither_read_nor_cached(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RAYPIPE_CACHE", str(tmp_path))
+def test_without_a_target_labels_are_not_read() -> None:
     labels = np.arange(1, NUM + 1)
-    for pool in (dataclasses.replace(INLINE, cache=cache) for cache in ("off", "disk")):
-        config = dataclasses.replace(TRANSFORM, train="small")
-        options: Any = {"columns": (), "pool": pool, "transform": config}
-        makers = [
-            raypipe.loader(spec(store(labels), target_column=name, **options), device="cpu")
-            for name in ("label", "", "label")
-        ]
-        for batches in zip(*map(every_batch, makers), strict=True):  # at the same time, for the cache's sake
-            found = [batch.target.tolist() for batch in batches]
-            assert found[0] == found[2] == (batches[0].index + 1).tolist() and not any(found[1])
+    options: Any = {"columns": (), "transform": dataclasses.replace(TRANSFORM, train="small")}
+    makers = [
+        raypipe.loader(spec(store(labels), target_column=name, **options), device="cpu") for name in ("label", "")
+    ]
+    for labeled, without in zip(*map(every_batch, makers), strict=True):
+        assert labeled.target.tolist() == (labeled.index + 1).tolist() and not without.target.any()
 
 
 def test_columns_are_named_for_addresses_as_in_a_runs_settings(tmp_path: Path) -> None:
@@ -328,9 +321,7 @@ def test_a_function_of_the_configuration_makes_columns_and_the_target() -> None:
     assert {batch["label"].dtype for batch in host_batches(made)} == {np.dtype(np.float32)}
 
 
-def test_what_cannot_go_with_columns_is_refused_before_the_run(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"pool\.cache='disk' keeps images and classes"):
-        spec(pool=PoolConfig(engine="inline", cache="disk"))
+def test_what_cannot_go_with_columns_is_refused_before_the_run() -> None:
     mixing = raypipe.AugmentConfig(mixup_alpha=0.2)
     with pytest.raises(ConfigError, match=r"augment\.mixup_alpha mixes targets, and two that are int64 \(3,\)"):
         raypipe.loader(spec(store(np.eye(NUM, 3, dtype=np.int64))), device="cpu", augment=mixing)

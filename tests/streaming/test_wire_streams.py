@@ -116,14 +116,6 @@ def test_any_number_of_ranks_threads_and_any_start_have_the_same_bits(
     assert resumed == expected[10:]
 
 
-def test_cached_samples_give_the_same_planes(
-    stores: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RAYPIPE_CACHE", str(tmp_path))
-    cached = spec_of(stores, pool=PoolConfig(engine="inline", cache="disk"))
-    assert without_ray.digests(cached) == without_ray.digests(cached) == without_ray.digests(spec_of(stores))
-
-
 def test_planes_are_half_the_bytes_and_part_of_fingerprint_and_digest(
     stores: dict[str, Path],
 ) -> None:

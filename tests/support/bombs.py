@@ -13,7 +13,7 @@ from PIL import Image
 
 
 def jpeg_of_scans(width: int, height: int, num_scans: int) -> bytes:
-    """A grey progressive JPEG, lawful up to 882 scans: one bit of one coefficient each, none of which is set."""
+    """A gray progressive JPEG, lawful up to 882 scans: one bit of one coefficient each, none of which is set."""
     num_blocks = -(-width // 8) * -(-height // 8)
     # A code of one bit for each table's only symbol: no difference; and a run of up to 32,767 empty blocks.
     tables = _segment(0xC4, b"\0\1" + bytes(15) + b"\0") + _segment(0xC4, b"\x10\1" + bytes(15) + b"\xe0")
@@ -35,10 +35,10 @@ def _segment(marker: int, body: bytes) -> bytes:
     return bytes([0xFF, marker]) + struct.pack(">H", len(body) + 2) + body
 
 
-def rare_jpeg(sampling: int = 0x14, width: int = 16, height: int = 32, colour: str = "orange") -> bytes:
-    """One colour, chroma subsampled 4:4:1 where encoders write 4:2:0: as many blocks, in another arrangement."""
+def rare_jpeg(sampling: int = 0x14, width: int = 16, height: int = 32, color: str = "orange") -> bytes:
+    """One color, chroma subsampled 4:4:1 where encoders write 4:2:0: as many blocks, in another arrangement."""
     out = io.BytesIO()
-    Image.new("RGB", (width, height), colour).save(out, "JPEG", subsampling=2)
+    Image.new("RGB", (width, height), color).save(out, "JPEG", subsampling=2)
     data = bytearray(out.getvalue())
     at = data.index(b"\xff\xc0") + 11
     assert data[at] == 0x22
@@ -57,60 +57,18 @@ def animated_webp(width: int, height: int) -> bytes:
     return b"RIFF" + struct.pack("<I", len(body) + 4) + b"WEBP" + body
 
 
-def tiled_tiff(side: int, tile: int, twice: bool = False) -> bytes:
-    """A square of deflated zeros, of `side` pixels, in one tile of `tile`; or with another width of it as well."""
+def tiled_tiff(side: int, tile: int) -> bytes:
+    """A square of deflated zeros, of `side` pixels, in one tile of `tile`."""
     squeeze, row, data = zlib.compressobj(1), bytes(3 * tile), bytearray()
     for _ in range(tile):
         data += squeeze.compress(row)
     data += squeeze.flush()
     tags = {256: side, 257: side, 258: 8, 259: 8, 262: 2, 277: 3, 322: tile, 323: tile, 324: 0, 325: len(data)}
-    entries = [*tags.items(), *([(322, 16)] if twice else [])]
-    entries.sort(key=lambda entry: entry[0])
-    start = 8 + 2 + 12 * len(entries) + 4
-    packed = b"".join(struct.pack("<HHII", tag, 4, 1, start if tag == 324 else value) for tag, value in entries)
-    return b"II*\0" + struct.pack("<IH", 8, len(entries)) + packed + bytes(4) + bytes(data)
-
-
-def tagged_tiff(num_tags: int, num_values: int, packed: bool = False, first: int = 40_000) -> bytes:
-    """16x16 black pixels with tags of as many values each, all of the same bytes."""
-    pixels = bytes(16 * 16 * 3)
-    if packed:
-        pixels = zlib.compress(pixels)
-    tags = [(256, 4, 1, 16), (257, 4, 1, 16), (258, 4, 1, 8), (259, 4, 1, 8 if packed else 1), (262, 4, 1, 2)]
-    tags += [(273, 4, 1, 8), (277, 4, 1, 3), (279, 4, 1, len(pixels))]
-    return _tiff(pixels, [*tags, *((first + tag, 1, num_values, 8) for tag in range(num_tags))], num_values)
-
-
-def overlapping_tiff(num_strips: int, num_bytes: int, fill_order: int = 1) -> bytes:
-    """One column of deflated zeros, each strip of one row with all bytes of the file to its end."""
-    pixel = zlib.compress(b"\0")
-    if fill_order == 2:
-        pixel = bytes(int(f"{byte:08b}"[::-1], 2) for byte in pixel)
-    length, at = len(pixel) * num_strips, 8 + num_bytes
-    offsets = struct.pack(f"<{num_strips}I", *range(8, 8 + length, len(pixel)))
-    counts = struct.pack(f"<{num_strips}I", *(num_bytes - at for at in range(0, length, len(pixel))))
-    tags = [(256, 4, 1, 1), (257, 4, 1, num_strips), (258, 4, 1, 8), (259, 4, 1, 8), (262, 4, 1, 1)]
-    tags += [(266, 4, 1, fill_order), (273, 4, num_strips, at), (277, 4, 1, 1), (278, 4, 1, 1)]
-    tags += [(279, 4, num_strips, at + len(offsets))]
-    return _tiff((pixel * num_strips).ljust(num_bytes, b"\0") + offsets + counts, tags)
-
-
-def inflating_tiff(num_tiles: int, width: int) -> bytes:
-    """One column of pixels, each in a tile of one row of zeros, by Zstandard."""
-    tile = pa.Codec("zstd").compress(bytes(width), asbytes=True)
-    body, at = tile * num_tiles, 8 + len(tile) * num_tiles
-    offsets = struct.pack(f"<{num_tiles}I", *range(8, at, len(tile)))
-    counts = struct.pack(f"<{num_tiles}I", *[len(tile)] * num_tiles)
-    tags = [(256, 4, 1, 1), (257, 4, 1, num_tiles), (258, 4, 1, 8), (259, 4, 1, 50000), (262, 4, 1, 1)]
-    tags += [(277, 4, 1, 1), (322, 4, 1, width), (323, 4, 1, 1), (324, 4, num_tiles, at)]
-    tags += [(325, 4, num_tiles, at + len(offsets))]
-    return _tiff(body + offsets + counts, tags)
-
-
-def _tiff(body: bytes, tags: list[tuple[int, int, int, int]], length: int = 0) -> bytes:
-    body = body.ljust(length, b"\0")
-    entries = b"".join(struct.pack("<HHII", *tag) for tag in sorted(tags))
-    return b"II*\0" + struct.pack("<I", 8 + len(body)) + body + struct.pack("<H", len(tags)) + entries + bytes(4)
+    start = 8 + 2 + 12 * len(tags) + 4
+    packed = b"".join(
+        struct.pack("<HHII", tag, 4, 1, start if tag == 324 else value) for tag, value in tags.items()
+    )
+    return b"II*\0" + struct.pack("<IH", 8, len(tags)) + packed + bytes(4) + bytes(data)
 
 
 def parquet(path: Path, kind: str, size: int, num: int) -> None:

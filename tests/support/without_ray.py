@@ -66,7 +66,7 @@ def train(run: RunConfig) -> dict[str, Any]:
     from raypipe.train.models import num_classes_of
     from raypipe.train.run_folder import located, store_config
 
-    inline = dataclasses.replace(run, pool=PoolConfig(engine="inline", cache=run.pool.cache))
+    inline = dataclasses.replace(run, pool=PoolConfig(engine="inline"))
     # One thread, as Ray has it in a worker of one CPU.
     with one_thread(), only_rank(), located(inline) as (inline, run_uri, lease):
         spec = spec_of(inline, run_uri)

@@ -26,6 +26,8 @@ CEILINGS = Path(__file__).with_name("words.json")
 
 CORPORA = ("docs", "messages", "docstrings", "comments")
 CODE = CORPORA[1:]
+CSRC = "csrc"
+"""Corpus of the comments of C code, in which only the spelling is checked."""
 LOG_METHODS = {"debug", "info", "warning", "error", "exception", "critical"}
 
 # Words that begin a clause without its noun, and the verbs that follow them.
@@ -60,6 +62,14 @@ class Rule:
 
 
 RULES = {
+    "british": Rule(
+        r"(?i)\b\w*(?:colour|grey(?!hound)|centre|neighbour|behaviour|favour|normalis|initialis|optimis|recognis|"
+        r"serialis|synchronis|summaris|licence|catalogue)\w*",
+        "American spelling",
+        "the colour of a pixel",
+        (*CORPORA, CSRC),
+        strict=True,
+    ),
     "expected-is": Rule(r"\bexpected (?:is|are)\b", "must be …, got …", "expected is a file", strict=True),
     "mend": Rule(r"\bmend(?:s|ed|ing)?\b", "fix", "mend the store", strict=True),
     "archaic": Rule(
@@ -222,6 +232,12 @@ def all_matches(root: Path = ROOT) -> list[Match]:
         hits += matches(path.read_text(), str(path.relative_to(root)))
     for path in code:
         hits += matches(path.read_text(), str(path.relative_to(root)), "code")
+    for path in sorted((root / "csrc").glob("*.[ch]")):
+        hits += [
+            match
+            for passage in c_passages(str(path.relative_to(root)), path.read_text())
+            for match in find(passage)
+        ]
     return hits
 
 
@@ -247,6 +263,13 @@ def doc_passages(path: str, text: str) -> Iterator[Passage]:
             paragraph.append((number, re.sub(r"`[^`]*`", "`X`", line)))
     if paragraph:
         yield Passage.join("docs", path, paragraph)
+
+
+def c_passages(path: str, source: str) -> Iterator[Passage]:
+    """Yield the comments of C source."""
+    for comment in re.finditer(r"/\*.*?\*/", source, re.DOTALL):
+        first = source.count("\n", 0, comment.start()) + 1
+        yield Passage.join(CSRC, path, list(enumerate(comment.group().splitlines(), first)))
 
 
 def code_passages(path: str, source: str) -> Iterator[Passage]:

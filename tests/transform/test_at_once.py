@@ -23,7 +23,7 @@ from raypipe.transform.batch import MicroBatchTransform
 from raypipe.transform.contents import build_content
 from raypipe.transform.fields import MadeAtOnce, chroma_of, is_image
 from raypipe.transform.program import find_program
-from raypipe.transform.samples import Decoded, EncodedSample, Samples
+from raypipe.transform.samples import EncodedSample, Samples
 
 RNG = np.random.default_rng(11)
 
@@ -160,14 +160,6 @@ def test_planes_are_those_of_the_images(name: str) -> None:
 
 def test_exact_crops_are_those_of_the_whole_image_and_scaled_ones_are_not() -> None:
     assert made("light") == made("light", crop_decode="off") != made("light", crop_decode="scaled")
-
-
-def test_samples_of_a_cache_are_transformed_as_their_files_are() -> None:
-    from raypipe.transform.decode import decode
-
-    kept: list[Any] = [Decoded(decode(sample.image), sample.label) for sample in SAMPLES[:10]]
-    for transform in ("light", OTHERS["with a rest"]()):
-        assert made(transform, kept) == made(transform, SAMPLES[:10])
 
 
 def test_images_too_small_for_a_crop_are_bad_samples_others_are_made() -> None:

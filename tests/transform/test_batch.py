@@ -65,7 +65,7 @@ ALBUMENTATIONS = {
     "some of": lambda: A.SomeOf([A.HorizontalFlip(p=1), A.VerticalFlip(p=1), A.GaussNoise(p=1)], n=2, p=0.9),
     "random order": lambda: A.RandomOrder([A.HorizontalFlip(p=0.5), A.GaussNoise(p=0.5)], n=2),
     "nested": lambda: A.Sequential([A.OneOf([A.Compose([A.GaussNoise(p=1)]), A.RandomRotate90(p=1)], p=1)], p=0.8),
-    "colour jitter": lambda: A.ColorJitter(0.2, 0.2, 0.2, 0.1, p=1),
+    "color jitter": lambda: A.ColorJitter(0.2, 0.2, 0.2, 0.1, p=1),
     "motion blur": lambda: A.MotionBlur(p=0.7),
     "random resized crop": lambda: A.RandomResizedCrop((32, 32)),
     "brightness": lambda: A.RandomBrightnessContrast(p=1),
@@ -117,7 +117,7 @@ def test_result_depends_on_pixels_transform_and_key_and_never_on_history(name: s
     assert not same(forward, results(transform, range(len(IMAGES)), seed=1))
 
 
-@pytest.mark.parametrize("name", ["one of", "some of", "colour jitter", "elastic", "motion blur"])
+@pytest.mark.parametrize("name", ["one of", "some of", "color jitter", "elastic", "motion blur"])
 def test_a_bare_albumentations_transform_is_recognised_as_well(name: str) -> None:
     transform = SampleTransform(ALBUMENTATIONS[name]())
     assert transform.kind == "albumentations"

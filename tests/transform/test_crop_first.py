@@ -20,7 +20,7 @@ from raypipe.transform.presets import build_transform
 from raypipe.transform.sample_transform import SampleTransform
 
 RNG = np.random.default_rng(0)
-# Wide and tall ones too, for which the ten draws fail and the crop is centred.
+# Wide and tall ones too, for which the ten draws fail and the crop is centerd.
 IMAGES = [
     cv2.resize(RNG.integers(0, 256, (5, 7, 3), dtype=np.uint8), size)
     for size in [(60, 80), (41, 33), (200, 90), (300, 12), (9, 250), (33, 33), (1, 1), (640, 480)]

@@ -34,9 +34,9 @@ def test_uniforms_are_evenly_distributed_and_do_not_hang_together() -> None:
     u = uniforms(KEYS, 6)
     even = np.sort(np.linspace(0, 1, NUM, endpoint=False))
     assert all(distance(column, even) < BOUND for column in u.T)
-    of_neighbours = uniforms(np.stack([np.arange(NUM), np.zeros(NUM)], axis=1).astype(np.uint64), 6)
-    assert all(distance(column, even) < BOUND for column in of_neighbours.T)
-    for numbers in (u, of_neighbours):
+    of_neighbors = uniforms(np.stack([np.arange(NUM), np.zeros(NUM)], axis=1).astype(np.uint64), 6)
+    assert all(distance(column, even) < BOUND for column in of_neighbors.T)
+    for numbers in (u, of_neighbors):
         of_places, of_keys = np.corrcoef(numbers.T), np.corrcoef(numbers[1:, 0], numbers[:-1, 0])
         assert np.abs(of_places - np.eye(6)).max() < 5 / np.sqrt(NUM)
         assert abs(of_keys[0, 1]) < 5 / np.sqrt(NUM)

@@ -55,7 +55,7 @@ KINDS: dict[str, Callable[[np.ndarray], bytes]] = {
     },
     "progressive 420": lambda image: by_pillow(image, progressive=True, subsampling="4:2:0"),
     "progressive 444": lambda image: by_pillow(image, progressive=True, subsampling="4:4:4"),
-    "progressive grey": lambda image: by_pillow(image, "L", progressive=True),
+    "progressive gray": lambda image: by_pillow(image, "L", progressive=True),
     "restart markers": lambda image: by_pillow(image, restart_marker_blocks=3, subsampling="4:2:0"),
     "RGB, not YCbCr": lambda image: by_pillow(image, keep_rgb=True),
     "CMYK": lambda image: by_pillow(image, "CMYK"),
@@ -104,7 +104,7 @@ def test_the_extension_decodes_all_but_the_unusual_itself(monkeypatch: pytest.Mo
 
 @needs_extension
 def test_an_unfinished_progressive_file_is_smoothed_as_a_whole() -> None:
-    """libjpeg guesses what is missing from the neighbours, which a crop has other ones of."""
+    """libjpeg guesses what is missing from the neighbors, which a crop has other ones of."""
     smooth = cv2.resize(noise(6, 6), (96, 96))
     data = by_pillow(smooth, progressive=True, subsampling="4:4:4")
     scans = [at for at in range(len(data)) if data[at : at + 2] == b"\xff\xda"]

@@ -1,6 +1,6 @@
 """One result by every build of the kernel, and at each level of vector instructions.
 
-csrc/versions.h, colour_simd.h, resize_simd.h     set_simd: 0 none, 1 SSSE3, 2 AVX2
+csrc/versions.h, color_simd.h, resize_simd.h     set_simd: 0 none, 1 SSSE3, 2 AVX2
 csrc/kernel.c                                     installed, for processors without AVX2 and SSSE3, and others
 """
 

@@ -109,14 +109,14 @@ def test_a_check_finds_wrong_steps_and_leaves_user_code_alone() -> None:
         check_transform([{"Blurr": {}}], 8)
 
 
-def test_augmentations_of_torchvision_change_colours_as_well() -> None:
-    grey = np.full((64, 64, 3), (90, 120, 150), np.uint8)
+def test_augmentations_of_torchvision_change_colors_as_well() -> None:
+    gray = np.full((64, 64, 3), (90, 120, 150), np.uint8)
     plain = SampleTransform(build_transform("tv-light", 64))
-    assert {plain(grey.copy(), tuple(key)).tobytes() for key in KEYS} == {grey.tobytes()}
+    assert {plain(gray.copy(), tuple(key)).tobytes() for key in KEYS} == {gray.tobytes()}
     for name in TORCHVISION[1:]:
         apply = SampleTransform(build_transform(name, 64))
-        results = [apply(grey.copy(), tuple(key)) for key in KEYS]
-        assert sum(not np.array_equal(result[32, 32], grey[0, 0]) for result in results) > 4, name
+        results = [apply(gray.copy(), tuple(key)) for key in KEYS]
+        assert sum(not np.array_equal(result[32, 32], gray[0, 0]) for result in results) > 4, name
 
 
 TWICE = """

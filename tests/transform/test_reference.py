@@ -89,7 +89,7 @@ def test_params_at_the_edges_are_refused_by_both_or_by_none(op: Op) -> None:
             continue
         refused = agree(op, params)
         num_refused, num_made = num_refused + refused, num_made + (not refused)
-    assert num_refused > 100 or op == Op.GREY
+    assert num_refused > 100 or op == Op.GRAY
     assert num_made > 50 or op == Op.CROP_SCALED
 
 

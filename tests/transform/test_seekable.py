@@ -65,10 +65,10 @@ KINDS: dict[str, Callable[[np.ndarray], bytes]] = {
     "4:4:4": lambda pixels: saved(pixels, subsampling="4:4:4", quality=100),
     "4:4:0": by_simplejpeg("440"),
     "4:1:1": by_simplejpeg("411"),
-    "grey": lambda pixels: saved(pixels, "L"),
+    "gray": lambda pixels: saved(pixels, "L"),
     "progressive": lambda pixels: saved(pixels, progressive=True, quality=85),
     "progressive 4:4:4": lambda pixels: saved(pixels, progressive=True, subsampling="4:4:4"),
-    "progressive grey": lambda pixels: saved(pixels, "L", progressive=True),
+    "progressive gray": lambda pixels: saved(pixels, "L", progressive=True),
     "RGB": lambda pixels: saved(pixels, keep_rgb=True),
     "optimized": lambda pixels: saved(pixels, optimize=True, quality=30),
     "restarts": lambda pixels: saved(pixels, restart_marker_blocks=3),
@@ -139,7 +139,7 @@ def test_so_are_a_hundred_thousand() -> None:
     check_crops(100_000, 10)
 
 
-@pytest.mark.parametrize("kind", ["4:2:0", "grey", "RGB", "progressive", "EXIF alone"])
+@pytest.mark.parametrize("kind", ["4:2:0", "gray", "RGB", "progressive", "EXIF alone"])
 def test_a_cut_or_flipped_byte_anywhere_is_a_bad_sample(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seekable = kernel.to_seekable(KINDS[kind](smooth(70, 45)))
     damaged = [seekable[:at] for at in range(len(seekable))]

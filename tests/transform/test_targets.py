@@ -52,7 +52,7 @@ def png(pixels: np.ndarray, mode: str | None = None, **options: Any) -> bytes:
         png(CLASSES, "P", bits=4, transparency=0),
         cv2.imencode(".png", CLASSES)[1].tobytes(),
     ],
-    ids=["grey", "palette", "palette of 2 bits", "palette with transparency", "cv2"],
+    ids=["gray", "palette", "palette of 2 bits", "palette with transparency", "cv2"],
 )
 def test_a_mask_is_the_index_of_each_pixel(data: bytes) -> None:
     mask = decode_mask(data, SIZE)
@@ -71,8 +71,8 @@ def test_all_256_values_stay_as_they_are() -> None:
     np.testing.assert_array_equal(decode_mask(png(every, dpi=(72, 72)), (8, 32)), every)
 
 
-def grey_of_bits(bits: int) -> bytes:
-    """A PNG of one row of 8 pixels, greyscale of `bits` bits; Pillow cannot write it."""
+def gray_of_bits(bits: int) -> bytes:
+    """A PNG of one row of 8 pixels, grayscale of `bits` bits; Pillow cannot write it."""
     import struct
     import zlib
 
@@ -105,9 +105,9 @@ def test_a_mask_that_is_none_is_a_bad_sample_with_the_reason(data: Any, message:
 
 
 @pytest.mark.parametrize("bits", [2, 4])
-def test_greyscale_of_a_few_bits_has_no_plain_meaning(bits: int) -> None:
+def test_grayscale_of_a_few_bits_has_no_plain_meaning(bits: int) -> None:
     with pytest.raises(SampleError, match=f"with {bits} bits"):
-        decode_mask(grey_of_bits(bits), (1, 8))
+        decode_mask(gray_of_bits(bits), (1, 8))
 
 
 @pytest.mark.parametrize("mode", ["P", "L"])

@@ -16,10 +16,11 @@ from micro_batches import run, transform_of
 from raypipe.config import TransformConfig
 from raypipe.errors import SampleError, TransformError
 from raypipe.transform.contents import Images
-from raypipe.transform.samples import Decoded
+from raypipe.transform.decode import encode_jpeg
+from raypipe.transform.samples import EncodedSample
 from raypipe.transform.user_code import place_of
 
-IMAGE = Decoded(np.zeros((8, 8, 3), np.uint8), 0)
+IMAGE = EncodedSample(encode_jpeg(np.zeros((8, 8, 3), np.uint8)))
 MINE = """
 import random
 import numpy as np

@@ -56,14 +56,14 @@ def test_slots_that_do_not_fit_are_refused() -> None:
             kernel.run([image], [Job(ops, params, out, of_image)])
 
 
-def test_all_colours_are_near_and_those_without_a_color_are_the_same() -> None:
+def test_all_colors_are_near_and_those_without_a_color_are_the_same() -> None:
     levels = np.array([0, 1, 2, 63, 64, 127, 128, 129, 200, 254, 255], np.uint8)
-    colours = np.stack(np.meshgrid(levels, levels, levels), -1).reshape(-1, 1, 1, 3)
-    back = wire.rgb(*wire.planes(colours))
-    assert np.abs(back.astype(int) - colours).max() <= 2
-    grey = (colours == colours[..., :1]).all(-1)
-    assert np.array_equal(back[grey], colours[grey])
-    luma, chroma = wire.planes(colours)
+    colors = np.stack(np.meshgrid(levels, levels, levels), -1).reshape(-1, 1, 1, 3)
+    back = wire.rgb(*wire.planes(colors))
+    assert np.abs(back.astype(int) - colors).max() <= 2
+    gray = (colors == colors[..., :1]).all(-1)
+    assert np.array_equal(back[gray], colors[gray])
+    luma, chroma = wire.planes(colors)
     assert luma.max() == 255 and luma.min() == 0 and chroma.max() == 255 and chroma.min() == 0
 
 

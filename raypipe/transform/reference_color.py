@@ -1,4 +1,4 @@
-"""Colors, blurs and filters of the kernel by NumPy: exactly the pixels of csrc/colour.h and csrc/filter.h.
+"""Colors, blurs and filters of the kernel by NumPy: exactly the pixels of csrc/color.h and csrc/filter.h.
 
 Each function takes an image, uint8 (H, W, 3), which it does not write to, and the params behind `apply`. It raises
 ValueError where the kernel has the status BAD_PARAMS.
@@ -19,7 +19,7 @@ BRIGHTNESS, CONTRAST, SATURATION, HUE = range(4)
 Params = Sequence[int]
 _ONE = 1 << 16  # in Q16
 _Q14 = 1 << 14
-_MAX_FACTOR, _HUE_CIRCLE = 64 * _ONE, 6 * _ONE  # those of csrc/colour.h
+_MAX_FACTOR, _HUE_CIRCLE = 64 * _ONE, 6 * _ONE  # those of csrc/color.h
 
 
 def check(is_good: bool, name: str) -> None:
@@ -28,14 +28,14 @@ def check(is_good: bool, name: str) -> None:
         raise ValueError(f"an operation of the kernel has a bad {name}")
 
 
-def check_border(border: int, colour: Params = ()) -> None:
-    """Raise ValueError unless a border is one of cv2's numbers, 0 to 4, and its colour of bytes."""
+def check_border(border: int, color: Params = ()) -> None:
+    """Raise ValueError unless a border is one of cv2's numbers, 0 to 4, and its color of bytes."""
     is_known = cv2.BORDER_CONSTANT <= border <= cv2.BORDER_REFLECT_101
-    check(is_known and all(0 <= value <= 255 for value in colour), "border")
+    check(is_known and all(0 <= value <= 255 for value in color), "border")
 
 
-def grey_of(image: np.ndarray) -> np.ndarray:
-    """Grey of pixels, int64 (H, W)."""
+def gray_of(image: np.ndarray) -> np.ndarray:
+    """Gray of pixels, int64 (H, W)."""
     r, g, b = image.astype(np.int64).transpose(2, 0, 1)
     return (r * 9798 + g * 19235 + b * 3735 + 16384) >> 15
 
@@ -59,7 +59,7 @@ def _blended(image: np.ndarray, base: np.ndarray | int, factor: int) -> np.ndarr
 
 def _contrast(image: np.ndarray, factor: int) -> np.ndarray:
     num = image.shape[0] * image.shape[1]
-    mean = (2 * int(grey_of(image).sum()) + num) // (2 * num)
+    mean = (2 * int(gray_of(image).sum()) + num) // (2 * num)
     return _blended(image, mean, factor)
 
 
@@ -84,14 +84,14 @@ def _hue(image: np.ndarray, shift: int) -> np.ndarray:
 _JITTERS: dict[int, Callable[[np.ndarray, int], np.ndarray]] = {
     BRIGHTNESS: lambda image, factor: _blended(image, 0, factor),
     CONTRAST: _contrast,
-    SATURATION: lambda image, factor: _blended(image, grey_of(image)[:, :, None], factor),
+    SATURATION: lambda image, factor: _blended(image, gray_of(image)[:, :, None], factor),
     HUE: _hue,
 }
 
 
-def grey(image: np.ndarray, params: Params) -> np.ndarray:
-    """Grey in all three channels."""
-    return np.repeat(grey_of(image)[:, :, None], 3, axis=2).astype(np.uint8)
+def gray(image: np.ndarray, params: Params) -> np.ndarray:
+    """Gray in all three channels."""
+    return np.repeat(gray_of(image)[:, :, None], 3, axis=2).astype(np.uint8)
 
 
 def table(image: np.ndarray, params: Params) -> np.ndarray:
@@ -134,9 +134,9 @@ def filtered(image: np.ndarray, params: Params) -> np.ndarray:
     return np.clip((total + (1 << 13)) >> 14, 0, 255).astype(np.uint8)
 
 
-COLOUR: dict[int, Callable[[np.ndarray, Params], np.ndarray]] = {
+COLOR: dict[int, Callable[[np.ndarray, Params], np.ndarray]] = {
     Op.JITTER: jitter,
-    Op.GREY: grey,
+    Op.GRAY: gray,
     Op.TABLE: table,
     Op.BLUR: blur,
     Op.FILTER: filtered,

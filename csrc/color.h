@@ -1,14 +1,14 @@
-/* Operations on the colours of each pixel: JITTER, GREY, TABLE. docs/transforms.md defines them, in integers.
+/* Operations on the colors of each pixel: JITTER, GRAY, TABLE. docs/transforms.md defines them, in integers.
  *
- * JITTER and GREY work on blocks of pixels that stay in the L1 cache, one plane for each channel. All of their
+ * JITTER and GRAY work on blocks of pixels that stay in the L1 cache, one plane for each channel. All of their
  * arithmetic fits 16 bits, and gives the integers of the definitions: comments say why. So plain loops become vector
  * instructions of any processor, and each is compiled twice where the processor may have AVX2.
  */
-#ifndef RAYPIPE_COLOUR_H
-#define RAYPIPE_COLOUR_H
+#ifndef RAYPIPE_COLOR_H
+#define RAYPIPE_COLOR_H
 
 #include "image.h"
-#include "colour_simd.h"
+#include "color_simd.h"
 #include "versions.h"
 
 #define BLOCK 512 /* pixels: 3 KiB as planes */
@@ -27,7 +27,7 @@ typedef struct {
 
 /* (9798 R + 19235 G + 3735 B + 16384) >> 15, by the high and the low bytes of the coefficients: neither sum exceeds
  * 65535, and the low one's lowest byte carries nothing. */
-INLINE int16_t grey_of(int16_t r, int16_t g, int16_t b)
+INLINE int16_t gray_of(int16_t r, int16_t g, int16_t b)
 {
     const uint16_t high = (uint16_t)(38 * r + 75 * g + 14 * b + 64);
     const uint16_t low = (uint16_t)(70 * r + 35 * g + 151 * b);
@@ -56,19 +56,19 @@ INLINE void blend_base_body(Planes *planes, int num, int base, int factor)
 }
 VERSIONS(blend_base, (Planes * planes, int num, int base, int factor), (planes, num, base, factor))
 
-/* Saturation, about the pixel's grey. */
-INLINE void blend_grey_body(Planes *planes, int num, int factor)
+/* Saturation, about the pixel's gray. */
+INLINE void blend_gray_body(Planes *planes, int num, int factor)
 {
     const int16_t whole = (int16_t)((factor + 32768) >> 16), part = (int16_t)(factor - whole * 65536);
     int16_t *restrict r = PLANES_R(planes), *restrict g = PLANES_G(planes), *restrict b = PLANES_B(planes);
     for (int i = 0; i < num; i++) {
-        const int16_t grey = grey_of(r[i], g[i], b[i]);
-        r[i] = blend(r[i], grey, whole, part);
-        g[i] = blend(g[i], grey, whole, part);
-        b[i] = blend(b[i], grey, whole, part);
+        const int16_t gray = gray_of(r[i], g[i], b[i]);
+        r[i] = blend(r[i], gray, whole, part);
+        g[i] = blend(g[i], gray, whole, part);
+        b[i] = blend(b[i], gray, whole, part);
     }
 }
-VERSIONS(blend_grey, (Planes * planes, int num, int factor), (planes, num, factor))
+VERSIONS(blend_gray, (Planes * planes, int num, int factor), (planes, num, factor))
 
 /* The channel for which `start` is 5 (R), 3 (G), 1 (B); the pixel's hue is (hue * 65536 + low) / 65536 / chroma.
  *
@@ -112,24 +112,24 @@ INLINE void turn_hue_body(Planes *planes, int num, int shift)
 }
 VERSIONS(turn_hue, (Planes * planes, int num, int shift), (planes, num, shift))
 
-INLINE void make_grey_body(Planes *planes, int num)
+INLINE void make_gray_body(Planes *planes, int num)
 {
     int16_t *restrict r = PLANES_R(planes), *restrict g = PLANES_G(planes), *restrict b = PLANES_B(planes);
     for (int i = 0; i < num; i++)
-        r[i] = g[i] = b[i] = grey_of(r[i], g[i], b[i]);
+        r[i] = g[i] = b[i] = gray_of(r[i], g[i], b[i]);
 }
-VERSIONS(make_grey, (Planes * planes, int num), (planes, num))
+VERSIONS(make_gray, (Planes * planes, int num), (planes, num))
 
 /* Of these pixels alone, not of those that fill the block up. */
-INLINE void add_grey_body(const Planes *planes, int num, int64_t *total)
+INLINE void add_gray_body(const Planes *planes, int num, int64_t *total)
 {
     const int16_t *r = PLANES_R(planes), *g = PLANES_G(planes), *b = PLANES_B(planes);
     int32_t sum = 0;
     for (int i = 0; i < num; i++)
-        sum += grey_of(r[i], g[i], b[i]);
+        sum += gray_of(r[i], g[i], b[i]);
     *total += sum;
 }
-VERSIONS(add_grey, (const Planes *planes, int num, int64_t *total), (planes, num, total))
+VERSIONS(add_gray, (const Planes *planes, int num, int64_t *total), (planes, num, total))
 
 /* Pixels into planes, filled up to a multiple of 16 with black. */
 static void unpack(const uint8_t *pixels, int num, Planes *planes, int simd)
@@ -188,7 +188,7 @@ typedef struct {
     int mean;                /* contrast's */
 } Jitter;
 
-/* Operations first … last - 1 on each block; returns the sum of grey behind them if it is asked for. */
+/* Operations first … last - 1 on each block; returns the sum of gray behind them if it is asked for. */
 static int64_t jitter_rows(
     const Image *from, const Image *to, const Jitter *jitter, int first, int last, int sums, int simd)
 {
@@ -206,12 +206,12 @@ static int64_t jitter_rows(
                 else if (operation == CONTRAST)
                     blend_base(simd, &planes, filled, jitter->mean, value);
                 else if (operation == SATURATION)
-                    blend_grey(simd, &planes, filled, value);
+                    blend_gray(simd, &planes, filled, value);
                 else
                     turn_hue(simd, &planes, filled, value);
             }
             if (sums)
-                add_grey(simd, &planes, num, &total);
+                add_gray(simd, &planes, num, &total);
             if (first < last)
                 pack(&planes, num, to->pixels + y * to->stride + x * CHANNELS, simd);
         }
@@ -262,7 +262,7 @@ static int jitter(Image *image, const int64_t *params, Scratch *scratch)
     return DONE;
 }
 
-static int grey(Image *image, const int64_t *params, Scratch *scratch)
+static int gray(Image *image, const int64_t *params, Scratch *scratch)
 {
     Image result;
     Planes planes;
@@ -275,7 +275,7 @@ static int grey(Image *image, const int64_t *params, Scratch *scratch)
         for (int64_t x = 0; x < rows.width; x += BLOCK) {
             const int num = rows.width - x < BLOCK ? (int)(rows.width - x) : BLOCK;
             unpack(image->pixels + y * image->stride + x * CHANNELS, num, &planes, scratch->simd);
-            make_grey(scratch->simd, &planes, (num + 15) / 16 * 16);
+            make_gray(scratch->simd, &planes, (num + 15) / 16 * 16);
             pack(&planes, num, result.pixels + y * result.stride + x * CHANNELS, scratch->simd);
         }
     *image = result;

@@ -1,6 +1,6 @@
-/* Pixels to planes and back for colour.h, 16 at a time: bytes are sorted by shuffles, and made words of. */
-#ifndef RAYPIPE_COLOUR_SIMD_H
-#define RAYPIPE_COLOUR_SIMD_H
+/* Pixels to planes and back for color.h, 16 at a time: bytes are sorted by shuffles, and made words of. */
+#ifndef RAYPIPE_COLOR_SIMD_H
+#define RAYPIPE_COLOR_SIMD_H
 
 #include "versions.h"
 

@@ -1,4 +1,4 @@
-"""Colours and filters: csrc/colour.h and csrc/filter.h are the reference to the bit, and near the library."""
+"""Colors and filters: csrc/color.h and csrc/filter.h are the reference to the bit, and near the library."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from raypipe.transform import kernel
 from raypipe.transform.filters import gaussian_coefficients, motion_kernels
 from raypipe.transform.kernel import DONE, Job
 from raypipe.transform.ops import MAX_FILTER, MAX_RADIUS, NUM_PARAMS, POSTERIZE, SOLARIZE, Op
-from raypipe.transform.reference_colour import COLOUR
+from raypipe.transform.reference_color import COLOR
 
 ONE = 1 << 16
 SHAPES = [(1, 1), (1, 7), (9, 1), (3, 5), (33, 40), (67, 129), (224, 224)]
@@ -25,7 +25,7 @@ NONE = [-1, -1, -1, -1, ONE, ONE, ONE, 0]
 
 
 def image(rng: np.random.Generator, height: int, width: int) -> np.ndarray:
-    """Noise, in parts saturated and in parts grey."""
+    """Noise, in parts saturated and in parts gray."""
     pixels = rng.integers(-60, 316, (height, width, 3)).clip(0, 255).astype(np.uint8)
     pixels[: height // 3] = pixels[: height // 3, :, :1]
     return pixels
@@ -60,12 +60,12 @@ def by_kernel(pixels: np.ndarray, op: Op, params: list[int]) -> np.ndarray:
 
 
 @pytest.mark.skipif(not kernel.available(), reason=f"no kernel: {kernel.why_no_kernel()}")
-@pytest.mark.parametrize("op", [Op.JITTER, Op.GREY, Op.TABLE, Op.BLUR, Op.FILTER])
+@pytest.mark.parametrize("op", [Op.JITTER, Op.GRAY, Op.TABLE, Op.BLUR, Op.FILTER])
 def test_the_kernel_is_the_reference_to_the_bit(op: Op, simd: None) -> None:
     rng = np.random.default_rng(int(op))
     for number in range(120):
         pixels, params = image(rng, *SHAPES[number % len(SHAPES)]), drawn(rng, op)
-        assert np.array_equal(by_kernel(pixels, op, params), COLOUR[op](pixels, params)), params
+        assert np.array_equal(by_kernel(pixels, op, params), COLOR[op](pixels, params)), params
 
 
 def near(ours: np.ndarray, theirs: np.ndarray) -> int:
@@ -85,7 +85,7 @@ def test_factors_are_within_a_level_of_the_librarys(place: int) -> None:
         pixels, factor = image(rng, 40, 50), float(rng.uniform(0, 2.5))
         params = [place, -1, -1, -1, *NONE[4:]]
         params[4 + place] = round(factor * ONE)
-        assert near(COLOUR[Op.JITTER](pixels, params), theirs(pixels.copy(), factor)) <= 1
+        assert near(COLOR[Op.JITTER](pixels, params), theirs(pixels.copy(), factor)) <= 1
 
 
 def exact_hue(pixels: np.ndarray, turn: float) -> np.ndarray:
@@ -109,7 +109,7 @@ def test_hue_is_within_a_level_of_the_exact_one_which_the_library_is_not() -> No
     for _ in range(60):
         pixels, turn = image(rng, 40, 50), float(rng.uniform(-0.5, 0.5))
         exact = exact_hue(pixels, turn)
-        made = COLOUR[Op.JITTER](pixels, [3, -1, -1, -1, ONE, ONE, ONE, round(turn * 6 * ONE) % (6 * ONE)])
+        made = COLOR[Op.JITTER](pixels, [3, -1, -1, -1, ONE, ONE, ONE, round(turn * 6 * ONE) % (6 * ONE)])
         ours = max(ours, np.abs(made - exact).max())
         theirs = max(theirs, np.abs(fpixel.adjust_hue_torchvision(pixels.copy(), turn) - exact).max())
     assert ours <= 0.51 < 5 < theirs
@@ -117,18 +117,18 @@ def test_hue_is_within_a_level_of_the_exact_one_which_the_library_is_not() -> No
 
 def test_nothing_changes_where_factors_are_one_and_the_hue_stays() -> None:
     pixels = image(np.random.default_rng(1), 60, 80)
-    assert np.array_equal(COLOUR[Op.JITTER](pixels, [0, 1, 2, 3, *NONE[4:]]), pixels)
+    assert np.array_equal(COLOR[Op.JITTER](pixels, [0, 1, 2, 3, *NONE[4:]]), pixels)
 
 
-def test_grey_and_tables_are_the_librarys() -> None:
+def test_gray_and_tables_are_the_librarys() -> None:
     rng = np.random.default_rng(2)
     pixels = image(rng, 40, 50)
-    assert near(COLOUR[Op.GREY](pixels, []), fpixel.to_gray_weighted_average(pixels)[:, :, None]) <= 1
+    assert near(COLOR[Op.GRAY](pixels, []), fpixel.to_gray_weighted_average(pixels)[:, :, None]) <= 1
     for threshold in rng.random(20).tolist():
-        ours = COLOUR[Op.TABLE](pixels, [SOLARIZE, *[int(np.ceil(threshold * 255))] * 3])
+        ours = COLOR[Op.TABLE](pixels, [SOLARIZE, *[int(np.ceil(threshold * 255))] * 3])
         assert np.array_equal(ours, fpixel.solarize(pixels, threshold))
     for bits in range(1, 8):
-        ours = COLOUR[Op.TABLE](pixels, [POSTERIZE, *[256 - (1 << (8 - bits))] * 3])
+        ours = COLOR[Op.TABLE](pixels, [POSTERIZE, *[256 - (1 << (8 - bits))] * 3])
         assert np.array_equal(ours, fpixel.posterize(pixels.copy(), bits))
 
 
@@ -136,7 +136,7 @@ def test_gaussian_blur_is_within_a_level_of_the_librarys() -> None:
     rng = np.random.default_rng(3)
     for _ in range(40):
         pixels, sigma, side = image(rng, 50, 40), float(rng.uniform(0.1, 5)), int(rng.choice([0, 3, 7]))
-        ours = COLOUR[Op.BLUR](pixels, gaussian_coefficients(np.array([sigma]), np.array([side]))[0].tolist())
+        ours = COLOR[Op.BLUR](pixels, gaussian_coefficients(np.array([sigma]), np.array([side]))[0].tolist())
         weights = fblur.create_gaussian_kernel_1d(sigma, side)
         assert near(ours, cv2.sepFilter2D(pixels, -1, weights, weights)) <= 1
 
@@ -160,7 +160,7 @@ def test_motion_blur_is_within_a_level_of_the_librarys() -> None:
             0
         ].tolist()
         assert np.array_equal(np.array(params[2 : 2 + side**2]).reshape(side, side) > 0, weights > 0)
-        ours = COLOUR[Op.FILTER](pixels, params)
+        ours = COLOR[Op.FILTER](pixels, params)
         assert near(ours, cv2.filter2D(pixels, -1, weights.astype(np.float32) / weights.sum())) <= 1
 
 

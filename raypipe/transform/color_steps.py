@@ -1,4 +1,4 @@
-"""Steps that change pixels where they are: colours, blurs and dropout."""
+"""Steps that change pixels where they are: colors, blurs and dropout."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ class ColorJitter(Step):
 
 @dataclass(frozen=True, kw_only=True)
 class ToGray(Step):
-    """Grey, in three channels."""
+    """Gray, in three channels."""
 
     num_output_channels: int = 3
     method: str = "weighted_average"
     p: float = 0.5
 
-    ops = (Op.GREY,)
+    ops = (Op.GRAY,)
 
     @property
     def is_known(self) -> bool:
@@ -145,7 +145,7 @@ class MotionBlur(Step):
 
 @dataclass(frozen=True, kw_only=True)
 class CoarseDropout(Filled):
-    """Boxes of one colour: DeVries & Taylor 2017, Zhong et al. 2017."""
+    """Boxes of one color: DeVries & Taylor 2017, Zhong et al. 2017."""
 
     num_holes_range: tuple[int, int] = (1, 2)
     hole_height_range: Range = (0.1, 0.2)
@@ -179,7 +179,7 @@ class CoarseDropout(Filled):
             holes.append((start, start + length))
         (top, bottom), (left, right) = holes
         boxes = np.stack([top, left, bottom, right], axis=-1).reshape(len(u), -1)
-        return [*self.colour, number, boxes]
+        return [*self.color, number, boxes]
 
 
-COLOUR_STEPS = ColorJitter, ToGray, Solarize, Posterize, GaussianBlur, MotionBlur, CoarseDropout
+COLOR_STEPS = ColorJitter, ToGray, Solarize, Posterize, GaussianBlur, MotionBlur, CoarseDropout

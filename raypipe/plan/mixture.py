@@ -168,18 +168,6 @@ class Mixture(Sampler):
         draws = draw_parts(parts, lambda part, where: self._parts[part].draw(inside[where]))
         return draws._replace(buckets=parts) if self._are_buckets else draws
 
-    def source_counts(self, first: int, end: int) -> list[int]:
-        """Draws of each source from batch `first` to before batch `end`."""
-        before, after = self._quotas.before(first), self._quotas.before(end)
-        if not self._are_buckets:
-            return [b - a for a, b in zip(before, after, strict=True)]
-        by_bucket = [
-            part.source_counts(a, b)
-            for part, a, b in zip(self._parts, before, after, strict=True)
-            if isinstance(part, Mixture)
-        ]
-        return [sum(counts) for counts in zip(*by_bucket, strict=True)]
-
     def _parts_at(self, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The parts of int64 places (n,), counted through the run, and their numbers among the part's places."""
         size = self._quotas.batch_size

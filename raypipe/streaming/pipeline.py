@@ -2,7 +2,6 @@
 
 dataset(spec, cursor)   a ray.data.Dataset of the stream from a cursor on, one row per block
 splits(spec, cursor)    the same as one iterator per rank
-raypipe.stream(…)       spec and dataset in one call, if you only want the data
 """
 
 from __future__ import annotations
@@ -10,25 +9,20 @@ from __future__ import annotations
 import contextlib
 import math
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import ray.data
 
 from raypipe.config import PoolConfig
-from raypipe.errors import ConfigError, SampleError
+from raypipe.errors import SampleError
 from raypipe.plan.places import Cursor
-from raypipe.rayext.allocation import preflight
-from raypipe.rayext.cluster import connect
 from raypipe.rayext.execution import Settings, context_of
 from raypipe.rayext.iteration import Ended
 from raypipe.rayext.placement import placement
 from raypipe.storage.filesystem import is_remote
 from raypipe.storage.patience import patience_s
-from raypipe.stores.base import Store
 from raypipe.streaming.blocks import MAX_BYTES
-from raypipe.streaming.opening import Train, open_stream
 from raypipe.streaming.source import MicroBatchSource
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.supervisor import start_supervisor
@@ -196,36 +190,3 @@ def splits(
     if world_size == 1 and not apart:
         return [rows.iterator()]
     return rows.streaming_split(world_size, equal=True)
-
-
-def stream(
-    train: Train,
-    val: Store | str | Path | None = None,
-    *,
-    cursor: Cursor | None = None,
-    world_size: int = 1,
-    **settings: Any,
-) -> Dataset:
-    """The stream as a plain Dataset, if you only want the data.
-
-    Args:
-        train, val, settings: see `open_stream`.
-        cursor: where to start; None = at the beginning.
-        world_size: W, the number of ranks that the Dataset will be split over.
-
-    Returns:
-        One row for each block, as `raypipe.streaming.row` describes those from an actor; its `batches_of` gives a
-            row's micro-batches. With one rank these are in the order of the plan.
-
-    Raises:
-        StoreError, ConfigError, CursorError, ResourceError: the message says what is wrong, and how to fix it.
-    """
-    spec = open_stream(train, val, **settings)
-    if spec.pool.engine == "inline":
-        raise ConfigError(
-            "raypipe.stream is a Dataset, which Ray makes, and pool.engine is 'inline': raypipe.loader makes the "
-            "stream in this process"
-        )
-    connect()
-    max_actors = preflight(spec.pool).max_actors
-    return dataset(spec, cursor or spec.plan.start(), max_actors=max_actors, world_size=world_size)

@@ -47,7 +47,7 @@ def accuracies(train: Path, test: str, balance: float, options: argparse.Namespa
             epochs=options.epochs,
             micro_batch_size=64,
             seed=options.seed,
-            class_balance=balance,
+            weights=balance,
             shuffle="global",  # the cut is in the order of its classes
             val_interval=options.epochs,
         ),
@@ -69,7 +69,7 @@ def accuracies(train: Path, test: str, balance: float, options: argparse.Namespa
             loss.backward()
             optimizer.step()
             schedule.step()
-        print(f"class_balance {balance:g}, epoch {epoch.number}: loss {loss.item():.3f}", flush=True)
+        print(f"weights {balance:g}, epoch {epoch.number}: loss {loss.item():.3f}", flush=True)
         model.eval()
         for batch in epoch.val:
             with torch.no_grad():
@@ -88,7 +88,7 @@ def main() -> None:
     parser.add_argument("--imbalance", type=float, default=100)
     parser.add_argument("--width", type=int, default=16, help="of the model `small`, 32 in jobs/train.py")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--balance", type=float, nargs="+", default=[0, 1], help="values of plan.class_balance")
+    parser.add_argument("--balance", type=float, nargs="+", default=[0, 1], help="values of plan.weights")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         cut = Path(folder, "cut.parquet")
@@ -96,7 +96,7 @@ def main() -> None:
         for balance in options.balance:
             began = time.perf_counter()
             by_class = accuracies(cut, options.test, balance, options)
-            result[f"class_balance {balance:g}"] = {
+            result[f"weights {balance:g}"] = {
                 "mean": round(float(np.mean(by_class)), 4),
                 "by_class": [round(each, 3) for each in by_class],
                 "seconds": round(time.perf_counter() - began),

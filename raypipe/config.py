@@ -134,9 +134,9 @@ class PlanConfig(Section, prefix="plan."):
         epoch_samples: samples that an epoch draws; 0 = each sample of the store once. A mixture's epoch ends with
             its first store ("shortest", and 0) or with its last one ("longest"); see docs/sampling.md.
         mixture: weight of each store that store.train names; empty = in proportion to the stores' sizes.
-        weights: how often each sample is drawn: a column of numbers, or a file `*.npy`; empty = all equally often.
-        class_balance: exponent in [0, 8]: a class of n samples is drawn in proportion to n^(1 - exponent); 0 =
-            off; 1 = all classes equally often.
+        weights: how often each sample is drawn, by a column of numbers, or by a file `*.npy`. Or a number x, which
+            balances classes: a class of n samples is drawn in proportion to n^(1 - x); 1 = all classes equally
+            often; 0 = all samples equally often.
         aug_repeats: times that each sample is drawn in a step, each time with different augmentation (repeated
             augmentation) and in another micro-batch.
         buckets: sizes of training images, height x width, such as ["192x256", "224x224", "256x192"]. All images of
@@ -154,8 +154,7 @@ class PlanConfig(Section, prefix="plan."):
     val_interval: int = 1
     epoch_samples: Annotated[int, Limits(0, 1 << 40)] | Literal["shortest", "longest"] = 0
     mixture: dict[str, float] = field(default_factory=dict)
-    weights: str = ""
-    class_balance: Annotated[float, Limits(0, 8)] = 0.0
+    weights: str | Annotated[float, Limits(0, 8)] = 0.0
     aug_repeats: AtLeast1 = 1
     buckets: list[str] = field(default_factory=list)
     val_buckets: bool = False
@@ -171,8 +170,6 @@ class PlanConfig(Section, prefix="plan."):
             self._require(False, "global_batch_size", self.global_batch_size, expected)
 
     def _check_draws(self) -> None:
-        one = not (self.weights and self.class_balance)
-        self._require(one, "weights", self.weights, "empty with plan.class_balance")
         expected = f"a divisor of the {self.per_step} micro-batches in a step"
         self._require(self.per_step % self.aug_repeats == 0, "aug_repeats", self.aug_repeats, expected)
         has_weight = not self.mixture or any(self.mixture.values())
@@ -199,7 +196,7 @@ class PlanConfig(Section, prefix="plan."):
     @property
     def is_plain(self) -> bool:
         """Return whether an epoch has each sample of one store exactly once."""
-        plain = not (self.weights or self.class_balance or self.mixture or self.buckets)
+        plain = not (self.weights or self.mixture or self.buckets)
         return plain and self.aug_repeats == 1 and not (isinstance(self.epoch_samples, int) and self.epoch_samples)
 
     @property
@@ -226,8 +223,6 @@ class TransformConfig(Section, prefix="transform."):
             {0: 128, 10: 160, 20: 224}.
         decode_as: "rgb": images become uint8 RGB; "array": PNG, TIFF and .npy keep their dtype and channels
             (docs/targets.md).
-        decode_min_side: decode JPEGs at the smallest of 1/8, 2/8, … 8/8 of their size that keeps this short side,
-            in pixels; 0 = whole.
         crop_decode: "exact": decode only the crop of a JPEG, with the same pixels as "off"; "scaled": decode the
             crop at a reduced size; "off": decode the whole image.
         wire: how images travel to the device: "rgb", or "yuv420": in half the bytes, with color at half the
@@ -253,7 +248,6 @@ class TransformConfig(Section, prefix="transform."):
     val: str | list[dict[str, Any]] | dict[str, Any] = "center"
     size: Side | dict[int, Side] = 224
     decode_as: Literal["rgb", "array"] = "rgb"
-    decode_min_side: int = 0
     crop_decode: CropDecode = "exact"
     wire: Literal["rgb", "yuv420"] = "rgb"
     apply_exif: bool = False
@@ -270,21 +264,15 @@ class TransformConfig(Section, prefix="transform."):
         named = not self.make_columns or ":" in self.make_columns
         self._require(named, "make_columns", self.make_columns, "module:function, or empty")
         self._require(0 in self.size_by_epoch, "size", self.size, "one, or {EPOCH: SIZE, …} from epoch 0 on")
-        if self.crop_decode == "scaled":  # it chooses the scale by the crop
-            self._only({"decode_min_side": 0}, "transform.crop_decode='scaled'")
         if self.decode_as == "array":  # arrays are not JPEGs, so they are decoded whole
-            self._only({"decode_min_side": 0, "apply_exif": False}, "transform.decode_as='array'")
+            self._require(not self.apply_exif, "apply_exif", True, "False with transform.decode_as='array'")
             ok = self.crop_decode != "scaled"
             self._require(ok, "crop_decode", "scaled", "'exact' or 'off' with transform.decode_as='array'")
         if self.wire == "yuv420":  # it converts uint8 RGB
-            self._only({"decode_as": "rgb"}, "transform.wire='yuv420'")
+            ok = self.decode_as == "rgb"
+            self._require(ok, "decode_as", self.decode_as, "'rgb' with transform.wire='yuv420'")
         if self.target_columns:  # their pixels are those of the stored image
-            self._only({"decode_min_side": 0, "apply_exif": False}, self.target_settings)
-
-    def _only(self, values: dict[str, Any], with_what: str) -> None:
-        for name, value in values.items():
-            own = getattr(self, name)
-            self._require(own == value, name, own, f"{value!r} with {with_what}")
+            self._require(not self.apply_exif, "apply_exif", True, f"False with {self.target_settings}")
 
     @property
     def size_by_epoch(self) -> dict[int, int]:

@@ -30,10 +30,9 @@ BAD: list[tuple[type, str, Any]] = [
     (PlanConfig, "window_groups", -1),
     (PlanConfig, "val_interval", -1),
     (PlanConfig, "epoch_samples", -1),
-    (PlanConfig, "class_balance", -1.0),
+    (PlanConfig, "weights", -1.0),
     (PlanConfig, "aug_repeats", 3),
     (TransformConfig, "size", 0),
-    (TransformConfig, "decode_min_side", -1),
     (TransformConfig, "max_bad_fraction", 1.1),
     (TransformConfig, "max_bad_fraction", -0.1),
     (TransformConfig, "max_bad_fraction", float("nan")),
@@ -122,7 +121,7 @@ UNFIT = [
     Point(PlanConfig, {"seed": 10**9000}, "from 0 to 18446744073709551615, got an integer of 29898 bits"),
     Point(PlanConfig, {"micro_batch_size": "8"}, "plan.micro_batch_size must be a whole number .*, got '8'"),
     Point(PlanConfig, {"mixture": {"a": "x"}}, r"plan.mixture\['a'\] must be a finite number .*, got 'x'"),
-    Point(PlanConfig, {"class_balance": float("inf")}, "plan.class_balance must be a number from 0 to 8, got inf"),
+    Point(PlanConfig, {"weights": float("inf")}, "plan.weights must be a string or a number from 0 to 8, got inf"),
     Point(TransformConfig, {"size": "224"}, "transform.size must be a whole number .* or {.*}, got '224'"),
     Point(TransformConfig, {"size": 1.5}, "transform.size must be a whole number .*, got 1.5"),
     Point(TransformConfig, {"size": {0: 10**6}}, r"transform.size\[0\] must be .* from 1 to 13377, got 1000000"),
@@ -141,9 +140,9 @@ def test_a_value_of_the_wrong_type_is_refused_by_name(point: Point) -> None:
 
 
 def test_numbers_and_arrays_of_numpy_become_plain_ones() -> None:
-    plan = PlanConfig(seed=np.int64(3), class_balance=np.float32(0.5), val_buckets=np.bool_(False))  # type: ignore
-    assert plan == PlanConfig(seed=3, class_balance=0.5)
-    assert [type(each) for each in (plan.seed, plan.class_balance, plan.val_buckets)] == [int, float, bool]
+    plan = PlanConfig(seed=np.int64(3), weights=np.float32(0.5), val_buckets=np.bool_(False))  # type: ignore
+    assert plan == PlanConfig(seed=3, weights=0.5)
+    assert [type(each) for each in (plan.seed, plan.weights, plan.val_buckets)] == [int, float, bool]
     assert AugmentConfig(mean=np.zeros(3)).mean == (0.0, 0.0, 0.0)  # type: ignore[arg-type]
 
 
@@ -155,12 +154,6 @@ def test_every_field_is_described() -> None:
     for section in SECTIONS:
         for field in dataclasses.fields(section):
             assert field.name in (section.__doc__ or ""), f"{section.__name__}.{field.name}"
-
-
-def test_scaled_crops_exclude_other_scales() -> None:
-    with pytest.raises(ConfigError, match=r"transform.decode_min_side must be .* with .*crop_decode='scaled'"):
-        TransformConfig(crop_decode="scaled", decode_min_side=100)
-    TransformConfig(crop_decode="exact", decode_min_side=100)
 
 
 @pytest.mark.parametrize(

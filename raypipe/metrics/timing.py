@@ -224,6 +224,6 @@ def _about_input(times: StageTimes, needed: float, actors: int, name: str, readi
         what = "Decoding and transforming on CPUs limits the run"
         advice = (
             "raise pool.max_actors and give the cluster the CPUs, convert the store with --short-side, set "
-            "transform.crop_decode=scaled or transform.decode_min_side, or choose a lighter transform"
+            "transform.crop_decode=scaled, or choose a lighter transform"
         )
     return f"{what}, {times.wait_fraction:.0%} of the {name}'s time goes by waiting: {advice}."

@@ -56,15 +56,17 @@ def make_plan(
 
 def _read_train(config: PlanConfig, store: Store, selection: Selection) -> Source:
     weights = classes = None
-    if config.class_balance:
-        if not is_class(store):
-            raise ConfigError(f"plan.class_balance balances classes, and the labels of {store.address} are none")
-        classes = _of_selected(numbers_of(store, "label", "plan.class_balance"), selection)
-        weights = balanced(classes, config.class_balance)
-    elif config.weights:
+    if config.weights and isinstance(config.weights, str):
         weights = _of_selected(_read_weights(config.weights, store), selection)
         if selection.size and not weights.any():
             raise ConfigError(f"plan.weights {config.weights} is 0 for all samples of {store.address}")
+    elif config.weights:
+        if not is_class(store):
+            raise ConfigError(
+                f"plan.weights {config.weights} balances classes, and the labels of {store.address} are none"
+            )
+        classes = _of_selected(numbers_of(store, "label", "plan.weights"), selection)
+        weights = balanced(classes, config.weights)
     source = _read_source(store, selection, config.bucket_sides, "width > 0")
     return replace(source, weights=weights, classes=classes)
 

@@ -136,11 +136,9 @@ class ProgramsAtOnce:
     def _sizes(self, images: Sequence[bytes | memoryview | np.ndarray | None]) -> np.ndarray:
         """(height, width), int32 (B, 2), of those that the kernel decodes; zeros of others.
 
-        Those are also others that are turned upright, or decoded at a reduced scale as a whole; and pixels.
+        Those are also others that are turned upright, and pixels.
         """
         sizes, has_exif = kernel.sizes(images)
-        if least := self._config.decode_min_side:
-            sizes[sizes.min(axis=1) >= 2 * least] = 0
         if self._config.apply_exif:
             for row in np.flatnonzero(has_exif).tolist():
                 if 2 <= jpeg_orientation(bytes(images[row] or b"")) <= 8:
@@ -226,7 +224,7 @@ class ProgramsAtOnce:
         if not image or (self._target and image[:3] == b"\xff\xd8\xff"):
             return None  # a target gives a crop's scale by its box: `one` decodes it
         try:
-            return decode(image, min_side=self._config.decode_min_side, exif=self._config.apply_exif)
+            return decode(image, exif=self._config.apply_exif)
         except SampleError:
             return None
 

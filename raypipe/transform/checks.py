@@ -66,7 +66,7 @@ def _check_views(config: TransformConfig, split: Split) -> None:
     elif config.crop_decode == "scaled":
         reason = (
             "transform.crop_decode='scaled' decodes each crop by itself, where views share one decoding: leave it "
-            "out, or set transform.decode_min_side"
+            "out, or convert the store with --short-side"
         )
     if reason:
         raise ConfigError(f"transform.{split} makes views, and {reason}")

@@ -225,7 +225,7 @@ class Images:
         if self._is_array:
             return decode_array(encoded)
         jpeg = open_for_crop(encoded, self._config, self._crop_target) if self._crop_target else None
-        return jpeg or decode(encoded, min_side=self._config.decode_min_side, exif=self._config.apply_exif)
+        return jpeg or decode(encoded, exif=self._config.apply_exif)
 
 
 def _crops_of(transform: SampleTransform | ViewsTransform, has_targets: bool) -> list[Crop]:

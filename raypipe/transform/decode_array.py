@@ -58,10 +58,10 @@ def decode_array(data: bytes | bytearray | memoryview | None) -> np.ndarray:
     return decode(encoded)
 
 
-def decode_any(data: bytes | memoryview | None, min_side: int | None = None) -> np.ndarray:
+def decode_any(data: bytes | memoryview | None) -> np.ndarray:
     """An image as `decode` gives it; what that refuses and is a .npy or a TIFF, as `decode_array` does."""
     try:
-        return decode(data, min_side=min_side)
+        return decode(data)
     except SampleError:
         encoded = bytes(data or b"")
         if encoded.startswith(NPY) or image_kind(encoded) == "TIFF":

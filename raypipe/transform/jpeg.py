@@ -58,7 +58,7 @@ def decode_jpeg_at(data: bytes, short_side: int) -> np.ndarray:
 
 
 def open_for_crop(data: bytes, config: TransformConfig, target: tuple[int, int]) -> Undecoded | None:
-    """A JPEG by its header; None: decode it whole, as those that `exif` turns or `decode_min_side` reduces.
+    """A JPEG by its header; None: decode it whole, as those that `exif` turns.
 
     Args:
         target: (height, width) to which the crop is resized, pixels.
@@ -70,7 +70,7 @@ def open_for_crop(data: bytes, config: TransformConfig, target: tuple[int, int])
         size = jpeg_size(data)
     except SampleError:  # `decode` says why
         return None
-    if size is None or (config.decode_min_side and min(size) >= 2 * config.decode_min_side):
+    if size is None:
         return None
     if config.apply_exif and b"Exif\0\0" in data and 2 <= jpeg_orientation(data) <= 8:
         return None

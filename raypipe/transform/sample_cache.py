@@ -98,7 +98,7 @@ class SampleCache:
         if self.full:
             return None
         try:
-            pixels = decode(data, min_side=self._config.decode_min_side, exif=self._config.apply_exif)
+            pixels = decode(data, exif=self._config.apply_exif)
         except SampleError:
             return None
         self.put(index, label, pixels)
@@ -186,7 +186,7 @@ def open_caches(
     num_samples = sum(len(store) for store in {store.fingerprint: store for store in stores.values()}.values())
     shared = (
         *(_FORMAT, local_file.boot_id(), pool.cache, num_samples),
-        *(transform.decode_min_side, transform.apply_exif, reads_class),
+        *(transform.apply_exif, reads_class),
         *(raypipe.__version__, *map(version_of, _DECODERS)),
     )
     paths = {split: root / _key(store, shared) for split, store in stores.items()}

@@ -84,7 +84,7 @@ PLANS: list[dict[str, Any]] = [
     {"micro_batch_size": 4},
     {"micro_batch_size": 4, "global_batch_size": 8, "aug_repeats": 2, "epochs": 1 << 30},
     {"micro_batch_size": 4, "weights": "weight", "epoch_samples": 16},
-    {"micro_batch_size": 4, "class_balance": 1.0, "window_groups": 2, "shuffle": "off"},
+    {"micro_batch_size": 4, "weights": 1.0, "window_groups": 2, "shuffle": "off"},
     {"micro_batch_size": 2, "buckets": ["192x256", "256x192"], "val_buckets": True, "epoch_samples": 8},
     {"micro_batch_size": 4, "mixture": {"a": 1, "b": 2}, "epoch_samples": "longest"},
     {"micro_batch_size": 2, "mixture": {"a": 1, "b": 2}, "buckets": ["10x10", "10x20"]},

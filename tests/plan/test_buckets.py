@@ -119,9 +119,9 @@ def test_buckets_are_part_of_the_fingerprint_and_plain_plans_keep_theirs() -> No
             {"shuffle": "off"},
             {"weights": "width"},
             {"weights": "height"},
-            {"class_balance": 0.5},
-            {"class_balance": 1.0},
-            {"class_balance": 1.0, "epoch_samples": 40},
+            {"weights": 0.5},
+            {"weights": 1.0},
+            {"weights": 1.0, "epoch_samples": 40},
         )
     ]
     assert len(set(found)) == len(found)

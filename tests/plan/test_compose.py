@@ -65,7 +65,7 @@ def test_a_single_store_by_weights_draws_each_sample_as_often_as_declared() -> N
 
 def test_balanced_classes_are_drawn_equally_often() -> None:
     train = store(200)
-    plan = plan_of(train, class_balance=1.0)
+    plan = plan_of(train, weights=1.0)
     labels = train.read(np.arange(200), ("label",))["label"]
     for drawn in epochs(plan):
         counts = np.bincount(labels[[index for index, _ in drawn]])
@@ -125,8 +125,8 @@ def test_every_setting_of_what_is_drawn_is_part_of_the_fingerprint() -> None:
         {"epoch_samples": 24},
         {"weights": "weight"},
         {"weights": "label"},
-        {"class_balance": 0.5},
-        {"class_balance": 1.0},
+        {"weights": 0.5},
+        {"weights": 1.0},
     ]
     several: list[dict[str, Any]] = [
         *single,

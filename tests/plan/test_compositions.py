@@ -96,7 +96,7 @@ def compositions(draw: st.DrawFn) -> Composition:
     keeps = [kept_of(each, pick("", "label != 3", "width >= 8 and label != 1")) for each in stores]
     for keep in keeps:
         keep[draw(st.lists(st.integers(0, len(keep) - 1), max_size=4))] = False
-    by = pick({}, {"weights": "weight"}, {"class_balance": 1.0}, {"class_balance": 0.5})
+    by = pick({}, {"weights": "weight"}, {"weights": 1.0}, {"weights": 0.5})
     mixture: dict[str, float] = {}
     if len(stores) > 1 and pick(True, False):
         values = draw(st.tuples(*[st.integers(0, 5)] * len(stores)).filter(any))
@@ -133,13 +133,13 @@ def compositions(draw: st.DrawFn) -> Composition:
         name: np.concatenate([each.read(np.arange(len(each)), (name,))[name] for each in stores])
         for name in ("width", "height", "weight", "label")
     }
-    weights = columns["weight"] if config.weights else None
+    weights = columns["weight"] if isinstance(config.weights, str) else None
     kept = [offset + np.flatnonzero(keep) for offset, keep in zip(offsets, keeps, strict=False)]
-    if config.class_balance:
+    if config.weights and not isinstance(config.weights, str):
         weights = np.zeros(len(columns["label"]))
         for samples in kept:
             sizes = Counter(columns["label"][samples].tolist())
-            weights[samples] = [sizes[label] ** -config.class_balance for label in columns["label"][samples]]
+            weights[samples] = [sizes[label] ** -config.weights for label in columns["label"][samples]]
     sides = config.bucket_sides or [(1, 1)]
     return Composition(
         plan,
@@ -274,7 +274,7 @@ def check_one_store(made: Composition, epochs: dict[int, list[list[list[Draw]]]]
                 check_is_share(count // unit, float(len(of_epoch) // unit * weight / total))
             for index in inside.tolist() if weight else ():
                 check_is_share(samples[index], float(count * made.weights[index] / weight))
-            if config.class_balance and plan.config.shuffle != "off" and not is_windowed(plan):
+            if not isinstance(config.weights, str) and plan.config.shuffle != "off" and not is_windowed(plan):
                 for label in set(made.labels[inside].tolist()):
                     of_class = inside[made.labels[inside] == label]
                     exact = float(count * made.weights[of_class].sum() / weight)

@@ -66,7 +66,7 @@ def spec_of(train: Any, plan: dict[str, Any], **options: Any) -> StreamSpec:
 
 
 def mixture() -> StreamSpec:
-    plan = {"mixture": {"a": 3, "b": 1}, "class_balance": 0.5}
+    plan = {"mixture": {"a": 3, "b": 1}, "weights": 0.5}
     return spec_of({"a": pictures(60, 0), "b": pictures(40, 100)}, plan, filter={"a": "label != 3"})
 
 

@@ -101,7 +101,7 @@ def test_a_schedule_of_sizes_makes_the_buckets_smaller() -> None:
 def test_a_bad_sample_is_replaced_by_one_of_its_bucket_and_source() -> None:
     num_bad, bad = 0, {3, 8, 52}
     for train in (pictures(50, (3, 8)), {"a": pictures(50, (3, 8)), "b": pictures(20, (2,))}):
-        spec = spec_of(train, {"class_balance": 0.5}, max_bad_fraction=1.0)
+        spec = spec_of(train, {"weights": 0.5}, max_bad_fraction=1.0)
         columns = spec.stores["train"].read(np.arange(len(spec.stores["train"])), ("width", "height"))
         for batch in host_batches(spec):
             num_bad += batch.num_bad

@@ -148,7 +148,7 @@ def test_what_does_not_go_with_keypoints_ends_the_run() -> None:
         spec_of(lambda image: image)
     with pytest.raises(ConfigError, match=r"no column 'elbows' for transform\.keypoints_column"):
         spec_of(keypoints_column="elbows")
-    with pytest.raises(ConfigError, match=r"decode_min_side must be 0 with .*transform.keypoints_column"):
-        spec_of(decode_min_side=16)
+    with pytest.raises(ConfigError, match=r"apply_exif must be False with .*transform.keypoints_column"):
+        spec_of(apply_exif=True)
     with pytest.raises(ConfigError, match="mixes images, and neither masks nor boxes"):
         loader(spec_of(), augment=AugmentConfig(mixup_alpha=0.2))

@@ -91,7 +91,7 @@ def test_settings_of_a_mixture_come_from_yaml_and_the_command_line(
         "plan: {micro_batch_size: 6, epoch_samples: longest,\n"
         "  mixture: {big: 3, small: 1}}\n"
     )
-    run = parse_run([f"--config={tmp_path}/run.yaml", "--plan.class_balance=0.5"], None)
+    run = parse_run([f"--config={tmp_path}/run.yaml", "--plan.weights=0.5"], None)
     assert run.plan.mixture == {"big": 3, "small": 1}
     plan = spec_of(run).plan
     assert plan.sources == ("big", "small") and plan.kept["train"].num_left_out > 0

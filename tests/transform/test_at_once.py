@@ -119,7 +119,6 @@ def test_a_micro_batch_is_the_same_with_and_without_the_kernel(name: str) -> Non
         {"crop_decode": "off"},
         {"crop_decode": "scaled"},
         {"apply_exif": True},
-        {"decode_min_side": 40},
         {"crop_decode": "scaled", "apply_exif": True, "size": 16},
         {"wire": "yuv420", "size": 33},
     ],

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import os
 import pickle
 import random
@@ -19,6 +20,7 @@ import albumentations as A  # noqa: N812
 import torch
 import torchvision
 from micro_batches import run, samples_of, transform_of
+from PIL import Image
 from ray import cloudpickle
 from torchvision.transforms import v2
 
@@ -411,9 +413,12 @@ def test_what_is_not_the_samples_fault_passes_through(error: Exception) -> None:
 
 
 def test_decode_options_reach_the_decoder() -> None:
-    big = encode_jpeg(cv2.resize(NOISE, (400, 300)))
-    assert batch(made(None, decode_min_side=100), [big])[0]["image"].shape[1] < 200
-    assert batch(made(None), [big])[0]["image"].shape[1:3] == (300, 400)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    buffer = io.BytesIO()
+    Image.fromarray(cv2.resize(NOISE, (40, 30))).save(buffer, "JPEG", exif=exif)
+    assert batch(made(None, apply_exif=True), [buffer.getvalue()])[0]["image"].shape[1:3] == (40, 30)
+    assert batch(made(None), [buffer.getvalue()])[0]["image"].shape[1:3] == (30, 40)
 
 
 # --- crop-aware decode

@@ -303,7 +303,7 @@ def test_arrays_that_do_not_fit_are_errors(change: dict[str, np.ndarray]) -> Non
         kernel.run([None, None], [arrays._replace(**change)])
 
 
-def test_what_settings_turn_or_reduce_is_not_left_to_the_kernel() -> None:
+def test_what_settings_turn_is_not_left_to_the_kernel() -> None:
     def sizes(images: list[bytes | None], **settings: Any) -> list[list[int]]:
         content = build_content("light", TransformConfig(size=16, **settings))
         assert isinstance(content, Images) and content._at_once is not None
@@ -315,8 +315,6 @@ def test_what_settings_turn_or_reduce_is_not_left_to_the_kernel() -> None:
     plain, turned = encode(image), encode(image, exif=exif)
     assert sizes([plain, turned, None]) == [[64, 80], [64, 80], [0, 0]]
     assert sizes([plain, turned], apply_exif=True) == [[64, 80], [0, 0]]
-    assert sizes([plain], decode_min_side=32) == [[0, 0]]
-    assert sizes([plain], decode_min_side=33) == [[64, 80]]
 
 
 def test_headers_above_the_limits_are_refused() -> None:

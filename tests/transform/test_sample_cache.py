@@ -254,7 +254,7 @@ def test_another_store_finds_nothing_and_what_nobody_uses_is_removed(tmp_path: P
     assert len(files(root)) == 1 and not files(root) & before
 
 
-@pytest.mark.parametrize("change", ["min_side", "exif", "limit", "version", "start of the machine", "time"])
+@pytest.mark.parametrize("change", ["exif", "limit", "version", "start of the machine", "time"])
 def test_another_setting_version_or_boot_has_another_cache(
     change: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -266,9 +266,7 @@ def test_another_setting_version_or_boot_has_another_cache(
     cache.put(0, 0, pixels_of(0))
     assert 0 in opened(store).find(np.array([0]))
     settings: dict[str, Any] = {}
-    if change == "min_side":
-        settings["decode_min_side"] = 8
-    elif change == "exif":
+    if change == "exif":
         settings["apply_exif"] = True
     elif change == "limit":
         settings["cache"] = LIMIT + 1
@@ -373,7 +371,7 @@ def whole_side(image: np.ndarray) -> np.ndarray:
         {"train": "light"},
         {"train": "heavy", "apply_exif": True},
         {"train": "light", "crop_decode": "off"},
-        {"train": "light", "decode_min_side": 60, "apply_exif": True},
+        {"train": "light", "apply_exif": True},
         {"train": "flip-crop", "val": "resize"},
         {"train": f"{__name__}:whole_side_of"},
     ],
@@ -391,7 +389,7 @@ def test_every_pixel_label_and_bad_sample_is_that_without_a_cache(settings: dict
     assert set(found) == set(range(len(store))) - BAD
     for index, sample in found.items():
         data = store.read(np.array([index]))["image"][0]
-        pixels = decode(data, min_side=transform.decode_min_side or None, exif=transform.apply_exif)
+        pixels = decode(data, exif=transform.apply_exif)
         assert np.array_equal(sample.pixels, pixels) and sample.label == index
     # All of it again, by a process that comes late.
     assert digests_of(spec, MicroBatchMaker(spec)) == expected

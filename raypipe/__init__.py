@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from raypipe.streaming.handover import check_resources as check_resources
     from raypipe.streaming.handover import loader as loader
     from raypipe.streaming.opening import open_stream as open_stream
-    from raypipe.streaming.pipeline import stream as stream
     from raypipe.streaming.plain import plain_loaders as plain_loaders
     from raypipe.streaming.spec import StreamSpec as StreamSpec
 
@@ -60,7 +59,6 @@ _NAMES = {
     "stores": ["open_store"],
     "streaming.handover": ["check_resources", "loader"],
     "streaming.opening": ["open_stream"],
-    "streaming.pipeline": ["stream"],
     "streaming.plain": ["plain_loaders"],
     "streaming.spec": ["StreamSpec"],
 }

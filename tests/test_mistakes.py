@@ -186,7 +186,7 @@ USES = {
     "PoolConfig(num_workers=4)": "CPU actors are pool=PoolConfig(max_actors=…)",
     "dataclasses.replace(PlanConfig(), batch_size=4)": "micro_batch_size",
     "raypipe.open_stream('a.lmdb', num_workers=8)": "GPU workers are ScalingConfig(num_workers=…)",
-    "raypipe.stream('a.lmdb', batch_size=8)": "write plan=PlanConfig(micro_batch_size=…",
+    "raypipe.open_stream('a.lmdb', batch_size=8)": "write plan=PlanConfig(micro_batch_size=…",
     "raypipe.loader(spec, batch_size=8)": "write plan=PlanConfig(micro_batch_size=…",
     "raypipe.loader(spec, pin_memory=True)": "leave it out",
 }

@@ -20,6 +20,7 @@ import json, sys, threading, time
 import ray
 from ray.cluster_utils import Cluster
 import raypipe
+from raypipe.streaming.pipeline import dataset
 
 head = {"num_cpus": 0, "include_dashboard": False, "dashboard_agent_listen_port": 0}
 cluster = Cluster(initialize_head=True, head_node_args=head)
@@ -40,8 +41,8 @@ plan = raypipe.PlanConfig(epochs=50, micro_batch_size=2, global_batch_size=2)
 running = []
 for num_actors in (2, 1):
     pool = raypipe.PoolConfig(min_actors=num_actors, max_actors=num_actors)
-    stream = raypipe.stream(sys.argv[1], plan=plan, pool=pool, train_transform=None)
-    rows = iter(stream.iter_batches(batch_size=None))
+    spec = raypipe.open_stream(sys.argv[1], plan=plan, pool=pool, train_transform=None)
+    rows = iter(dataset(spec, spec.plan.start(), max_actors=num_actors).iter_batches(batch_size=None))
     next(rows)
     running.append(rows)
     while len(homes()) < len(running) + 1:  # the second of two actors may still be on its way

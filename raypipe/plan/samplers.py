@@ -188,15 +188,6 @@ class Weighted(Lapped):
         other.size = other.per_lap = size
         return other
 
-    def counts(self, lap: int) -> np.ndarray:
-        """Return how often a pass draws each sample, int64 (n,)."""
-        by_row = np.diff(self._first_draws(lap, np.arange(len(self.cumulative))))
-        if self._arranged is None:
-            return by_row
-        counts = np.empty_like(by_row)
-        counts[self._arranged] = by_row
-        return counts
-
     def signature(self) -> str:
         """A hash of the weights and of what it draws from."""
         content = hashlib.blake2b(self.cumulative.tobytes(), digest_size=16)

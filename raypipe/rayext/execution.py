@@ -12,7 +12,6 @@ busy too, so the cluster would get more nodes of every type (ray#45331).
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 import uuid
@@ -30,7 +29,7 @@ from raypipe.metrics.prometheus import StreamMetrics
 from raypipe.rayext.ours import KEY, take_process
 from raypipe.rayext.patches import install
 from raypipe.rayext.pool import PoolKeeper
-from raypipe.rayext.watch import Process, end_stopped, in_worker, this_process
+from raypipe.rayext.watch import in_worker, this_process
 
 _METRICS_PERIOD_S = 1.0
 _LOOK_PERIOD_S = 0.1  # the period of Ray Data's own loop
@@ -201,8 +200,6 @@ class StreamAutoscaler:
         # A process that is not a Ray worker belongs to a user, who may stop it with Ctrl-Z.
         self._process = this_process("coordinator") if in_worker() else None
         self._left, self._left_at = 0, time.monotonic() + _START_S
-        self._answer: Any = None  # the supervisor's reply to the last call
-        self._watcher: Process | None = None
 
     def try_trigger_scaling(self) -> None:
         """Do the work of a turn: size the pool, record metrics, report to the supervisor."""
@@ -215,22 +212,8 @@ class StreamAutoscaler:
             self._metrics.show(flow.finished, flow.pool.num_active_tasks() + waiting, waiting, info)
             if flow.finished - waiting != self._left:
                 self._left, self._left_at = flow.finished - waiting, now
-            self._tell(now - self._left_at, flow.description(info) if flow.finished else "")
-
-    def _tell(self, still_s: float, description: str) -> None:
-        """Report to the supervisor how long no rank has taken a block, and the state of the blocks. A stopped
-        supervisor is killed, so that Ray restarts it.
-        """
-        if self._answer is not None and ray.wait([self._answer], timeout=0)[0]:
-            with contextlib.suppress(ray.exceptions.RayError):
-                self._watcher = ray.get(self._answer)
-            self._answer = None
-        if self._answer is None:
-            self._answer = self._supervisor.moves.remote(self._name, still_s, self._process, description)
-        elif (watcher := self._watcher) and end_stopped([(watcher.pid, watcher.started)]):  # on this node
-            self._supervisor.note.remote(
-                f"the supervisor was stopped (SIGSTOP), and killed ({watcher})", "stopped"
-            )
+            at = flow.description(info) if flow.finished else ""
+            self._supervisor.moves.remote(self._name, now - self._left_at, self._process, at)
 
     def on_executor_shutdown(self) -> None:
         """Record the final metrics, and report the end to the supervisor."""

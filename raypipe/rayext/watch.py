@@ -14,7 +14,6 @@ import os
 import signal
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,9 +29,6 @@ _STILL_S = 2.0
 _MOST_S = 30.0
 # Time between two checks of a process that seems stopped, since a profiler stops a process for a moment.
 _SURE_S = 0.5
-# A node whose task has not run after so long is reported, if another node's has: a process starts slowly on a busy
-# machine. After twice the time it is reported in any case.
-_ANSWER_S = 4.0
 
 
 class Process(NamedTuple):
@@ -107,21 +103,16 @@ class Watch:
     """Checks a stream's processes while the stream has stalled; see above.
 
     Args:
-        note: called for each killed process, and each node that does not answer, with text and kind of fault.
+        note: called for each killed process, with text and kind of fault.
         work_of: key of a process → description of its work; "" = unknown.
-        node: id of this process's node, whose processes it checks directly.
     """
 
-    def __init__(
-        self, note: Callable[[str, str], None], work_of: Callable[[str], str] = lambda key: "", node: str = ""
-    ) -> None:
-        self._note, self._work_of, self._node = note, work_of, node
+    def __init__(self, note: Callable[[str, str], None], work_of: Callable[[str], str] = lambda key: "") -> None:
+        self._note, self._work_of = note, work_of
         self._processes: dict[str, Process] = {}  # actor, task, rank or execution → its process
         self._still: dict[str, float] = {}  # execution → time since which no rank has taken a block from it
         self._look_after = _STILL_S
-        self._looks: dict[str, tuple[Any, float]] = {}  # node → its task, and the time of the request
-        self._answered_at = 0.0  # time of a node's last answer
-        self._silent: set[str] = set()
+        self._looks: dict[str, Any] = {}  # node → its task
 
     def start(self) -> None:
         """Start to watch, in a thread that ends with this process."""
@@ -155,56 +146,37 @@ class Watch:
             self._look_after = _STILL_S
         elif still_s >= self._look_after:
             self._look_after = still_s + min(still_s, _MOST_S)
-            self._look(now)
-        self._answer(now)
+            self._look()
+        self._answer()
 
     def _on(self, node: str) -> dict[str, Process]:
         return {key: process for key, process in list(self._processes.items()) if process.node == node}
 
-    def _look(self, now: float) -> None:
+    def _look(self) -> None:
         for node in {process.node for process in list(self._processes.values())} - self._looks.keys():
             known = [(process.pid, process.started) for process in self._on(node).values()]
-            if node == self._node:
-                self._tell(node, end_stopped(known))
-                continue
             on_node = NodeAffinitySchedulingStrategy(node, soft=False)
             task = ray.remote(end_stopped).options(num_cpus=0, max_retries=0, scheduling_strategy=on_node)
-            self._looks[node] = task.remote(known), now
+            self._looks[node] = task.remote(known)
 
-    def _answer(self, now: float) -> None:
-        for node, (look, asked) in list(self._looks.items()):
+    def _answer(self) -> None:
+        for node, look in list(self._looks.items()):
             if not ray.wait([look], timeout=0)[0]:
-                late_s = (now - asked) * (1 if self._answered_at > asked else 0.5)
-                if late_s >= _ANSWER_S and node not in self._silent:
-                    self._silent.add(node)
-                    self._note(
-                        f"node {node[:8]} has not answered for {now - asked:.0f} s: "
-                        f"{self._described(self._on(node))}; once Ray declares the node dead, other nodes do its "
-                        "work",
-                        "silent_node",
-                    )
                 continue
             del self._looks[node]
-            self._silent.discard(node)
+            processes = self._on(node)
             try:
                 ended: list[int] = ray.get(look)
             except ray.exceptions.RayError:  # the node is gone, with its processes
-                for key in self._on(node):
+                for key in processes:
                     self._processes.pop(key, None)
                 continue
-            self._answered_at = now
-            self._tell(node, ended)
-
-    def _tell(self, node: str, ended: list[int]) -> None:
-        for key, process in self._on(node).items():
-            if process.pid in ended:
-                self._processes.pop(key, None)
-                description = self._described({key: process})
-                self._note(f"killed a stopped process (SIGSTOP) that blocked the stream: {description}", "stopped")
-
-    def _described(self, processes: dict[str, Process]) -> str:
-        by_role: dict[str, list[str]] = defaultdict(list)
-        for key, process in processes.items():
-            work = self._work_of(key)
-            by_role[process.role].append(f"{process}{work and f', {work}'}")
-        return "; ".join(f"{role} ({'; '.join(texts)})" for role, texts in by_role.items())
+            for key, process in processes.items():
+                if process.pid in ended:
+                    self._processes.pop(key, None)
+                    work = self._work_of(key)
+                    self._note(
+                        "killed a stopped process (SIGSTOP) that blocked the stream: "
+                        f"{process.role} ({process}{work and f', {work}'})",
+                        "stopped",
+                    )

@@ -2,7 +2,6 @@
 
 dataset(spec, cursor)   a ray.data.Dataset of the stream from a cursor on, one row per block
 splits(spec, cursor)    the same as one iterator per rank
-raypipe.stream(…)       spec and dataset in one call, if you only want the data
 """
 
 from __future__ import annotations
@@ -10,25 +9,20 @@ from __future__ import annotations
 import contextlib
 import math
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import ray.data
 
 from raypipe.config import PoolConfig
-from raypipe.errors import ConfigError, ResourceError, SampleError
+from raypipe.errors import SampleError
 from raypipe.plan.places import Cursor
-from raypipe.rayext.allocation import preflight
-from raypipe.rayext.cluster import connect
 from raypipe.rayext.execution import Settings, context_of
 from raypipe.rayext.iteration import Ended
 from raypipe.rayext.placement import placement
 from raypipe.storage.filesystem import is_remote
 from raypipe.storage.patience import patience_s
-from raypipe.stores.base import Store
 from raypipe.streaming.blocks import MAX_BYTES
-from raypipe.streaming.opening import Train, open_stream
 from raypipe.streaming.source import MicroBatchSource
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.supervisor import start_supervisor
@@ -37,7 +31,6 @@ from raypipe.transform.column_types import NUM_PROBED
 from raypipe.transform.contents import stream_fields
 from raypipe.transform.decode_array import decode_array
 from raypipe.transform.fields import IMAGE
-from raypipe.transform.presets import is_preset, num_pixels
 from raypipe.transform.sizes import has_sizes, most_pixels
 
 if TYPE_CHECKING:
@@ -68,49 +61,14 @@ def blocks_in_flight(pool: PoolConfig, max_actors: int, world_size: int) -> int:
     return fixed + per_actor * actors
 
 
-def check_memory(spec: StreamSpec, max_actors: int, world_size: int) -> None:
-    """Raise ResourceError unless the data in flight fits the object store; only presets tell its size beforehand.
-
-    Without Ray nothing is in flight. Actors on nodes that are yet to come are not counted: each node brings its
-    own object store.
-    """
-    batch_bytes = _micro_batch_bytes(spec)
-    if spec.pool.engine == "inline" or not batch_bytes:
-        return
-    block = max(
-        1, spec.pool.micro_batches_per_block
-    )  # blocks whose size is found are no larger than there is room for
-    block_bytes = block * batch_bytes
-    num = blocks_in_flight(spec.pool, max_actors, world_size)
-    capacity, needed = _object_store_bytes(), num * block_bytes
-    if needed > capacity:
-        raise ResourceError(
-            f"{num} blocks in flight of {block_bytes / 2**20:.0f} MiB need "
-            f"{needed / 2**30:.1f} GiB of object store, the cluster has {capacity / 2**30:.1f} GiB: lower "
-            "pool.max_in_flight, pool.micro_batches_per_block or plan.micro_batch_size, or start Ray with a "
-            "larger object store"
-        )
-
-
 def _micro_batch_bytes(spec: StreamSpec) -> int:
-    """Bytes of pixels and targets of their size in presets' largest micro-batch; 0 = not all are presets."""
-    largest = most_pixels(spec.transform, spec.plan.config.bucket_sides)
-    pixels = [
-        largest if is_preset(transform) else num_pixels(transform, spec.transform.final_size) or 0
-        for transform in spec.transforms.values()
-    ]
-    if not all(pixels):
-        return 0
-    return _bytes_of(spec, max(pixels))
-
-
-def _bytes_of(spec: StreamSpec, pixels: int) -> int:
-    """Bytes of a micro-batch of images and targets with this many pixels; 0 = unknown."""
+    """Bytes of pixels and targets of their size in presets' largest micro-batch; 0 = unknown."""
     pixel_bytes = _pixel_bytes(spec)
     if pixel_bytes:
         fields = stream_fields(spec.transform)
         targets = (field for name, field in fields.items() if name != IMAGE and field.shape is None)
         pixel_bytes += sum(np.dtype(field.dtype).itemsize for field in targets)
+    pixels = most_pixels(spec.transform, spec.plan.config.bucket_sides)
     return math.ceil(spec.plan.config.micro_batch_size * pixels * pixel_bytes)
 
 
@@ -161,9 +119,10 @@ def dataset(
     # Of the object store as it is now, streams take half.
     room = _object_store_bytes() / 2 / max(1, blocks_in_flight(spec.pool, max_actors, world_size))
     max_bytes = min(MAX_BYTES, int(room))
-    buckets = spec.plan.config.bucket_sides
-    if has_sizes(spec.transform, "train", buckets):  # the measurement has one size, and another may come
-        fits = max(1, max_bytes // max(1, _bytes_of(spec, most_pixels(spec.transform, buckets))))
+    if has_sizes(
+        spec.transform, "train", spec.plan.config.bucket_sides
+    ):  # the measurement has one size, and another may come
+        fits = max(1, max_bytes // max(1, _micro_batch_bytes(spec)))
         largest = min(largest, fits) if largest else fits
     source = MicroBatchSource(
         spec.plan,
@@ -231,37 +190,3 @@ def splits(
     if world_size == 1 and not apart:
         return [rows.iterator()]
     return rows.streaming_split(world_size, equal=True)
-
-
-def stream(
-    train: Train,
-    val: Store | str | Path | None = None,
-    *,
-    cursor: Cursor | None = None,
-    world_size: int = 1,
-    **settings: Any,
-) -> Dataset:
-    """The stream as a plain Dataset, if you only want the data.
-
-    Args:
-        train, val, settings: see `open_stream`.
-        cursor: where to start; None = at the beginning.
-        world_size: W, the number of ranks that the Dataset will be split over.
-
-    Returns:
-        One row for each block, as `raypipe.streaming.row` describes those from an actor; its `batches_of` gives a
-            row's micro-batches. With one rank these are in the order of the plan.
-
-    Raises:
-        StoreError, ConfigError, CursorError, ResourceError: the message says what is wrong, and how to fix it.
-    """
-    spec = open_stream(train, val, **settings)
-    if spec.pool.engine == "inline":
-        raise ConfigError(
-            "raypipe.stream is a Dataset, which Ray makes, and pool.engine is 'inline': raypipe.loader makes the "
-            "stream in this process"
-        )
-    connect()
-    max_actors = preflight(spec.pool).max_actors
-    check_memory(spec, max_actors, world_size)
-    return dataset(spec, cursor or spec.plan.start(), max_actors=max_actors, world_size=world_size)

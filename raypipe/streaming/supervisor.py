@@ -35,7 +35,7 @@ import ray
 from raypipe.logs import LogFormat, configure_logs
 from raypipe.metrics.prometheus import Recorder
 from raypipe.plan.places import Split
-from raypipe.rayext.watch import Process, Watch, here, this_process
+from raypipe.rayext.watch import Process, Watch, here
 from raypipe.streaming.blocks import fitting
 
 logger = logging.getLogger(__name__)
@@ -100,8 +100,7 @@ class Supervisor:
         self._sizes: dict[str, dict[Split, int]] = {}  # task of a reader → k of each split
         self._left: set[int] = set()  # ranks
         self._stands: dict[str, str] = {}  # execution that has brought blocks → what it is at
-        self._process = this_process("supervisor") if watches else None
-        self._watch = Watch(self.note, self._work_of, self._process.node if self._process else "")
+        self._watch = Watch(self.note, self._work_of)
         if watches:
             self._watch.start()
 
@@ -109,23 +108,17 @@ class Supervisor:
         """A process of the stream is there, which is known by this key."""
         self._watch.add(key, process)
 
-    def moves(
-        self, execution: str, still_s: float, process: Process | None = None, at: str = ""
-    ) -> Process | None:
+    def moves(self, execution: str, still_s: float, process: Process | None = None, at: str = "") -> None:
         """An execution runs, as it says each second; no rank has taken a block from it for so long.
 
         Args:
             at: what its blocks are at; empty = it has brought none yet.
-
-        Returns:
-            This process, which the execution watches in turn.
         """
         if process:
             self._watch.add(execution, process)
         self._watch.moves(execution, still_s)
         if at:
             self._stands[execution] = at
-        return self._process
 
     def left(self, key: str) -> None:
         """A process, or an execution, is no more part of the stream."""

@@ -24,7 +24,6 @@ from raypipe.storage.filesystem import is_remote, join, open_filesystem
 from raypipe.streaming.checkpoints import Checkpoint, find_newest, newest_name
 from raypipe.streaming.maker import differing, try_samples
 from raypipe.streaming.opening import spec_of
-from raypipe.streaming.pipeline import check_memory
 from raypipe.streaming.spec import StreamSpec
 from raypipe.train.console import RunConsole, changes, describe
 from raypipe.train.interrupts import Interrupts, Stopped
@@ -152,7 +151,6 @@ def _allocated(
     start = None if started_here() else starting.enter_context(only_start(wait()))
     allocation = preflight(run.pool, run.train, run.plan.per_step, wait())
     spec.plan.check_workers(allocation.workers)
-    check_memory(spec, allocation.max_actors, allocation.workers)
     interrupts.check()
     return allocation, start
 

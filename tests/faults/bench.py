@@ -336,7 +336,6 @@ KINDS = (
     "frozen trainer",
     "frozen coordinator",
     "frozen reader",
-    "frozen supervisor",
     "storage outage",
     "left streams",
 )

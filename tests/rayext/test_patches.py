@@ -15,11 +15,12 @@ from ray.data._internal import stats
 from ray.data._internal.execution.operators import actor_pool_map_operator
 from ray.data._internal.stats import _StatsManager
 
-import raypipe
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.rayext.cluster import LOCAL_CLUSTER
 from raypipe.rayext.execution import Settings, context_of
 from raypipe.rayext.ours import is_ours, ours
+from raypipe.streaming.opening import open_stream
+from raypipe.streaming.pipeline import dataset
 
 CALLS = ["register_dataset_to_stats_actor", "update_execution_metrics", "update_iteration_metrics"]
 
@@ -69,8 +70,8 @@ def test_a_users_own_pipeline_beside_a_stream_keeps_what_it_has(
     asked: list[str], lines: list[str], stores: dict[str, Path]
 ) -> None:
     plan, transform = PlanConfig(micro_batch_size=10), TransformConfig(train="small", size=8)
-    pool = PoolConfig(cpus_per_actor=0.5, max_actors=1)
-    stream = raypipe.stream(stores["train"], plan=plan, transform=transform, pool=pool)
+    spec = open_stream(stores["train"], plan=plan, transform=transform, pool=PoolConfig(cpus_per_actor=0.5))
+    stream = dataset(spec, spec.plan.start(), max_actors=1)
     with ours():
         rows = iter(stream.iter_batches(batch_size=None, prefetch_batches=0))
         assert "image" in next(rows)
@@ -80,10 +81,10 @@ def test_a_users_own_pipeline_beside_a_stream_keeps_what_it_has(
         def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
             return batch
 
-    dataset: Any = ray.data.range(2).map_batches(Identity, concurrency=1, num_cpus=0.1)
-    others = iter(dataset.iter_batches(batch_size=None))
+    own: Any = ray.data.range(2).map_batches(Identity, concurrency=1, num_cpus=0.1)
+    others = iter(own.iter_batches(batch_size=None))
     assert next(others)["id"].tolist()
-    executor = dataset._current_executor
+    executor = own._current_executor
     of = {type(each).__module__.partition(".")[0] for each in executor._backpressure_policies}
     of |= {
         type(each).__module__.partition(".")[0]

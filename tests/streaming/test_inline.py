@@ -20,13 +20,12 @@ from process_state import undisturbed
 from torchvision.transforms import v2
 
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
-from raypipe.errors import ConfigError, TransformError
+from raypipe.errors import TransformError
 from raypipe.streaming.digest import batch_digest
 from raypipe.streaming.handover import loader
 from raypipe.streaming.inline import inline_batches
 from raypipe.streaming.maker import MicroBatchMaker, try_samples
 from raypipe.streaming.opening import open_stream
-from raypipe.streaming.pipeline import stream
 from raypipe.streaming.plain import plain_loaders
 from raypipe.streaming.spec import StreamSpec
 
@@ -184,11 +183,6 @@ def test_what_a_transform_raises_names_the_sample(stores: dict[str, Path], threa
     where = r"the transform failed at .*test_inline\.py:\d+ in broken: ValueError: no"
     with pytest.raises(TransformError, match=rf"train\.lmdb.* sample \d+ .*: {where} .*pool\.engine=inline"):
         list(inline_batches(spec, spec.plan.start()))
-
-
-def test_a_dataset_of_ray_is_not_made_without_ray(stores: dict[str, Path]) -> None:
-    with pytest.raises(ConfigError, match=r"is a Dataset.*pool\.engine is 'inline': raypipe\.loader"):
-        stream(stores["train"], pool=INLINE)
 
 
 def test_no_cluster_starts_and_neither_ray_data_nor_train_is_imported(stores: dict[str, Path]) -> None:

@@ -28,7 +28,7 @@ from raypipe.stores.writers import ParquetWriter
 from raypipe.streaming.digest import batch_digest, iterate_digests
 from raypipe.streaming.handover import loader
 from raypipe.streaming.opening import open_stream
-from raypipe.streaming.pipeline import dataset, splits, stream
+from raypipe.streaming.pipeline import dataset, splits
 from raypipe.streaming.row import batches_of, host_batches
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.supervisor import end_actors, start_supervisor
@@ -109,15 +109,7 @@ def test_executions_in_an_actor_and_with_growing_blocks_have_one_digest(stores: 
     alone, start = without_ray.digests(spec), spec.plan.start()
     in_an_actor = splits(spec, start, max_actors=1, apart=True)
     assert [one.digest for one in iterate_digests(spec.plan, start, in_an_actor)] == alone
-    made = stream(
-        stores["train"],
-        stores["val"],
-        plan=plan,
-        train_transform=corner,
-        val_transform=corner,
-        pool=PoolConfig(max_actors=1),
-    )
-    rows = list(made.iter_batches(batch_size=None))
+    rows = list(dataset(spec, start, max_actors=1).iter_batches(batch_size=None))
     assert [batch_digest(batch) for row in rows for batch in batches_of(row)] == alone
     sizes = [row["micro"].shape[1] for row in rows]
     assert sizes[:16] == [1] * 16 and max(sizes) > 2, "they grow as soon as it is known what a micro-batch takes"
@@ -205,14 +197,14 @@ def test_training_samples_come_at_most_once_and_validations_once(
     assert seen["train", 0] != seen["train", 1]
 
 
-def test_stream_is_a_plain_dataset_of_blocks_of_micro_batches(stores: dict[str, Path]) -> None:
-    made = stream(
+def test_a_dataset_has_rows_of_blocks_of_micro_batches(stores: dict[str, Path]) -> None:
+    spec = open_stream(
         stores["train"],
         plan=PlanConfig(epochs=1, micro_batch_size=25, shuffle="off"),
         train_transform=lambda image: np.ascontiguousarray(image[:10, :12]),
-        pool=PoolConfig(max_actors=1, micro_batches_per_block=3),
+        pool=PoolConfig(micro_batches_per_block=3),
     )
-    rows = list(made.iter_batches(batch_size=None))
+    rows = list(dataset(spec, spec.plan.start(), max_actors=1).iter_batches(batch_size=None))
     assert [row["step"].tolist() for row in rows] == [[[0, 1, 2]], [[3]]]
     assert [row["image"].shape for row in rows] == [(1, 3, 25, 10, 12, 3), (1, 1, 25, 10, 12, 3)]
     batches = [batch for row in rows for batch in batches_of(row)]
@@ -336,16 +328,6 @@ def test_a_cursor_of_another_plan_is_refused(stores: dict[str, Path]) -> None:
     spec, other = spec_of(stores), spec_of(stores, plan=dataclasses.replace(PLAN, seed=6))
     with pytest.raises(CursorError, match=other.plan.fingerprint):
         dataset(spec, other.plan.start(), max_actors=1)
-
-
-def test_more_in_flight_than_the_object_store_holds_is_refused_at_once(stores: dict[str, Path]) -> None:
-    with pytest.raises(ResourceError, match=r"500 blocks in flight .* GiB: lower pool\.max_in_flight"):
-        stream(
-            stores["train"],
-            plan=PlanConfig(micro_batch_size=50),
-            pool=PoolConfig(max_in_flight=500, micro_batches_per_block=1),
-            transform=TransformConfig(),
-        )
 
 
 def test_a_run_that_the_cluster_cannot_hold_is_refused_at_once() -> None:

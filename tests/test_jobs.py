@@ -185,7 +185,7 @@ def test_a_killed_trainer_is_in_record_and_status_and_lines_are_json(ray_folder:
     found = status(str(folder))
     assert found["state"] == "ended" and found["step"] == STEPS and found["checkpoint"]
     (fault,) = found["faults"]
-    assert fault.startswith("restarting the trainers: ActorDiedError: ") and f"pid: {killed} " in fault
+    assert fault.startswith(f"restarting the trainers: trainer 1 died: process {killed} on ")
     assert any(line.get("message") == fault and line["run"] == "digits" for line in said)
 
 

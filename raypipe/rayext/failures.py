@@ -101,10 +101,10 @@ def own_error(failures: Iterable[BaseException]) -> RaypipeError | None:
 
 
 def _has_lost(failures: list[BaseException]) -> bool:
-    return any(map(_is_lost, failures))
+    return any(map(is_lost, failures))
 
 
-def _is_lost(error: BaseException) -> bool:
+def is_lost(error: BaseException) -> bool:
     """Return whether the error is Ray Train's for a worker whose process has died."""
     return _is_of_train(error) and type(error).__name__ in _LOST
 

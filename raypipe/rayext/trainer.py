@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +25,7 @@ from raypipe.metrics.prometheus import Recorder
 from raypipe.metrics.records import append_fault
 from raypipe.rayext.allocation import largest_divisor, worker_resources
 from raypipe.rayext.cluster import started_here
-from raypipe.rayext.failures import explanation, is_final, own_error
+from raypipe.rayext.failures import explanation, is_final, is_lost, own_error
 
 logger = logging.getLogger(__name__)
 
@@ -107,6 +108,27 @@ def _reason(error: TrainingFailedError) -> str:
     return "died" if isinstance(error, WorkerGroupError) else "no_start"
 
 
+# Ray's message about a dead actor: its process, its node, and the reason.
+_DEAD_ACTOR = re.compile(r"\w+: The actor died .* pid: (\d+) .* ip: (\S+) The actor is dead because (?:its )?(.*)")
+
+
+def who_died(error: BaseException) -> str:
+    """Describe the cause of a restart: the trainers that died, without those that failed as a consequence."""
+    if info := getattr(error, "preemption_info", None):
+        nodes = ", ".join(node[:8] for node in info.preempted_node_ids)
+        return f"the node of {_trainers(info.preempted_ranks)} was preempted ({nodes})"
+    failures: dict[int, BaseException] = getattr(error, "worker_failures", {})
+    lost = {rank: failure for rank, failure in failures.items() if is_lost(failure)}
+    if lost:
+        cause = _DEAD_ACTOR.sub(r"process \1 on \2, \3", explanation(lost[min(lost)]))
+        return f"{_trainers(sorted(lost))} died: {cause}"
+    return f"{_trainers(sorted(failures))} failed: {explanation(error)}" if failures else explanation(error)
+
+
+def _trainers(ranks: list[int]) -> str:
+    return f"trainer{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
 class OnlyDeathsPolicy(failure_handling.DefaultFailurePolicy):
     """Ray Train's failure policy, limited to restarts after deaths, which it records and counts.
 
@@ -126,7 +148,7 @@ class OnlyDeathsPolicy(failure_handling.DefaultFailurePolicy):
             return failure_handling.FailureDecision.RAISE
         decision = super().make_decision(error)
         if decision != failure_handling.FailureDecision.RAISE:  # otherwise the error is logged when the run ends
-            text, reason = f"restarting the trainers: {explanation(error)}", _reason(error)
+            text, reason = f"restarting the trainers: {who_died(error)}", _reason(error)
             logger.warning("%s", text, extra={"values": {"fault": reason}})
             Recorder(self._run).add({"trainer_restarts_total": 1}, reason=reason)
             if self._run_uri:

@@ -36,6 +36,7 @@ from raypipe.rayext.trainer import (
     FixedPolicy,
     OnlyDeathsPolicy,
     RunTrainer,
+    who_died,
 )
 
 
@@ -237,7 +238,17 @@ DEAD = """The actor died unexpectedly before finishing this task.
 \tip: 192.0.2.2
 The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR"""
 KILLED = WorkerHealthCheckFailedError("A worker health check failed. Worker info: …", RuntimeError(DEAD))
-WHO = f"RuntimeError: {' '.join(DEAD.split())}"
+WHO = "trainer 1 died: process 11115 on 192.0.2.2, worker process has died. Worker exit type: SYSTEM_ERROR"
+
+
+def test_who_died_is_told_and_not_who_survived() -> None:
+    survivor = RuntimeError("[../gloo/transport/tcp/pair.cc] Connection closed by peer")
+    error = WorkerGroupError("", {0: survivor, 1: KILLED, 2: survivor})
+    assert who_died(error) == WHO
+    assert who_died(WorkerGroupError("", {0: survivor})).startswith("trainer 0 failed: RuntimeError")
+    taken = Exception()
+    taken.preemption_info = SimpleNamespace(preempted_node_ids=["abcdefghij"], preempted_ranks=[0, 1])  # type: ignore
+    assert who_died(taken) == "the node of trainers 0, 1 was preempted (abcdefgh)"
 
 
 def test_a_restart_of_the_trainers_is_a_fault_in_the_runs_record(tmp_path: Path) -> None:

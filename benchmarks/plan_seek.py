@@ -27,7 +27,7 @@ from raypipe.streaming.planning import make_plan
 
 _SIZES = [700_000_000, 250_000_000, 49_000_000, 1_000_000]
 _BATCH, _MICRO_BATCH, _STEPS, _EPOCH = 1024, 128, 100_000, 57
-_SHARES = as_shares([3, 2, 1, 1])
+_SHARES = {epoch * _STEPS: as_shares([1 + epoch, 2, 1, 1]) for epoch in range(0, 60, 10)}
 _BUCKETS = ["192x256", "224x224", "256x192"]
 _NUM_TABLES = 10_000_000
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 from raypipe.errors import ConfigError
 from raypipe.logs import LogFormat
 from raypipe.section import ANY_NUMBER, MAX_INT, Limits, Section, check, kinds_of, shown
 
+Mixture = dict[str, float] | dict[int, dict[str, float]]
 """The weight of each source by its name, or, from an epoch on, those weights."""
 Shuffle = Literal["auto", "global", "window", "off"]
 CropDecode = Literal["off", "exact", "scaled"]
@@ -132,7 +133,8 @@ class PlanConfig(Section, prefix="plan."):
         val_interval: epochs between validations; the last epoch always has one; 0 = no validation.
         epoch_samples: samples that an epoch draws; 0 = each sample of the store once. A mixture's epoch ends with
             its first store ("shortest", and 0) or with its last one ("longest"); see docs/sampling.md.
-        mixture: weight of each store that store.train names; empty = in proportion to the stores' sizes.
+        mixture: weight of each store that store.train names; or `{EPOCH: {NAME: WEIGHT, …}, …}`, the weights from
+            an epoch on; empty = in proportion to the stores' sizes.
         weights: how often each sample is drawn, by a column of numbers, or by a file `*.npy`. Or a number x, which
             balances classes: a class of n samples is drawn in proportion to n^(1 - x); 1 = all classes equally
             often; 0 = all samples equally often.
@@ -152,7 +154,7 @@ class PlanConfig(Section, prefix="plan."):
     window_groups: int = 0
     val_interval: int = 1
     epoch_samples: Annotated[int, Limits(0, 1 << 40)] | Literal["shortest", "longest"] = 0
-    mixture: dict[str, float] = field(default_factory=dict)
+    mixture: Mixture = field(default_factory=dict)
     weights: str | Annotated[float, Limits(0, 8)] = 0.0
     aug_repeats: AtLeast1 = 1
     buckets: list[str] = field(default_factory=list)
@@ -171,8 +173,10 @@ class PlanConfig(Section, prefix="plan."):
     def _check_draws(self) -> None:
         expected = f"a divisor of the {self.per_step} micro-batches in a step"
         self._require(self.per_step % self.aug_repeats == 0, "aug_repeats", self.aug_repeats, expected)
-        has_weight = not self.mixture or any(self.mixture.values())
-        self._require(has_weight, "mixture", self.mixture, "weights by store, one of them above 0")
+        for weights in self.mixture_by_epoch.values():
+            self._require(any(weights.values()), "mixture", self.mixture, "weights by store, one of them above 0")
+        starts = list(self.mixture_by_epoch)
+        self._require(starts[:1] in ([], [0]), "mixture", self.mixture, "weights from epoch 0 on")
 
     def _check_buckets(self) -> None:
         ok = all(map(_SIDES.fullmatch, self.buckets)) and len(set(self.bucket_sides)) == len(self.buckets)
@@ -197,6 +201,13 @@ class PlanConfig(Section, prefix="plan."):
         """Return whether an epoch has each sample of one store exactly once."""
         plain = not (self.weights or self.mixture or self.buckets)
         return plain and self.aug_repeats == 1 and not (isinstance(self.epoch_samples, int) and self.epoch_samples)
+
+    @property
+    def mixture_by_epoch(self) -> dict[int, dict[str, float]]:
+        """Weights by store, by the epoch from which they hold, ascending; empty without weights."""
+        if not all(isinstance(weights, dict) for weights in self.mixture.values()):
+            return {0: cast(dict[str, float], self.mixture)}
+        return dict(sorted(cast(dict[int, dict[str, float]], self.mixture).items()))
 
     @property
     def per_step(self) -> int:

@@ -99,10 +99,10 @@ def test_a_pool_may_not_be_smaller_than_its_minimum() -> None:
         PoolConfig(min_actors=4, max_actors=3)
 
 
-@pytest.mark.parametrize("weights", [{"a": -1}, {"a": 0}, {"a": float("nan")}])
-def test_a_mixture_has_weights_of_which_one_is_above_0(weights: Any) -> None:
-    PlanConfig(mixture={"a": 0, "b": 2})
-    with pytest.raises(ConfigError, match=r"plan\.mixture(\['a'\])? must be (weights|a finite number)"):
+@pytest.mark.parametrize("weights", [{"a": -1}, {"a": 0}, {0: {"a": float("nan")}}, {1: {"a": 1}}, {0: {}}])
+def test_a_mixture_has_weights_from_the_first_epoch_on(weights: Any) -> None:
+    PlanConfig(mixture={0: {"a": 1}, 5: {"a": 0, "b": 2}})
+    with pytest.raises(ConfigError, match=r"plan\.mixture(\[0\])?(\['a'\])? must be (weights|a finite number)"):
         PlanConfig(mixture=weights)
 
 

@@ -85,9 +85,10 @@ def compose_one(config: PlanConfig, source: Source) -> Training:
         ConfigError: a setting does not go with the store, or an epoch has less than one step.
     """
     if config.mixture:
+        names = dict.fromkeys(name for weights in config.mixture_by_epoch.values() for name in weights)
         raise ConfigError(
-            f"plan.mixture has weights of {', '.join(config.mixture)}, and store.train is a single store: name "
-            "several there, as {NAME: ADDRESS, …}"
+            f"plan.mixture has weights of {', '.join(names)}, and store.train is a single store: name several "
+            "there, as {NAME: ADDRESS, …}"
         )
     num, unit, per_step = source.selection.size, config.micro_batch_size, _draws_per_step(config)
     if num < (config.samples_per_step if config.is_plain else 1):
@@ -133,16 +134,17 @@ def compose_mixture(config: PlanConfig, sources: Mapping[str, Source], offsets: 
         samplers.append(_samplers(config, source, seed, offset=int(offsets[number])))
         content.append(_content(config, source, samplers[-1]))
     sizes = [source.selection.size for source in sources.values()]
-    shares, wanted = _shares(config, list(sources), sizes), config.epoch_samples
+    by_epoch, wanted = _shares(config, list(sources), sizes), config.epoch_samples
     if isinstance(wanted, str) or not wanted:
         wanted = (max if wanted == "longest" else min)(_ends(config, list(sources), sizes)) * config.aug_repeats
     steps = _steps(config, wanted, " + ".join(source.address for source in sources.values()))
+    shares = {epoch * steps: of_epoch for epoch, of_epoch in by_epoch.items()}
     unit, per_step = config.micro_batch_size, _draws_per_step(config)
     if config.buckets:
         mixture = mix_buckets(samplers, shares, per_step // unit, unit, config.seed)
     else:
         mixture = Mixture([sampler for (sampler,) in samplers], Quotas(shares, per_step, config.seed), config.seed)
-    content.append([[[0, shares]], steps])  # from batch 0 on
+    content.append([list(shares.items()), steps])
     return Training(_repeated(config, mixture), steps, tuple(samplers), content, mixture)
 
 
@@ -250,21 +252,24 @@ def _repeated(config: PlanConfig, inner: Sampler) -> Sampler:
     return Repeated(inner, config.aug_repeats, config.micro_batch_size)
 
 
-def _shares(config: PlanConfig, sources: Sequence[str], sizes: Sequence[int]) -> tuple[int, ...]:
-    """The share of each source; in proportion to their sizes where no weights are given."""
+def _shares(config: PlanConfig, sources: Sequence[str], sizes: Sequence[int]) -> dict[int, tuple[int, ...]]:
+    """From epoch → share of each source; in proportion to their sizes where no weights are given."""
     if not config.mixture:
-        return as_shares(sizes)
-    if set(config.mixture) != set(sources):
-        raise ConfigError(
-            f"plan.mixture has weights of {', '.join(config.mixture)}; the stores of store.train are "
-            f"{', '.join(sources)}: give each one a weight, which may be 0"
-        )
-    return as_shares([config.mixture[name] for name in sources])
+        return {0: as_shares(sizes)}
+    shares = {}
+    for epoch, weights in config.mixture_by_epoch.items():
+        if set(weights) != set(sources):
+            raise ConfigError(
+                f"plan.mixture has weights of {', '.join(weights)}; the stores of store.train are "
+                f"{', '.join(sources)}: give each one a weight, which may be 0"
+            )
+        shares[epoch] = as_shares([weights[name] for name in sources])
+    return shares
 
 
 def _ends(config: PlanConfig, sources: Sequence[str], sizes: Sequence[int]) -> list[int]:
-    """After how many draws each source has ended by its weight; without those of weight 0."""
+    """After how many draws each source has ended by its weight in epoch 0; without those of weight 0."""
     if not config.mixture:
         return [sum(sizes)]
-    weights = [Fraction(config.mixture[name]) for name in sources]
+    weights = [Fraction(config.mixture_by_epoch[0][name]) for name in sources]
     return [int(size * sum(weights) / weight) for size, weight in zip(sizes, weights, strict=True) if weight]

@@ -14,7 +14,8 @@ integers over 2^40.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate
 
@@ -58,33 +59,60 @@ def floor_sum(num: int, modulus: int, factor: int, addend: int) -> int:
         modulus, factor = factor, modulus
 
 
+@dataclass(frozen=True)
+class _Era:
+    """The batches of one set of shares.
+
+    Attributes:
+        first: the first of them.
+        before: places of each part in the batches before.
+        whole: ⌊G·w_i⌋ of each part.
+        ends: where the fractions of the parts before each one end on the line, in units of ONE.
+        start: u of the first batch.
+    """
+
+    first: int
+    before: list[int]
+    whole: list[int]
+    ends: list[int]
+    start: int
+
+
 class Quotas:
-    """Number of places that each part has in each batch.
+    """Number of places that each part has in each batch, by shares that may change at some batches.
 
     Args:
-        shares: share of each part, see `as_shares`.
+        shares: from batch → share of each part, see `as_shares`; from batch 0 on, ascending.
         batch_size: G.
         seed: the keys' seed.
     """
 
-    def __init__(self, shares: Sequence[int], batch_size: int, seed: int) -> None:
-        self.batch_size = batch_size
-        self._whole, fractions = zip(*(divmod(batch_size * share, ONE) for share in shares), strict=True)
-        # Where the fractions of the parts before each one end on the line, in units of ONE, and u of batch 0.
-        self._ends = list(accumulate(fractions, initial=0))
-        self._start = int(derive_keys(1, seed, Domain.QUOTAS, 0)[0]) % ONE
+    def __init__(self, shares: Mapping[int, Sequence[int]], batch_size: int, seed: int) -> None:
+        self.batch_size, self._eras = batch_size, list[_Era]()
+        for first, of_parts in shares.items():
+            before = self.before(first) if self._eras else [0] * len(of_parts)
+            whole, fractions = zip(*(divmod(batch_size * share, ONE) for share in of_parts), strict=True)
+            start = int(derive_keys(1, seed, Domain.QUOTAS, first)[0]) % ONE
+            self._eras.append(_Era(first, before, list(whole), list(accumulate(fractions, initial=0)), start))
 
     def counts(self, batch: int) -> list[int]:
         """Places of each part in a batch."""
-        mark = (_STEP * batch + self._start) % ONE
-        marks = [-((mark - end) // ONE) for end in self._ends]  # below each end
-        return [whole + b - a for whole, a, b in zip(self._whole, marks, marks[1:], strict=False)]
+        era = self._era(batch)
+        mark = (_STEP * (batch - era.first) + era.start) % ONE
+        marks = [-((mark - end) // ONE) for end in era.ends]  # below each end
+        return [whole + b - a for whole, a, b in zip(era.whole, marks, marks[1:], strict=False)]
 
     def before(self, batch: int) -> list[int]:
         """Places of each part in all batches before one."""
-        round_trips = floor_sum(batch, ONE, _STEP, self._start)
-        marks = [round_trips - floor_sum(batch, ONE, _STEP, self._start - end) for end in self._ends]
-        return [batch * whole + b - a for whole, a, b in zip(self._whole, marks, marks[1:], strict=False)]
+        era = self._era(batch)
+        num = batch - era.first
+        round_trips = floor_sum(num, ONE, _STEP, era.start)
+        marks = [round_trips - floor_sum(num, ONE, _STEP, era.start - end) for end in era.ends]
+        parts = zip(era.before, era.whole, marks, marks[1:], strict=False)
+        return [before + num * whole + b - a for before, whole, a, b in parts]
+
+    def _era(self, batch: int) -> _Era:
+        return next(era for era in reversed(self._eras) if era.first <= batch)
 
 
 class Bucketed(Lapped):
@@ -119,7 +147,7 @@ class Bucketed(Lapped):
         self._counts, self._quotas = [bucket.selection.size // unit for bucket in buckets], None
         if num_places:
             shares = as_shares([bucket.weight for bucket in buckets])
-            self._quotas = Quotas(shares, num_places, seed)
+            self._quotas = Quotas({0: shares}, num_places, seed)
         self.num_places = num_places or sum(self._counts)
         self.size = self.num_places * unit
         self.per_lap = per_lap or self.size
@@ -190,7 +218,7 @@ class Mixture(Sampler):
 
 def mix_buckets(
     sources: Sequence[Sequence[Permuted | Weighted]],
-    shares: Sequence[int],
+    shares: Mapping[int, Sequence[int]],
     batch_size: int,
     unit: int,
     seed: int,
@@ -202,23 +230,31 @@ def mix_buckets(
 
     Args:
         sources: the buckets of each store.
-        shares: share of each store.
+        shares: from batch → share of each store.
         batch_size: places in a global batch.
         unit: draws in a place.
         seed: the keys' seed.
     """
     totals = [sum(bucket.weight for bucket in buckets) for buckets in sources]
     by_bucket = list(zip(*sources, strict=True))
-    # Of each bucket, the share of each store in all draws.
-    per_weight = [Fraction(share, total) for share, total in zip(shares, totals, strict=True)]
-    table = [
-        [weight * store.weight for weight, store in zip(per_weight, stores, strict=True)] for stores in by_bucket
-    ]
+    # From batch → of each bucket → share of each store in all draws.
+    tables: dict[int, list[list[Fraction]]] = {}
+    for batch, of_stores in shares.items():
+        per_weight = [Fraction(share, total) for share, total in zip(of_stores, totals, strict=True)]
+        tables[batch] = [
+            [weight * store.weight for weight, store in zip(per_weight, stores, strict=True)]
+            for stores in by_bucket
+        ]
+    quotas = Quotas(
+        {batch: as_shares([sum(row) for row in table]) for batch, table in tables.items()}, batch_size, seed
+    )
+    before = {batch: quotas.before(batch) for batch in shares}
     parts = list[Sampler]()
     for bucket, stores in enumerate(by_bucket):
-        # A bucket of no share has no places.
-        inner = as_shares(table[bucket] if any(table[bucket]) else [1] * len(stores))
+        inner = {}  # from a place of the bucket on, by its number in the run
+        for batch, table in tables.items():
+            # A bucket of no share has no places from here on.
+            inner[before[batch][bucket]] = as_shares(table[bucket] if any(table[bucket]) else [1] * len(stores))
         key = int(derive_keys(1, seed, Domain.BUCKET_MIXTURE, bucket)[0])
         parts.append(Mixture(stores, Quotas(inner, unit, key), key))
-    quotas = Quotas(as_shares([sum(row) for row in table]), batch_size, seed)
     return Mixture(parts, quotas, seed, unit, are_buckets=True)

@@ -87,7 +87,7 @@ PLANS: list[dict[str, Any]] = [
     {"micro_batch_size": 4, "weights": 1.0, "window_groups": 2, "shuffle": "off"},
     {"micro_batch_size": 2, "buckets": ["192x256", "256x192"], "val_buckets": True, "epoch_samples": 8},
     {"micro_batch_size": 4, "mixture": {"a": 1, "b": 2}, "epoch_samples": "longest"},
-    {"micro_batch_size": 2, "mixture": {"a": 1, "b": 2}, "buckets": ["10x10", "10x20"]},
+    {"micro_batch_size": 2, "mixture": {0: {"a": 1, "b": 2}, 5: {"a": 0, "b": 1}}, "buckets": ["10x10", "10x20"]},
 ]
 MEMORY_BYTES, CPU_S = 1 << 30, 10.0
 

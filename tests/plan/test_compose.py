@@ -107,12 +107,12 @@ def test_a_mixture_lasts_until_its_first_store_ends_or_as_said(config: dict[str,
 
 
 def test_each_global_batch_of_a_mixture_has_its_weights() -> None:
-    plan = mixed(mixture={"a": 0.5, "b": 0.3, "c": 0.2})
-    shares = as_shares((0.5, 0.3, 0.2))
-    for drawn in epochs(plan):
+    plan = mixed(mixture={0: {"a": 0.5, "b": 0.3, "c": 0.2}, 1: {"a": 0, "b": 0.5, "c": 0.5}})
+    shares = {epoch: as_shares(w) for epoch, w in {0: (0.5, 0.3, 0.2), 1: (0, 1, 1), 2: (0, 1, 1)}.items()}
+    for epoch, drawn in enumerate(epochs(plan)):
         sources = plan.source_of(np.array([index for index, _ in drawn])).reshape(-1, 8)
         for batch in sources:
-            for count, share in zip(np.bincount(batch, minlength=3), shares, strict=True):
+            for count, share in zip(np.bincount(batch, minlength=3), shares[epoch], strict=True):
                 assert 8 * share // ONE <= count <= -(-8 * share // ONE)
     assert plan.source_of(np.array([0, 63, 64, 80, 279, -1])).tolist() == [0, 0, 1, 2, 2, -1]
 
@@ -131,7 +131,8 @@ def test_every_setting_of_what_is_drawn_is_part_of_the_fingerprint() -> None:
     several: list[dict[str, Any]] = [
         *single,
         {"mixture": {"a": 2, "b": 1, "c": 1}},
-        {"mixture": {"a": 1, "b": 1, "c": 1}},
+        {"mixture": {0: {"a": 2, "b": 1, "c": 1}, 1: {"a": 1, "b": 1, "c": 1}}},
+        {"mixture": {0: {"a": 2, "b": 1, "c": 1}, 2: {"a": 1, "b": 1, "c": 1}}},
         {"epoch_samples": "longest", "mixture": {"a": 2, "b": 1, "c": 1}},
         {"exclude": [[5]]},
         {"exclude": [[], [0]]},

@@ -97,10 +97,11 @@ def compositions(draw: st.DrawFn) -> Composition:
     for keep in keeps:
         keep[draw(st.lists(st.integers(0, len(keep) - 1), max_size=4))] = False
     by = pick({}, {"weights": "weight"}, {"weights": 1.0}, {"weights": 0.5})
-    mixture: dict[str, float] = {}
+    mixture: dict[Any, Any] = {}
     if len(stores) > 1 and pick(True, False):
-        values = draw(st.tuples(*[st.integers(0, 5)] * len(stores)).filter(any))
-        mixture = {f"s{number}": value for number, value in enumerate(values)}
+        for epoch in pick([0], [0, 1], [0, 2]):
+            values = draw(st.tuples(*[st.integers(0, 5)] * len(stores)).filter(any))
+            mixture[epoch] = {f"s{number}": value for number, value in enumerate(values)}
     config = PlanConfig(
         epochs=3,
         micro_batch_size=micro_batch,
@@ -180,7 +181,7 @@ def declared_steps(made: Composition) -> int:
     if isinstance(wanted, int) and wanted:
         return wanted // plan.global_batch_size
     if len(sizes) > 1 and config.mixture:
-        of_store = list(config.mixture.values())
+        of_store = list(config.mixture_by_epoch[0].values())
         ends = [Fraction(n * sum(of_store), w) // 1 for n, w in zip(sizes, of_store, strict=True) if w]
         draws = max(ends) if wanted == "longest" else min(ends)
     elif len(sizes) == 1 and config.buckets and made.weights is None:
@@ -299,9 +300,12 @@ def check_mixture(made: Composition, epochs: dict[int, list[list[list[Draw]]]]) 
     inside = {(s, b): float(weights[samples].sum()) / totals[s] for (s, b), samples in leaves.items()}
     had: Counter[tuple[int, int]] = Counter()
     times: Counter[int] = Counter()
-    of_store = list(config.mixture.values()) or list(map(len, stores))
-    for steps in epochs.values():
-        joint = {(s, b): of_store[s] / sum(of_store) * part for (s, b), part in inside.items()}
+    for epoch, steps in epochs.items():
+        given = list(config.mixture_by_epoch.items()) or [
+            (0, {str(s): len(stores[s]) for s in range(len(stores))})
+        ]
+        now = list(next(values for first, values in reversed(given) if first <= epoch).values())
+        joint = {(s, b): now[s] / sum(now) * part for (s, b), part in inside.items()}
         of_bucket = {b: sum(joint[s, b] for s in range(len(stores))) for b in all_buckets}
         for step in steps:
             indices = [[index for index, _, _ in place] for place in step]

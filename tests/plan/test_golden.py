@@ -32,7 +32,7 @@ def several(group_size: int | None = None) -> JoinedStore:
 
 ONE = {"size": 90}
 GROUPED = {"size": 90, "group_size": 7}
-MIXTURE = {"mixture": {"a": 2, "b": 1, "c": 1}}
+MIXTURE = {"mixture": {0: {"a": 2, "b": 1, "c": 1}, 1: {"a": 0, "b": 1, "c": 3}}}
 PLAIN: dict[str, dict[str, Any]] = {
     "global": ONE,
     "global, one micro-batch": {**ONE, "global_batch_size": 0},
@@ -130,11 +130,11 @@ HASHES = {
     "buckets, weights": ("02b3e18a462321ce", "f1b9a951701717b5"),
     "buckets, class balance": ("5331096a6015a91a", "47d27ee5600cd9f8"),
     "mixture by sizes": ("78a10ec21531ee3a", "4aaaf00fd45f491d"),
-    "mixture": ("5cb6fc0c60305dcc", "e43fb4751a6a9292"),
-    "mixture, longest": ("964ea3f269f4af90", "9a2d391bbd60cd8a"),
-    "mixture, weights, repeats": ("efb455879e37f699", "8ed62f8a44f3019f"),
-    "mixture, buckets": ("d675f4a23a95193a", "ba3749ce2909e0d2"),
-    "mixture, buckets, weights, repeats": ("fcc99b4d1ce367fd", "5d6d74b5f59c56ba"),
+    "mixture": ("77f611ee4ec7a391", "aef7ee43ebeada93"),
+    "mixture, longest": ("9795cf41f6ce0375", "0bb95d003f792684"),
+    "mixture, weights, repeats": ("2d1c354a3d1ae288", "a14f7acaec211d6f"),
+    "mixture, buckets": ("7f6e0206aa7def45", "bfaa90e69d286c5a"),
+    "mixture, buckets, weights, repeats": ("69fd43ab95f0765a", "fe5b526fdfef5156"),
 }
 
 

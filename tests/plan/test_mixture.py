@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 import tracemalloc
 from fractions import Fraction
+from itertools import accumulate
 
 import numpy as np
 import pytest
@@ -38,7 +39,7 @@ def test_each_batch_rounds_shares_and_totals_are_their_sums(
     weights: list[float], batch_size: int, seed: int, first: int
 ) -> None:
     shares = as_shares(weights)
-    quotas = Quotas(shares, batch_size, seed)
+    quotas = Quotas({0: shares}, batch_size, seed)
     found = [quotas.counts(batch) for batch in range(first, first + 20)]
     for counts in found:
         assert sum(counts) == batch_size
@@ -53,37 +54,43 @@ def test_each_batch_rounds_shares_and_totals_are_their_sums(
         assert abs(total - Fraction((first + 20) * batch_size * share, ONE)) < 30
 
 
-def mixture_of(sizes: list[int], shares: list[float], batch_size: int, seed: int) -> tuple[Mixture, Quotas]:
+def mixture_of(
+    sizes: list[int], shares: dict[int, list[float]], batch_size: int, seed: int
+) -> tuple[Mixture, Quotas]:
     offsets = np.append(0, np.cumsum(sizes)).tolist()
     parts = [
         Permuted(Shuffle("global", size, number), Selection([], size), offset)
         for number, (size, offset) in enumerate(zip(sizes, offsets, strict=False))
     ]
-    quotas = Quotas(as_shares(shares), batch_size, seed)
+    quotas = Quotas({batch: as_shares(of_batch) for batch, of_batch in shares.items()}, batch_size, seed)
     return Mixture(parts, quotas, seed), quotas
 
 
+def mixture(shares: dict[int, list[float]]) -> tuple[Mixture, Quotas]:
+    return mixture_of([50, 7, 20], shares, 8, 3)
+
+
 def test_each_batch_has_its_weights_and_each_store_is_walked_through() -> None:
-    mixed, quotas = mixture_of([50, 7, 20], [5, 2, 1], 8, 3)
+    mixed, quotas = mixture({0: [5, 2, 1], 10: [0, 1, 1]})
     walked, seen = [list[int](), list[int](), list[int]()], set[tuple[int, int]]()
     for batch in range(20):
         draws = mixed.draw(np.arange(8 * batch, 8 * batch + 8))
         seen |= set(zip(draws.indices.tolist(), draws.laps.tolist(), strict=True))
         sources = np.searchsorted([50, 57], draws.indices, side="right")
         counts = np.bincount(sources, minlength=3).tolist()
-        assert counts == quotas.counts(batch) == [5, 2, 1]
+        assert counts == quotas.counts(batch) == ([5, 2, 1] if batch < 10 else [0, 4, 4])
         for source in range(3):
             walked[source] += (draws.indices[sources == source] - [0, 50, 57][source]).tolist()
     assert len(seen) == 160, "no sample is drawn twice in a pass"
-    # 100 of the first store in twenty batches, twice each; the second in passes of 7.
-    assert sorted(walked[0][:50]) == sorted(walked[0][50:]) == list(range(50))
+    # 50 of the first store in ten batches, once each; the second in passes of 7.
+    assert sorted(walked[0]) == list(range(50))
     assert max(np.bincount(walked[1])) - min(np.bincount(walked[1])) <= 1
-    assert [len(each) for each in walked] == [100, 40, 20]
+    assert [len(each) for each in walked] == [50, 20 + 40, 10 + 40]
 
 
 @pytest.mark.parametrize("batch_size", [8, 5000])
 def test_a_mixture_is_the_same_one_at_a_time_and_mixes_within_a_batch(batch_size: int) -> None:
-    mixed, quotas = mixture_of([50, 7, 20], [1, 1, 1], batch_size, 3)
+    mixed, quotas = mixture_of([50, 7, 20], {0: [1, 1, 1]}, batch_size, 3)
     together = mixed.draw(np.arange(5 * batch_size)).indices
     some = range(0, 5 * batch_size, max(1, batch_size // 100))
     assert [int(mixed.draw(np.array([position])).indices[0]) for position in some] == together[some].tolist()
@@ -92,8 +99,17 @@ def test_a_mixture_is_the_same_one_at_a_time_and_mixes_within_a_batch(batch_size
     assert any(batch.tolist() != sorted(batch) for batch in sources)
 
 
+@pytest.mark.parametrize("steps", [1, 3])
+def test_weights_change_where_the_schedule_says(steps: int) -> None:
+    mixed, _ = mixture({0: [1, 0, 0], steps: [0, 3, 1], 3 * steps: [1, 1, 2]})
+    expected = [[8, 0, 0], [0, 6, 2], [0, 6, 2], [2, 2, 4], [2, 2, 4]]
+    found = [mixed.source_counts(epoch * steps, (epoch + 1) * steps) for epoch in range(5)]
+    assert found == [[n * steps for n in each] for each in expected]
+    assert list(accumulate(each[1] for each in found)) == [n * steps for n in (0, 6, 12, 14, 16)]
+
+
 def test_a_place_among_a_billion_mixed_samples_costs_no_memory() -> None:
-    mixed, _ = mixture_of([10**9, 10**8, 10**7], [0.7, 0.2, 0.1], 1024, seed=1)
+    mixed, _ = mixture_of([10**9, 10**8, 10**7], {0: [0.7, 0.2, 0.1], 9 * 10**6: [1, 1, 1]}, 1024, seed=1)
     mixed.draw(np.arange(128))  # numpy imports what it needs at first use
     tracemalloc.start()
     draws = mixed.draw(np.arange(128) + 32 * 10**9)

@@ -66,13 +66,13 @@ def spec_of(train: Any, plan: dict[str, Any], **options: Any) -> StreamSpec:
 
 
 def mixture() -> StreamSpec:
-    plan = {"mixture": {"a": 3, "b": 1}, "weights": 0.5}
+    plan = {"mixture": {0: {"a": 3, "b": 1}, 2: {"a": 1, "b": 1}}, "weights": 0.5}
     return spec_of({"a": pictures(60, 0), "b": pictures(40, 100)}, plan, filter={"a": "label != 3"})
 
 
 def mixture_in_buckets() -> StreamSpec:
     plan = {
-        "mixture": {"a": 3, "b": 1},
+        "mixture": {0: {"a": 3, "b": 1}, 2: {"a": 1, "b": 1}},
         "weights": "width",
         "buckets": ["8x12", "10x10", "12x8"],
         "val_buckets": True,

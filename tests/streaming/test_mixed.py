@@ -89,9 +89,9 @@ def test_settings_of_a_mixture_come_from_yaml_and_the_command_line(
     (tmp_path / "run.yaml").write_text(
         f"store: {{train: {{big: {stores['train']}, small: {stores['val']}}}, filter: {{big: label != 1}}}}\n"
         "plan: {micro_batch_size: 6, epoch_samples: longest,\n"
-        "  mixture: {big: 3, small: 1}}\n"
+        "  mixture: {0: {big: 1, small: 1}, 3: {big: 3, small: 1}}}\n"
     )
     run = parse_run([f"--config={tmp_path}/run.yaml", "--plan.weights=0.5"], None)
-    assert run.plan.mixture == {"big": 3, "small": 1}
+    assert run.plan.mixture_by_epoch == {0: {"big": 1, "small": 1}, 3: {"big": 3, "small": 1}}
     plan = spec_of(run).plan
     assert plan.sources == ("big", "small") and plan.kept["train"].num_left_out > 0

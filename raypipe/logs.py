@@ -20,6 +20,9 @@ from typing import Any, Literal
 
 LogFormat = Literal["text", "json"]
 
+RELAY = "\x02"
+"""Prefix of a line of progress that another process shows; alone in a line, it ends the progress."""
+
 STAGES = ("wait", "transfer", "augment", "compute", "checkpoint")
 """Stages of a trainer's time: NAME_s in progress, records, `StageTimes` and exported metrics."""
 
@@ -28,8 +31,7 @@ _ROOT = logging.getLogger("raypipe")
 _RAY_LOGGERS = ("ray.data", "ray.train")
 # This process's place in its run.
 _place: dict[str, Any] = {}
-_RELAY = "\x02"  # prefix of a line of progress that another process shows
-_relays = False
+_relays = False  # whether another process shows this process's lines of progress
 _begun = 0.0  # time.time(); 0 = before any run
 
 
@@ -90,13 +92,13 @@ def progress(logger: logging.Logger, text: str, **values: Any) -> None:
     Args:
         logger: the module's logger.
         text: the line for people.
-        values: its values by name, for JSON, and for the process that shows relayed lines.
+        values: its values by name, for JSON.
     """
     if is_json():
         record = logger.makeRecord(logger.name, logging.INFO, "", 0, text, (), None, extra={"values": values})
         text = _handler.format(record)
     elif _relays:
-        text = _RELAY + json.dumps([text, values], default=str)
+        text = "\n".join(RELAY + line for line in text.split("\n"))
     print(text, flush=True)
 
 
@@ -104,14 +106,6 @@ def relay_progress(relays: bool) -> None:
     """Set whether another process, to which Ray forwards them, shows this process's lines of progress."""
     global _relays
     _relays = relays
-
-
-def relayed(line: str) -> tuple[str, dict[str, Any]] | None:
-    """Return text and values of a relayed line of progress; None for any other line."""
-    if not line.startswith(_RELAY):
-        return None
-    text, values = json.loads(line.removeprefix(_RELAY))
-    return text, values
 
 
 def begin_phases(begun: float = 0.0) -> float:

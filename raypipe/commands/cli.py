@@ -26,7 +26,6 @@ from raypipe.logs import configure_logs, is_json, phase, table
 from raypipe.lookup import version_of
 from raypipe.stores import open_source, store_options
 from raypipe.train.interrupts import Stopped
-from raypipe.train.model_names import check_model
 
 logger = logging.getLogger(__name__)
 
@@ -43,8 +42,6 @@ def train(run: RunConfig) -> dict[str, Any]:
     Args:
         run: With --name NAME --resume auto the same command starts a run and continues it.
     """
-    if ":" not in run.train.model:
-        check_model(run.train.model, len(run.augment.mean))  # before the seconds that Ray and torch take to load
     configure_logs(run.log_format)
     phase(logger, "loading Ray and torch")
     return import_module("raypipe.train.launch").train(run)  # no other command needs the whole program
@@ -149,7 +146,6 @@ GROUPS: dict[str, dict[str, Callable[..., dict[str, Any]]]] = {
         "inspect": audit.inspect,
         "verify": audit.verify,
         "convert": convert_store,
-        "add-sizes": audit.add_sizes,
         "preview": draw_preview,
     },
     "Check": {

@@ -52,12 +52,6 @@ class Records:
     unreadable: int = 0
 
 
-def unreadable_note(unreadable: int) -> str:
-    """A sentence about lines that cannot be read; empty where there are none."""
-    lines = "1 line that is" if unreadable == 1 else f"{unreadable} lines that are"
-    return f"left out {lines} no record, cut off or damaged" if unreadable else ""
-
-
 def read_records(run_uri: str, name: str = METRICS) -> Records | None:
     """Read a file of records of a run; None where there is none.
 

@@ -1,20 +1,19 @@
 """Filter for the lines of Ray's processes on their way to this process's console.
 
-Ray prints each line of its workers after the name of the process, `(RayTrainWorker pid=…)`. This filter passes
-lines of progress to the progress display, and drops lines without meaning to a run's user, which stay in Ray's log
-files.
+Ray prints each line of its workers after the name of the process, `(RayTrainWorker pid=…)`. This filter prints
+lines of progress without that name, and drops lines without meaning to a run's user, which stay in Ray's logs.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable
+import threading
 from typing import Any
 
 from ray._private import ray_logging, worker
 
-from raypipe.logs import is_json, progress, relayed
+from raypipe.logs import RELAY, is_json, progress
 
 logger = logging.getLogger(__name__)
 
@@ -29,18 +28,20 @@ _NOISE = re.compile(
     r"|Reporting training result|execution finished in|Registered dataset logger"
 )
 
-Shown = Callable[[str, dict[str, Any]], None]
-"""Function that shows a line of progress: its text, and its values by name."""
-
-_shown: Shown | None = None
+_END_S = 3.0  # longest wait for the trainers' last lines, which Ray delivers late
+_ended = threading.Event()
 
 
-def show_progress(shown: Shown | None) -> bool:
-    """Show the trainers' lines of progress with `shown`, or print them; return whether this console gets them."""
-    global _shown
-    _shown = shown
+def begin_progress() -> bool:
+    """Begin the progress of a run's trainers; return whether this console gets it."""
+    _ended.clear()
     handlers = ray_logging.global_worker_stdstream_dispatcher.handlers
     return any(getattr(handler, "func", None) is _print for _, handler in handlers)
+
+
+def await_progress() -> None:
+    """Wait for the end of the trainers' progress, a few seconds at most."""
+    _ended.wait(_END_S)
 
 
 def take_console() -> None:
@@ -74,12 +75,10 @@ def _print(data: dict[str, Any], *args: Any, **options: Any) -> None:
     if is_json() and data.get("pid") == "autoscaler":
         lines = _worker.filter_autoscaler_events(lines)
     for line in lines:
-        if progressed := relayed(line):
-            text, values = progressed
-            if _shown:
-                _shown(text, values)
-            elif text:
-                print(text, flush=True)
+        if line == RELAY:
+            _ended.set()
+        elif line.startswith(RELAY):
+            print(line.removeprefix(RELAY), flush=True)
         elif _NOISE.search(line):
             continue
         elif is_json() and not line.startswith("{"):

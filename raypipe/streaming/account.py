@@ -146,7 +146,6 @@ class Account:
             steps=step - self._start_step,
             trainer_step=step,
             trainer_epoch=cursor.epoch,
-            trainer_augment_strength=self.strength(cursor.epoch, cursor.step),
         )
 
     def begin_interval(self) -> None:
@@ -158,10 +157,11 @@ class Account:
         """Seconds since an interval of the training began."""
         return time.perf_counter() - self._since
 
-    def interval(self, cursor: Cursor, **learnt: float) -> Interval:
-        """Record the training up to a cursor, since the last call or the epoch's begin; with a loss, also tell it.
+    def interval(self, cursor: Cursor, shows: bool = False, **learnt: float) -> Interval:
+        """Record the training up to a cursor, since the last call or the epoch's begin.
 
         Args:
+            shows: also print it.
             learnt: loss, lr, …
         """
         times, seconds, plan = self.times("train") - self._before, self.interval_age_s, self._plan
@@ -173,7 +173,7 @@ class Account:
         )
         self.chronicle.record(
             "train",
-            line if "loss" in learnt else "",
+            line if shows else "",
             epoch=cursor.epoch,
             **learnt,
             images_per_s=images / seconds,

@@ -1,83 +1,18 @@
-"""Console output of a run: its settings and values derived from them, then its progress."""
+"""Description of a run: its settings, and values derived from them."""
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable
 from typing import Any
 
 import yaml
 
 from raypipe.config import RunConfig
 from raypipe.rayext.allocation import Allocation
-from raypipe.rayext.console import show_progress
 from raypipe.storage.files import read_whole
 from raypipe.storage.filesystem import join
 from raypipe.streaming.spec import StreamSpec
 from raypipe.train.run_folder import CONFIG_FILE, as_plain
 from raypipe.transform.jpeg import missing_extension
-
-_LINE_EVERY_S = 10.0  # period of lines between those of the epochs
-_END_S = 3.0  # longest wait for the trainers' last lines, which Ray delivers late
-
-
-class RunConsole:
-    """Context manager: show the progress that a run's trainers relay.
-
-    It prints a line per epoch, and in long epochs a line every ten seconds.
-
-    Args:
-        steps_per_epoch: steps of an epoch of the run.
-        validates: number of an epoch → whether a validation follows it.
-        relays: whether the trainers should relay progress; otherwise they print it.
-
-    Attributes:
-        relays: whether the trainers should relay progress, and this console gets it.
-    """
-
-    def __init__(self, steps_per_epoch: int, validates: Callable[[int], bool], relays: bool = True) -> None:
-        self._steps_per_epoch, self._validates, self.relays = steps_per_epoch, validates, relays
-        self._ended = threading.Event()
-        self._epoch_line, self._printed_at = "", -_LINE_EVERY_S
-
-    def __enter__(self) -> RunConsole:
-        self.relays = self.relays and show_progress(self.show)
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self.relays and kind is None:
-            self._ended.wait(_END_S)
-        show_progress(None)
-        self._print_epoch()
-
-    def show(self, text: str, values: dict[str, Any]) -> None:
-        """Show a line of the trainers; called in a thread of Ray."""
-        kind = values.get("kind")
-        if kind == "val" and self._epoch_line:  # the line of the same epoch already has its number
-            self._epoch_line += "  " + text.partition("  ")[2]
-            text = ""
-        self._print_epoch()
-        if kind == "end":
-            self._ended.set()
-        elif kind == "train":
-            self._show_step(text, values)
-        elif text:
-            print(text, flush=True)
-
-    def _show_step(self, text: str, values: dict[str, Any]) -> None:
-        now = time.monotonic()
-        ends_epoch = values["step"] == (values["epoch"] + 1) * self._steps_per_epoch
-        if ends_epoch and self._validates(values["epoch"]):
-            self._epoch_line = text  # printed after the validation
-        elif ends_epoch or now - self._printed_at >= _LINE_EVERY_S:
-            print(text, flush=True)
-            self._printed_at = self._printed_at if ends_epoch else now
-
-    def _print_epoch(self) -> None:
-        if self._epoch_line:
-            print(self._epoch_line, flush=True)
-            self._epoch_line = ""
 
 
 def changes(run: RunConfig, run_uri: str) -> str:

@@ -17,6 +17,7 @@ from raypipe.errors import ConfigError, CursorError, OutageError, RaypipeError, 
 from raypipe.logs import begin_phases, configure_logs, end_phases, phase, progress
 from raypipe.rayext.allocation import Allocation, preflight
 from raypipe.rayext.cluster import connect, started_here
+from raypipe.rayext.console import await_progress, begin_progress
 from raypipe.rayext.failures import cause_of, explanation
 from raypipe.rayext.waiting import Wait, is_head_lost, only_start
 from raypipe.storage.files import read_json, write_text
@@ -25,7 +26,7 @@ from raypipe.streaming.checkpoints import Checkpoint, find_newest, newest_name
 from raypipe.streaming.maker import differing, try_samples
 from raypipe.streaming.opening import spec_of
 from raypipe.streaming.spec import StreamSpec
-from raypipe.train.console import RunConsole, changes, describe
+from raypipe.train.console import changes, describe
 from raypipe.train.interrupts import Interrupts, Stopped
 from raypipe.train.models import check_code, num_classes_of
 from raypipe.train.run_folder import (
@@ -93,10 +94,11 @@ def _train(run: RunConfig, run_uri: str, lease: str) -> dict[str, Any]:
         phase(logger, f"starting {allocation.workers} trainer{'s' if allocation.workers > 1 else ''}")
         loop = {"run": run, "spec": spec, "num_classes": num_classes, "max_actors": allocation.max_actors}
         loop |= {"run_uri": run_uri, "lease": lease, "start": start, "begun": begin_phases()}
-        console = RunConsole(spec.plan.steps_per_epoch, spec.plan.has_val, relays=run.log_format == "text")
+        relays = begin_progress() and run.log_format == "text"
         try:
-            with console:
-                result = _fit(loop | {"relays": console.relays}, allocation, interrupts)
+            result = _fit(loop | {"relays": relays}, allocation, interrupts)
+            if relays:
+                await_progress()
             if result["stopped"]:
                 progress(logger, _how_to_continue(run_uri))
         except KeyboardInterrupt:

@@ -41,6 +41,8 @@ logger = logging.getLogger(__name__)
 
 # Period in which the ranks agree on a stop, since each time they wait for each other and for their devices.
 _AGREE_S = 1.0
+# Period of lines of progress between those that end an epoch.
+_LINE_EVERY_S = 10.0
 
 
 def train_loop(config: dict[str, Any]) -> None:
@@ -67,7 +69,7 @@ def train_loop(config: dict[str, Any]) -> None:
     if is_first:  # before Ray 2.56, the train function's return value is dropped
         write_json(join(trainer.run_uri, FIGURES_FILE), trainer.figures())
         if relays:
-            progress(logger, "", kind="end")
+            progress(logger, "")  # the end of it
 
 
 class Trainer:
@@ -128,7 +130,7 @@ class Trainer:
             self.metrics |= checkpoint.metrics
             del content
         self._agreed_at, self._steps_since, self._steps_between = time.perf_counter(), 0, 1
-        self._saved_at = time.perf_counter()
+        self._saved_at, self._shown_at = time.perf_counter(), -_LINE_EVERY_S
         self._writer = CheckpointWriter()
         self._poll = StopPoll(run_uri) if self.loader.rank == 0 else None
 
@@ -203,7 +205,7 @@ class Trainer:
                 self._start = None
             # The first step is logged too, which shows a slow run or a bad loss at once.
             if logs := done % config.log_interval == 0 or end or checkpoint or first:
-                self._log_train(lr, losses)
+                self._log_train(lr, losses, shows=end)
                 losses, first = [], False
             is_due = self._look(at_once=logs)
             if self.stopping:
@@ -223,14 +225,17 @@ class Trainer:
             rows = sorted((row for rank in ranks for row in rank), key=lambda row: row[0].micro)
             log.write_samples(rows, self.loader.global_step)
 
-    def _log_train(self, lr: float, losses: list[torch.Tensor]) -> None:
+    def _log_train(self, lr: float, losses: list[torch.Tensor], shows: bool = False) -> None:
+        """Record the training since the last call; print it if `shows`, or if the last line is ten seconds old."""
         loss_sum = torch.zeros(1, device=self.device)
         for term in losses:
             loss_sum += term
         loss = self._summed(loss_sum).item() / (len(losses) * self.world_size)
-        self._account.exported.learnt(trainer_loss=loss, trainer_learning_rate=lr)
         # This comes after the sums, since the host has waited for them.
-        done = self._account.interval(self.loader.cursor, loss=loss, lr=lr)
+        now = time.perf_counter()
+        shows = shows or now - self._shown_at >= _LINE_EVERY_S
+        self._shown_at = now if shows else self._shown_at
+        done = self._account.interval(self.loader.cursor, shows, loss=loss, lr=lr)
         self.metrics["images"] += done.images
         self.metrics["train_s"] += done.seconds
         self.metrics["wait_s"] += done.wait_s
@@ -295,8 +300,6 @@ class Trainer:
             del values["accuracy"]
             score = f"loss {loss:.4f}"
         self.metrics |= {f"val_{name}": value for name, value in values.items()}
-        learnt = {f"validation_{name}": value for name, value in values.items() if name != "samples"}
-        self._account.exported.learnt(**learnt)
         self._account.chronicle.record(
             "val",
             f"epoch {epoch + 1}/{self.plan.config.epochs}  validation {score} ({int(count)} samples)",

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from raypipe.errors import ConfigError
-from raypipe.metrics.records import METRICS, Records, parse, read_records, unreadable_note
+from raypipe.metrics.records import METRICS, Records, parse, read_records
 
 
 def lines(*records: dict[str, object]) -> bytes:
@@ -44,8 +44,6 @@ def test_lines_that_are_no_record_are_left_out_and_counted() -> None:
     bad = [b'{"kind": "train", "st', b"\xff\xfe", b"[1]", b'{"kind": "train"}', b'{"step": "3"}', b"\x00" * 9]
     found = parse(lines(train(1)) + b"\n".join(bad) + b"\n" + lines(train(2)) + b'{"kind": "tra')
     assert found == Records([train(1), train(2)], unreadable=len(bad))
-    assert unreadable_note(6) == "left out 6 lines that are no record, cut off or damaged"
-    assert unreadable_note(1).startswith("left out 1 line that is no record") and unreadable_note(0) == ""
 
 
 def test_a_run_that_has_recorded_nothing_has_no_records(tmp_path: Path) -> None:

@@ -1,13 +1,13 @@
 """The metrics that a run exports for Prometheus: every name, its labels and meaning, and who records it.
 
-    TrainerMetrics   each rank: its batches, where its time goes
+    TrainerMetrics   each rank: its batches, where its time goes, how it learns
     StreamMetrics    the process in which Ray Data schedules: the pool, and what is in flight
     Recorder         each transform actor: its work; the supervisor: faults
 
 Ray collects them from every process and serves them on every node, under these names with `ray_` before them; see
 docs/reference.md. A recording takes about 10 µs, so it is made once for a micro-batch in an actor, and once a
 second elsewhere. Ray drops a gauge that was not set for two of its export intervals, of 10 s: a value set once a
-second lasts while its process lives, so a dead run has none. A thread sets a trainer's gauges, since the
+second lasts while its process lives, so a dead run shows no loss. A thread sets a trainer's gauges, since the
 trainer itself may wait for long.
 """
 
@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ray.util.metrics import Counter, Gauge
 
 from raypipe.logs import STAGES
+from raypipe.storage.patience import take_counts
 
 if TYPE_CHECKING:
     from raypipe.metrics.timing import StageTimes
@@ -46,6 +47,7 @@ class Metric(NamedTuple):
 
 _RUN, _SPLIT, _RANK = ("run",), ("run", "split"), ("run", "rank")
 _RANK_SPLIT = (*_RANK, "split")
+_STORAGE = (*_RUN, "role", "operation")
 _ALL = (
     Metric("raypipe_trainer_images_total", _RANK_SPLIT, "Images that a rank was given, without padding."),
     Metric("raypipe_trainer_wait_seconds_total", _RANK_SPLIT, "Waiting for data, without the first batch."),
@@ -71,6 +73,11 @@ _ALL = (
     Metric("raypipe_run_info", (*_RUN, "version", "plan", "workers"), "1; what the run is, by its labels."),
     Metric("raypipe_trainer_step", _RUN, "Training steps done, through all epochs."),
     Metric("raypipe_trainer_epoch", _RUN, "The epoch that the run is in, from 0."),
+    Metric("raypipe_trainer_augment_strength", _RUN, "Strength of the augmentation, in [0, 1]."),
+    Metric("raypipe_trainer_loss", _RUN, "Mean loss over all ranks, between lines of progress."),
+    Metric("raypipe_trainer_learning_rate", _RUN, "Learning rate."),
+    Metric("raypipe_validation_loss", _RUN, "Loss of the last validation."),
+    Metric("raypipe_validation_accuracy", _RUN, "Accuracy of the last validation, in [0, 1]."),
     Metric("raypipe_stream_blocks_total", _RUN, "Blocks that the pool has finished."),
     Metric("raypipe_stream_in_flight", _RUN, "Blocks in work, or finished and not yet taken."),
     Metric("raypipe_stream_waiting", _RUN, "Finished blocks that no rank has taken yet."),
@@ -79,6 +86,11 @@ _ALL = (
     Metric("raypipe_actor_micro_batches_total", _SPLIT, "Micro-batches that actors have made, repeats included."),
     Metric("raypipe_actor_read_seconds_total", _SPLIT, "Reading the store, in actors or in readers."),
     Metric("raypipe_actor_work_seconds_total", _SPLIT, "Actors' time for reading, decoding, transforming."),
+    Metric("raypipe_storage_requests_total", _STORAGE, "What was asked of object storage, repeats not counted."),
+    Metric("raypipe_storage_seconds_total", _STORAGE, "Time for it, the waiting in outages included."),
+    Metric("raypipe_storage_bytes_total", _STORAGE, "Bytes read and written, without whole files uploaded."),
+    Metric("raypipe_storage_retries_total", _STORAGE, "Repeats after failures that pass, beside pyarrow's own."),
+    Metric("raypipe_storage_errors_total", _STORAGE, "Requests that have failed in the end."),
     Metric("raypipe_bad_samples_total", _SPLIT, "Samples that could not be decoded or transformed."),
     Metric("raypipe_substituted_samples_total", _SPLIT, "Bad samples that were replaced by others."),
 )
@@ -118,6 +130,12 @@ class Recorder:
             before = self._totals.get(key, 0.0)
             self.add({name: total - before}, **labels)
             self._totals[key] = max(total, before)
+
+    def add_storage(self, role: str) -> None:
+        """Count what this process has asked of object storage since it was last counted."""
+        for operation, amounts in take_counts().items():
+            named = {f"storage_{name}_total": amount for name, amount in amounts.items()}
+            self.add(named, role=role, operation=operation)
 
     def set(self, values: Mapping[str, float], **labels: str) -> None:
         """Set gauges."""
@@ -161,14 +179,14 @@ class TrainerMetrics(Recorder):
         """Return whether a second has passed since `record`."""
         return time.monotonic() - self._recorded_at >= _PERIOD_S
 
-    def show(self, **values: float) -> None:
-        """Show these gauges of the run from now on, on rank 0."""
+    def learnt(self, **values: float) -> None:
+        """Show these gauges of the run from now on, on rank 0: trainer_loss, validation_accuracy, …"""
         if self._rank == 0:
             self._gauges = self._gauges | values  # a new dict: the thread may be reading the old one
 
     def checkpointed(self) -> None:
         """A checkpoint has just been written, or the run begins to make some."""
-        self.show(trainer_last_checkpoint_timestamp_seconds=time.time())
+        self.learnt(trainer_last_checkpoint_timestamp_seconds=time.time())
 
     def record(
         self, times: Mapping[Split, StageTimes], *, first_batch_s: float, steps: int, **of_run: float
@@ -179,9 +197,10 @@ class TrainerMetrics(Recorder):
             times: of each split, since the rank started.
             first_batch_s: from the start of the loader to its first batch.
             steps: since the rank started.
-            of_run: values of the whole run, see `show`.
+            of_run: values of the whole run, see `learnt`.
         """
         self._recorded_at = time.monotonic()
+        self.add_storage("trainer")
         for split, of in times.items():
             seconds = {f"trainer_{stage}_seconds_total": getattr(of, f"{stage}_s") for stage in STAGES}
             counts = {
@@ -194,7 +213,7 @@ class TrainerMetrics(Recorder):
             "trainer_last_batch_timestamp_seconds": time.time(),
         }
         self._gauges = self._gauges | of_rank
-        self.show(**of_run)
+        self.learnt(**of_run)
 
 
 def _keep(metrics: weakref.ref[TrainerMetrics], ended: threading.Event) -> None:

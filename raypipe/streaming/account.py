@@ -146,6 +146,7 @@ class Account:
             steps=step - self._start_step,
             trainer_step=step,
             trainer_epoch=cursor.epoch,
+            trainer_augment_strength=self.strength(cursor.epoch, cursor.step),
         )
 
     def begin_interval(self) -> None:

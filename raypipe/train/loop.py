@@ -231,6 +231,7 @@ class Trainer:
         for term in losses:
             loss_sum += term
         loss = self._summed(loss_sum).item() / (len(losses) * self.world_size)
+        self._account.exported.learnt(trainer_loss=loss, trainer_learning_rate=lr)
         # This comes after the sums, since the host has waited for them.
         now = time.perf_counter()
         shows = shows or now - self._shown_at >= _LINE_EVERY_S
@@ -300,6 +301,8 @@ class Trainer:
             del values["accuracy"]
             score = f"loss {loss:.4f}"
         self.metrics |= {f"val_{name}": value for name, value in values.items()}
+        learnt = {f"validation_{name}": value for name, value in values.items() if name != "samples"}
+        self._account.exported.learnt(**learnt)
         self._account.chronicle.record(
             "val",
             f"epoch {epoch + 1}/{self.plan.config.epochs}  validation {score} ({int(count)} samples)",

@@ -85,14 +85,16 @@ def test_digest_prints_the_same_for_any_actors_workers_and_a_resume(
 
 @pytest.mark.cluster
 @pytest.mark.soak  # tests/commands/test_bench.py measures a stream
-def test_bench_prints_ceiling_stream_and_costs(stores: dict[str, Path]) -> None:
+def test_bench_prints_ceiling_stream_and_the_cpus_for_a_rate(stores: dict[str, Path]) -> None:
     command = ["-m", "raypipe.commands.cli", "bench", str(stores["train"]), "--transform.size", "64"]
-    done = run(*command, "--seconds", "2", "--plan.micro_batch_size", "32", "--pool.max_actors", "1")
+    done = run(
+        *command, "--seconds", "2", "--plan.micro_batch_size", "32", "--pool.max_actors", "1", "--images-per-s=9"
+    )
     found = last_line(done)
     assert list(found)[:4] == ["ceiling_images_per_s", "stream_images_per_s", "ratio", "first_batch_s"]
     assert all(value > 0 for value in found.values() if isinstance(value, float))
     assert (found["actors"], found["micro_batch"], found["micro_batch_bytes"]) == (1, 32, 32 * 64 * 64 * 3)
-    assert found["core_hours_per_million"] > 0
+    assert found["cpus_needed"] == 1 and found["core_hours_per_million"] > 0
 
 
 @pytest.mark.soak  # tests/rayext/test_execution.py watches streams that are larger than the object store

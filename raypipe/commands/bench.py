@@ -14,6 +14,7 @@ would count up to one clump too much.
 from __future__ import annotations
 
 import dataclasses
+import math
 import multiprocessing
 import os
 import statistics
@@ -34,6 +35,8 @@ from raypipe.transform.transform_steps import brief, config_without_files
 # Images that one ceiling process keeps in memory: more than fit its caches, few enough to read at once.
 _CEILING_IMAGES = 512
 _MIN_BLOCKS = 4  # a rate needs three after the first
+# Actors beyond those that a rate needs: they start, fail and share their nodes with others.
+_HEADROOM = 0.15
 
 Figures = dict[str, float]
 
@@ -44,6 +47,9 @@ def bench(
     *,
     seconds: float = 20.0,
     repeats: int = 1,
+    images_per_s: float = 0.0,
+    core_hour_price: float = 0.0,
+    gb_price: float = 0.0,
 ) -> dict[str, Any]:
     """Measure the stream against the ceiling of this machine.
 
@@ -51,13 +57,16 @@ def bench(
 
     Examples:
         raypipe bench train.lmdb --transform.train heavy --repeats 3
-        raypipe bench s3://bucket/train.parquet --pool.max-actors 16
+        raypipe bench train.lmdb --images-per-s 20000 --core-hour-price 0.04 --gb-price 0.01
 
     Args:
         run: Here the training store, transform.train, plan.micro_batch_size and the pool matter. The ceiling has
             pool.max_actors processes (0 = one per CPU).
         seconds: how long to measure each stream.
         repeats: how often to measure; the result is the medians.
+        images_per_s: a rate of all GPUs together, for which to compute CPUs and network; 0 = none.
+        core_hour_price: dollars for a CPU core for an hour, to compute dollars per million images.
+        gb_price: dollars for a gigabyte that CPU nodes send to trainers, for the same.
     """
     from raypipe.streaming.opening import open_train
 
@@ -74,7 +83,11 @@ def bench(
     figures: dict[str, Any] = summary(measured)
     figures |= {"store": opened.address, "transform": config.train, "size": config.size, "actors": actors}
     figures |= {"micro_batch": micro_batch, "cpus": num_cpus(), "versions": versions()}
-    return figures | costs(figures, pool.cpus_per_actor)
+    figures |= costs(figures, pool.cpus_per_actor, core_hour_price, gb_price)
+    if images_per_s:
+        figures["wanted_images_per_s"] = images_per_s
+        figures["cpus_needed"] = cpus_needed(figures, images_per_s, pool.cpus_per_actor)
+    return figures
 
 
 def print_bench(figures: dict[str, Any]) -> None:
@@ -82,16 +95,26 @@ def print_bench(figures: dict[str, Any]) -> None:
     rows = figures | {"transform": brief(figures["transform"])}
     table(rows.pop("store"), {name: value for name, value in rows.items() if name != "versions"})
     print(verdict(figures, figures["actors"]))
+    if rate := figures.get("wanted_images_per_s"):
+        read, sent = (rate / 1e6 * 8 * figures[f"{way}_gb_per_million"] for way in ("read", "sent"))
+        print(
+            f"{rate:,.0f} images/s need {figures['cpus_needed']:,} such CPUs, {_HEADROOM:.0%} to spare, which "
+            f"read {read:.1f} Gbit/s from the store and send {sent:.1f} Gbit/s of pixels."
+        )
 
 
-def costs(figures: dict[str, Any], cpus_per_actor: float) -> Figures:
-    """Costs of a million images: the cores of the actors for as long as the stream takes, and GB."""
+def costs(figures: dict[str, Any], cpus_per_actor: float, core_hour_price: float, gb_price: float) -> Figures:
+    """Costs of a million images: the cores of the actors for as long as the stream takes, GB, and dollars."""
     hours = 1e6 / figures["stream_images_per_s"] / 3600
-    return {
+    million = {
         "core_hours_per_million": figures["actors"] * cpus_per_actor * hours,
         "read_gb_per_million": figures["encoded_bytes_per_image"] / 1000,
         "sent_gb_per_million": figures["micro_batch_bytes"] / figures["micro_batch"] / 1000,
     }
+    if core_hour_price or gb_price:
+        dollars = million["core_hours_per_million"] * core_hour_price + million["sent_gb_per_million"] * gb_price
+        million["dollars_per_million"] = dollars
+    return million
 
 
 def verdict(figures: Figures, actors: int) -> str:
@@ -103,6 +126,12 @@ def verdict(figures: Figures, actors: int) -> str:
     if figures["ratio"] > 1:
         text += " More than 100 % is the drift of this machine's speed: measure longer, or with --repeats 3."
     return text
+
+
+def cpus_needed(figures: dict[str, Any], images_per_s: float, cpus_per_actor: float) -> int:
+    """The CPUs that a rate and some headroom need, of actors as fast as the measured ones."""
+    per_actor = figures["stream_images_per_s"] / figures["actors"]
+    return math.ceil(math.ceil(images_per_s * (1 + _HEADROOM) / per_actor) * cpus_per_actor)
 
 
 def _cpus_here() -> int:

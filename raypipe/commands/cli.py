@@ -26,6 +26,7 @@ from raypipe.logs import configure_logs, is_json, phase, table
 from raypipe.lookup import version_of
 from raypipe.stores import open_source, store_options
 from raypipe.train.interrupts import Stopped
+from raypipe.train.model_names import check_model
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +43,8 @@ def train(run: RunConfig) -> dict[str, Any]:
     Args:
         run: With --name NAME --resume auto the same command starts a run and continues it.
     """
+    if ":" not in run.train.model:
+        check_model(run.train.model, len(run.augment.mean))  # before the seconds that Ray and torch take to load
     configure_logs(run.log_format)
     phase(logger, "loading Ray and torch")
     return import_module("raypipe.train.launch").train(run)  # no other command needs the whole program

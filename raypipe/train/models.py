@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from difflib import get_close_matches
 
 import torch
 from torch import nn
@@ -17,6 +16,7 @@ from raypipe.errors import ConfigError
 from raypipe.lookup import import_name
 from raypipe.streaming.maker import NO_VIEWS
 from raypipe.streaming.spec import StreamSpec
+from raypipe.train.model_names import check_model
 from raypipe.transform.columns import ColumnType
 from raypipe.transform.views import makes_views
 
@@ -34,26 +34,6 @@ def check_code(config: TrainConfig, channels: int) -> None:
             import_name(address, f"train.{name}")
         elif name == "model":
             check_model(address, channels)
-
-
-def check_model(name: str, channels: int = 3) -> None:
-    """Raise ConfigError if a name is not 'small' or a torchvision model, or the model cannot take the channels."""
-    if name == "small":
-        return
-    import torchvision
-
-    known = ["small", *torchvision.models.list_models(module=torchvision.models)]
-    if name.lower() not in known:
-        near = " or ".join(get_close_matches(name, known))
-        raise ConfigError(
-            f"train.model={name!r} is neither 'small' nor a torchvision classification model nor module:function"
-            + (f"; did you mean {near}?" if near else "")
-        )
-    if channels != 3:
-        raise ConfigError(
-            f"train.model={name!r} needs three channels, but augment.mean has {channels}: use 'small' or a "
-            "module:function"
-        )
 
 
 def build_model(name: str, num_classes: int, channels: int = 3) -> nn.Module:

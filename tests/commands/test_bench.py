@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raypipe.commands.bench import ceiling, compared, costs, print_bench, steady, summary, verdict
+from raypipe.commands.bench import ceiling, compared, costs, cpus_needed, print_bench, steady, summary, verdict
 from raypipe.config import PoolConfig, TransformConfig
 from raypipe.errors import ConfigError
 from raypipe.stores import open_store
@@ -84,13 +84,29 @@ def test_a_stream_above_its_ceiling_is_explained() -> None:
     assert "drift" in verdict(measured(800.0), actors=2) and "drift" not in verdict(measured(1000.0), actors=2)
 
 
-def test_a_million_images_have_core_hours_and_gigabytes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_cpus_for_a_rate_are_whole_actors_and_some_to_spare() -> None:
+    found = {"stream_images_per_s": 1000.0, "actors": 2}
+    assert cpus_needed(found, 20_000, 1.0) == 46  # 20,000 x 1.15 / 500
+    assert cpus_needed(found, 20_000, 0.5) == 23 and cpus_needed(found, 1, 2.0) == 2
+
+
+def test_a_million_images_have_core_hours_gigabytes_and_a_price(capsys: pytest.CaptureFixture[str]) -> None:
     figures: dict[str, Any] = summary([ONE]) | {"actors": 2, "micro_batch": 10}  # 900 images/s
-    million = costs(figures, 0.5)
+    million = costs(figures, 0.5, 0, 0)
     assert million == {"core_hours_per_million": pytest.approx(1e6 / 900 / 3600), **GIGABYTES}
-    print_bench(figures | million | {"store": "a.lmdb", "transform": "light"})
+    million = costs(figures, 0.5, 0.04, 0.01)
+    assert million["dollars_per_million"] == pytest.approx(0.04 * 1e6 / 900 / 3600 + 0.01 * 100)
+    print_bench(
+        figures
+        | million
+        | {"store": "a.lmdb", "transform": "light", "wanted_images_per_s": 20_000, "cpus_needed": 26}
+    )
     out = capsys.readouterr().out
-    assert out.startswith("a.lmdb\n") and "  read gb per million        110\n" in out
+    assert out.startswith("a.lmdb\n") and "  dollars per million        1.012\n" in out
+    assert (
+        "20,000 images/s need 26 such CPUs, 15% to spare, which read 17.6 Gbit/s from the store and send 16.0"
+        in out
+    )
 
 
 GIGABYTES = {"read_gb_per_million": 110.0, "sent_gb_per_million": 100.0}

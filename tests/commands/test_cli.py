@@ -344,6 +344,14 @@ def test_a_command_ends_with_text_in_a_terminal_and_json_elsewhere(
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["store"] == "a.lmdb"
 
 
+def test_a_model_that_does_not_exist_is_found_before_torch_is_loaded() -> None:
+    words = [sys.executable, "-c", PROGRAM, "train", "--train.model=resnet5O"]
+    done = subprocess.run(words, capture_output=True, text=True)
+    code, modules = done.stdout.splitlines()
+    assert code == "code 1" and "tip: did you mean resnet50" in done.stderr
+    assert not {"ray", "torch", "torchvision"} & set(modules.split())
+
+
 def test_an_error_of_raypipes_own_exits_with_1_and_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     def command() -> dict[str, Any]:
         raise ConfigError("what to fix; did you mean this?")

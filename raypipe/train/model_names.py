@@ -1,0 +1,37 @@
+"""Names of torchvision's models, read from its files, since its import takes seconds."""
+
+from __future__ import annotations
+
+import re
+from difflib import get_close_matches
+from importlib.util import find_spec
+from pathlib import Path
+
+from raypipe.errors import ConfigError
+
+_REGISTERED = re.compile(r"^@register_model\(\)\n(?:@.*\n)*def (\w+)", re.MULTILINE)
+
+
+def torchvision_models() -> list[str]:
+    """Return the names of the installed torchvision's classification models."""
+    spec = find_spec("torchvision")
+    files = Path(*spec.submodule_search_locations[:1], "models").glob("*.py") if spec else ()  # type: ignore[index]
+    return sorted(name for file in files for name in _REGISTERED.findall(file.read_text("utf-8")))
+
+
+def check_model(name: str, channels: int = 3) -> None:
+    """Raise ConfigError if a name is not 'small' or a torchvision model, or the model cannot take the channels."""
+    if name == "small":
+        return
+    known = ["small", *torchvision_models()]
+    if name.lower() not in known:
+        near = " or ".join(get_close_matches(name, known))
+        raise ConfigError(
+            f"train.model={name!r} is neither 'small' nor a torchvision classification model nor module:function"
+            + (f"; did you mean {near}?" if near else "")
+        )
+    if channels != 3:
+        raise ConfigError(
+            f"train.model={name!r} needs three channels, but augment.mean has {channels}: use 'small' or a "
+            "module:function"
+        )

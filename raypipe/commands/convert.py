@@ -4,8 +4,8 @@
     → one rename, or, at a URI, one manifest: the new store exists whole or not at all
 
 A local destination of one shard is a file, of several a folder of shards; a remote one is a folder. Order and
-indices are the source's, unless samples are skipped. A source that can only be read in order (samples, a Dataset,
-a zip) goes through this process once, into a store in the cache folder, which is then copied like any other.
+indices are the source's, unless samples are skipped. Samples and Datasets, which can only be read in
+order, go through this process once, into a store in the cache folder, which is then copied like any other.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from raypipe.errors import ConfigError, SampleError, StoreError
 from raypipe.rayext.cluster import connect
 from raypipe.storage.filesystem import check_lasting, is_remote, open_filesystem, split
 from raypipe.storage.local_file import make_cache_folder
-from raypipe.stores import open_source, open_store
+from raypipe.stores import open_store
 from raypipe.stores.addresses import expand
 from raypipe.stores.base import Store
 from raypipe.stores.destination import new_path, new_remote
@@ -117,13 +117,9 @@ def convert(
         )
     check_lasting(dst, "the destination")
     with contextlib.ExitStack() as stack:
-        store = open_source(src) if isinstance(src, str | Path) else src
+        store = open_store(src) if isinstance(src, str | Path) else src
         if not isinstance(store, Store):
-            store = open_store(
-                stack.enter_context(
-                    _kept_samples(_rows_of(store), classes or getattr(store, "classes", None), short_side)
-                )
-            )
+            store = open_store(stack.enter_context(_kept_samples(_rows_of(store), classes, short_side)))
         if not len(store):
             raise StoreError(f"{store.address} has no samples")
         first = store.read(np.arange(min(len(store), CHUNK)), store.columns)

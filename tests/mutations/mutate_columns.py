@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import cv2
-import lance
 import lmdb
 import numpy as np
 import pyarrow as pa
@@ -312,18 +311,12 @@ def columns_of(column: str, values: Values) -> dict[str, Values]:
     return fixed | {column: values}
 
 
-def write_table(kind: str, column: str, arrow: Any, path: Path, values: Values) -> Path:
-    """Parquet, Arrow or Lance; `arrow` makes the column of the values."""
+def write_table(column: str, arrow: Any, path: Path, values: Values) -> Path:
+    """Parquet; `arrow` makes the column of the values."""
     columns = {name: pa.array(each) for name, each in columns_of(column, values).items() if name != column}
     table = pa.table(columns | {column: arrow(values)})
-    path = path.with_suffix(f".{kind}")
-    if kind == "parquet":
-        pq.write_table(table, path, row_group_size=10, write_statistics=False)
-    elif kind == "lance":
-        lance.write_dataset(table, str(path))
-    else:
-        with pa.ipc.new_stream(str(path), table.schema) as writer:
-            writer.write_table(table, max_chunksize=7)
+    path = path.with_suffix(".parquet")
+    pq.write_table(table, path, row_group_size=10, write_statistics=False)
     return path
 
 
@@ -401,15 +394,13 @@ def write_shards(column: str, encoding: tuple[str, int | None], path: Path, valu
 def carriers(form: Form) -> Iterator[tuple[str, Write]]:
     """The formats that have columns of bytes, or of text, and how a store of a form's values is written."""
     yield "lmdb", partial(_lmdb_of, form)
-    for kind in ("parquet", "arrow", "lance"):
-        yield kind, partial(write_table, kind, "value", _strings if form.is_text else pa.array)
+    yield "parquet", partial(write_table, "value", _strings if form.is_text else pa.array)
     yield "mds", partial(write_shards, "value", ("str" if form.is_text else "bytes", None))
 
 
 def image_carriers(suffix: str) -> Iterator[tuple[str, Write]]:
     yield "lmdb", _lmdb_images
-    for kind in ("parquet", "arrow", "lance"):
-        yield kind, partial(write_table, kind, "image", pa.array)
+    yield "parquet", partial(write_table, "image", pa.array)
     yield "mds", partial(write_shards, "image", ("bytes", None))
     yield "tar", partial(write_tar, lambda number, value: {f"a/{number:04d}.{suffix}": value})
     yield "folder", partial(write_folder, suffix)
@@ -563,43 +554,42 @@ def _changed_list(value: list[Any] | None, rng: np.random.Generator) -> Any:
 
 
 def arrow_labels() -> Iterator[Case]:
-    for kind in ("parquet", "arrow", "lance"):
-        for of_type in numeric_types():
-            is_class = pa.types.is_integer(of_type)
-            seeds = [True, False] if pa.types.is_boolean(of_type) else [0, 1, 2]
-            damage = {"null": no_label, "edge": partial(_within, of_type)}
-            write = partial(write_table, kind, "label", partial(_arrow_of, of_type))
-            mean = partial(_exact_of, of_type)
-            yield Case(f"label {of_type}", kind, write, seeds, mean, damage, "label")
-            value = partial(write_table, kind, "value", partial(_arrow_of, of_type))
-            yield Case(f"array {of_type}", kind, value, seeds, mean, damage, "value", {"value": {}})
-            for dtype in ("float32", "int16", "uint64"):
-                options = {"dtype": dtype}
-                if is_class:
-                    columns = {"label": options}
-                    yield Case(f"label {of_type} as {dtype}", kind, write, seeds, mean, damage, "label", columns)
-                if is_class or dtype == "float32":
-                    columns = {"value": options}
-                    yield Case(f"array {of_type} as {dtype}", kind, value, seeds, mean, damage, "value", columns)
-            lists = partial(write_table, kind, "value", partial(_arrow_lists, of_type))
-            of_lists = [[each, each] for each in seeds]
-            damage = {"list": _changed_list, "edge": partial(_within_list, of_type)}
-            yield Case(
-                f"ragged {of_type}",
-                kind,
-                lists,
-                of_lists,
-                partial(_list_of, of_type),
-                damage,
-                "value",
-                {"value": {}},
-            )
-        for list_type in (pa.list_(pa.int64()), pa.large_list(pa.float32()), pa.list_(pa.int16(), 2)):
-            options = {} if pa.types.is_fixed_size_list(list_type) else {"length": 2}
-            damage = {"list": _changed_list} if options else {"null": no_label}
-            write = partial(write_table, kind, "label", partial(_lists, list_type))
-            seeds = [[1, 2], [0, 5]]
-            yield Case(f"label {list_type}", kind, write, seeds, as_numbers, damage, "label", {"label": options})
+    for of_type in numeric_types():
+        is_class = pa.types.is_integer(of_type)
+        seeds = [True, False] if pa.types.is_boolean(of_type) else [0, 1, 2]
+        damage = {"null": no_label, "edge": partial(_within, of_type)}
+        write = partial(write_table, "label", partial(_arrow_of, of_type))
+        mean = partial(_exact_of, of_type)
+        yield Case(f"label {of_type}", "parquet", write, seeds, mean, damage, "label")
+        value = partial(write_table, "value", partial(_arrow_of, of_type))
+        yield Case(f"array {of_type}", "parquet", value, seeds, mean, damage, "value", {"value": {}})
+        for dtype in ("float32", "int16", "uint64"):
+            options = {"dtype": dtype}
+            if is_class:
+                columns = {"label": options}
+                yield Case(f"label {of_type} as {dtype}", "parquet", write, seeds, mean, damage, "label", columns)
+            if is_class or dtype == "float32":
+                columns = {"value": options}
+                yield Case(f"array {of_type} as {dtype}", "parquet", value, seeds, mean, damage, "value", columns)
+        lists = partial(write_table, "value", partial(_arrow_lists, of_type))
+        of_lists = [[each, each] for each in seeds]
+        damage = {"list": _changed_list, "edge": partial(_within_list, of_type)}
+        yield Case(
+            f"ragged {of_type}",
+            "parquet",
+            lists,
+            of_lists,
+            partial(_list_of, of_type),
+            damage,
+            "value",
+            {"value": {}},
+        )
+    for list_type in (pa.list_(pa.int64()), pa.large_list(pa.float32()), pa.list_(pa.int16(), 2)):
+        options = {} if pa.types.is_fixed_size_list(list_type) else {"length": 2}
+        damage = {"list": _changed_list} if options else {"null": no_label}
+        write = partial(write_table, "label", partial(_lists, list_type))
+        seeds = [[1, 2], [0, 5]]
+        yield Case(f"label {list_type}", "parquet", write, seeds, as_numbers, damage, "label", {"label": options})
 
 
 def _exact_of(kind: pa.DataType, value: Any) -> Any:

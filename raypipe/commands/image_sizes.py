@@ -61,7 +61,7 @@ def add_sizes(store: Store, *, exif: bool = False, progress: bool = True) -> dic
     address, num_samples = sizes_address(store), len(store)
     if set(SIZE_COLUMNS) <= set(store.columns):
         raise ConfigError(f"{store.address} has columns width and height already")
-    if not address or address.startswith("hf://"):
+    if not address:
         raise ConfigError(
             f"{store.address}: nothing can be written next to it; `raypipe convert` writes sizes too"
         )

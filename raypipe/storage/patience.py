@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 import pyarrow as pa
 
 from raypipe.environment import variable
-from raypipe.errors import ConfigError, OutageError, RaypipeError
+from raypipe.errors import ConfigError, OutageError
 
 logger = logging.getLogger(__name__)
 
@@ -44,12 +44,12 @@ _FIRST_S, _LONGEST_S = 0.25, 5.0  # pause before the second attempt, and the lon
 _LOG_AFTER_S, _LOG_EVERY_S = 3.0, 30.0
 _TICK_S = 0.5  # interval at which a wait calls `progress`, so that it is not counted as a slow sample
 
-# Parts of the messages of pyarrow, the SDKs below it and the Hub's client for transient errors.
+# Parts of the messages of pyarrow and the SDKs below it for transient errors.
 _TRANSIENT = re.compile(
     r"HTTP status (408|425|429|5(?!01)\d\d)|SLOW_DOWN|INTERNAL_FAILURE|SERVICE_UNAVAILABLE|THROTTLING"
     r"|REQUEST_TIMEOUT|NETWORK_CONNECTION|UNAVAILABLE|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED"
     r"|\b(429|50[0234]) [A-Z]|ServerBusy|timed? ?out|[Cc]onnection ?(reset|refused|aborted|closed|[Ee]rror)"
-    r"|Connect(ion)?Error|ReadTimeout|RemoteProtocolError|resolve host|name resolution",
+    r"|resolve host|name resolution",
 )
 # A HEAD request has no body, so an expired token is a bare 400.
 _DENIED = re.compile(
@@ -66,7 +66,6 @@ _ADVICE = {
     ("ACCESS_DENIED", "INVALID_ACCESS_KEY_ID", "SIGNATURE_DOES_NOT_MATCH", "ExpiredToken", "HTTP status 403"): (
         "check the credentials, which every node needs"
     ),
-    ("401 Client Error", "403 Client Error"): "check HF_TOKEN, which every node needs",
     ("OAuth2", "DefaultAzureCredential"): (
         "check the credentials, which every node needs: GOOGLE_APPLICATION_CREDENTIALS or AZURE_STORAGE_KEY"
     ),
@@ -166,13 +165,10 @@ class Patience:
             while True:
                 try:
                     answer = do() if waiting is None else _in_thread(do, waiting.tick)
-                except RaypipeError:
-                    raise
-                except Exception as raised:
-                    error = _as_oserror(raised)
+                except (OSError, pa.ArrowException) as error:
                     is_denied = renew is not None and bool(_DENIED.search(str(error)))
                     if _impatient.get() or not (is_denied or _is_transient(error)):
-                        raise error from (None if error is raised else raised)
+                        raise
                     waiting = waiting or _Wait(self, operation, address)
                     waiting.after(error, is_denied)
                     if renew and (is_denied or _HIDDEN in str(error)):
@@ -261,13 +257,6 @@ class Threads(ThreadPoolExecutor):
         if kind:
             self.give_up()
         super().__exit__(kind, *rest)
-
-
-def _as_oserror(error: Exception) -> Exception:
-    """Convert an error to pyarrow's types; the Hub's client raises half a dozen others."""
-    if isinstance(error, OSError | pa.ArrowException):
-        return error
-    return OSError(f"{type(error).__name__}: {error}")
 
 
 def in_threads(do: Callable[[S], T], items: Iterable[S], num: int = NUM_REQUESTS) -> list[T]:

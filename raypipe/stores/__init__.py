@@ -126,10 +126,10 @@ def _kind_of(address: str) -> str:
 
     name = split(address)[1].lower()
     if is_remote(address) and _kind_of_name(name):
-        return _checked(_kind_of_name(name), address)
+        return _kind_of_name(name)
     names = names_at(address)
     if names is not None:
-        return _checked(_kind_of_folder(address, names), address)
+        return _kind_of_folder(address, names)
     if not is_remote(address) and not Path(address).exists():
         if "*" not in name and "{" not in name:
             raise StoreError(f"{address} does not exist{_near(Path(address))}")
@@ -140,15 +140,6 @@ def _kind_of(address: str) -> str:
     if ".tar." in name or name.endswith((".tgz", ".tbz2", ".txz")):
         raise StoreError(f"{address} is compressed, which allows no random access: uncompress it to *.tar first")
     raise StoreError(f"{address} is not a store; {_LAYOUTS}")
-
-
-def _checked(kind: str, address: str) -> str:
-    if address.startswith("hf://") and kind != "parquet":
-        raise StoreError(
-            f"{address} is {kind}, but raypipe reads only Parquet from the Hub. Copy it to a disk with `hf "
-            "download`, or name its Parquet revision, NAME@refs%2Fconvert%2Fparquet"
-        )
-    return kind
 
 
 def _kind_of_name(name: str) -> str:

@@ -329,7 +329,9 @@ def test_lmdb_that_others_wrote_is_to_be_copied_first(bucket: str, tmp_path: Pat
     with lmdb.open(str(path), subdir=False, lock=False) as env, env.begin(write=True) as txn:
         txn.put(b"0", IMAGES[1])
     put(path, f"{bucket}/train/0.lmdb")
-    with pytest.raises(StoreError, match=r"train/0\.lmdb is LMDB from another program: read it with the library lmdb"):
+    with pytest.raises(
+        StoreError, match=r"train/0\.lmdb is LMDB from another program: read it with the library lmdb"
+    ):
         len(open_store(f"{bucket}/train"))
 
 

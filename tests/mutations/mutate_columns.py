@@ -600,45 +600,6 @@ def _exact_of(kind: pa.DataType, value: Any) -> Any:
 # Encodings of MDS, by struct and numpy
 
 
-def _mds_array(array: np.ndarray) -> bytes:
-    codes = {
-        "u1": 8,
-        "i1": 9,
-        "u2": 16,
-        "i2": 17,
-        "f2": 18,
-        "u4": 32,
-        "i4": 33,
-        "f4": 34,
-        "u8": 64,
-        "i8": 65,
-        "f8": 66,
-    }
-    return bytes([codes[array.dtype.str[1:]], array.ndim << 2]) + bytes(array.shape) + array.tobytes()
-
-
-def mds_array_of(data: bytes) -> np.ndarray:
-    types = {
-        8: "u1",
-        9: "i1",
-        16: "u2",
-        17: "i2",
-        18: "f2",
-        32: "u4",
-        33: "i4",
-        34: "f4",
-        64: "u8",
-        65: "i8",
-        66: "f8",
-    }
-    dtype, num, width = np.dtype(types[data[0]]), data[1] >> 2, 1 << data[1] % 4
-    shape = [int.from_bytes(data[2 + width * i :][:width], "little") for i in range(num)]
-    rest = data[2 + width * num :]
-    if len(data) < 2 + width * num:
-        raise ValueError("no shape")
-    return _shaped(rest, dtype, shape)
-
-
 def _shaped(data: bytes, dtype: Any, shape: Sequence[int]) -> np.ndarray:
     values = np.frombuffer(data, dtype) if data else np.empty(0, dtype)
     if int(np.prod(np.array(shape, object), initial=1)) != len(values):
@@ -665,22 +626,16 @@ class Encoded:
     """Sound values of an encoding, and their meaning.
 
     Attributes:
-        name: with what it has behind the colon in an index.
         num_bytes: as an index of MDS has it; None = each value has its own.
-        options: of a column of it.
         where: it may be a column, a label, or an image.
     """
 
     seeds: Sequence[bytes]
     mean: Callable[[bytes], Any]
-    name: str = ""
     num_bytes: int | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
     where: tuple[str, ...] = ("value", "label")
 
 
-_PAIRS = [np.array([1, 2]), np.array([3, 4])]
-_TWO = {"length": 2}
 _FILES = Encoded([IMAGE, _RGBA], IMAGES["image, PNG"].mean, where=("image",))
 ENCODED: dict[str, Encoded] = {
     **dict.fromkeys(("jpeg", "png"), _FILES),
@@ -689,7 +644,6 @@ ENCODED: dict[str, Encoded] = {
         kind: Encoded(
             [struct.pack(f"<{code}", i) for i in range(3)],
             partial(_number_of, code),
-            "",
             struct.calcsize(f"<{code}"),
         )
         for kind, code in _CODES.items()
@@ -697,24 +651,16 @@ ENCODED: dict[str, Encoded] = {
     "str_int": Encoded([b"1", b"-22"], lambda data: as_numbers(int(data.decode()))),
     "str_float": Encoded([b"1.5", b"-2e3"], lambda data: as_numbers(float(data.decode()))),
     "str": Encoded([b"ab", "ä".encode()], bytes.decode, where=("value",)),
-    "str_decimal": Encoded([b"1.50", b"2"], bytes.decode, where=("value",)),
     "json": Encoded([b'{"a": 1}', b'{"a": [2, "x"]}'], json.loads, where=("value",)),
-    "ndarray": Encoded([*map(_mds_array, _PAIRS)], mds_array_of, options=_TWO),
-    "ndarray of a shape": Encoded(
-        [each.astype("<i4").tobytes() for each in _PAIRS],
-        lambda data: _shaped(data, "<i4", (2,)),
-        "ndarray:int32:2",
-        8,
-    ),
 }
 
 
 def encoding_cases() -> Iterator[Case]:
     for kind, each in ENCODED.items():
         for where in each.where:
-            write = partial(write_shards, where, (each.name or kind, each.num_bytes))
+            write = partial(write_shards, where, (kind, each.num_bytes))
             damage = ANY | ({"digits": digits} if kind.startswith("str_") else {})
-            columns = {} if where == "image" else {where: each.options} if where == "value" or each.options else {}
+            columns = {"value": {}} if where == "value" else {}
             yield Case(f"{where} of {kind}", "mds", write, each.seeds, each.mean, damage, where, columns)
 
 

@@ -25,7 +25,6 @@ from raypipe.commands import cli
 from raypipe.storage.filesystem import open_filesystem
 from raypipe.stores import open_store
 from raypipe.stores.destination import write_atomically
-from raypipe.stores.filter import matching
 from raypipe.streaming.chronicle import Chronicle
 from raypipe.train.run_folder import CONFIG_HEAD
 from raypipe.transform.seekable import is_seekable
@@ -250,7 +249,7 @@ GIVEN: dict[str, Callable[[], None]] = {
 }
 
 
-READS = ("convert", "inspect", "preview", "add-sizes")
+READS = ("convert", "inspect", "preview")
 
 
 @runs(*(("formats.md", name) for name in READS))
@@ -265,8 +264,6 @@ def test_docs_formats_reads_what_others_wrote(words: list[str], capsys: pytest.C
         GIVEN[words[2]]()
     found = run(words, capsys)
     assert found["samples"] == (6 if words[1] == "preview" else 30)
-    if words[1] == "add-sizes":
-        assert found["without_size"] == 0 and matching(open_store(words[2]), "width > 0").all()
     if words[1] == "convert":
         store = open_store(words[3])
         assert len(store) == 30 and "label" in store.columns

@@ -63,22 +63,6 @@ def print_verified(summary: dict[str, Any]) -> None:
     table(summary["store"], rows)
 
 
-def add_sizes(run: RunConfig, target: str = "") -> dict[str, Any]:
-    """Write the sizes of all images to a file next to their store.
-
-    Filters, weights and buckets use them. Only headers are read, in parallel on Ray; the store stays as it is.
-
-    Examples:
-        raypipe add-sizes photos.tar
-        raypipe add-sizes s3://bucket/train.parquet --transform.apply-exif
-    """
-    from raypipe.commands import image_sizes
-    from raypipe.streaming.opening import open_train
-
-    store = open_train(run)
-    return {"store": store.address, **image_sizes.add_sizes(store, exif=run.transform.apply_exif)}
-
-
 def digest(
     run: RunConfig,
     target: str = "",

@@ -146,7 +146,6 @@ GROUPS: dict[str, dict[str, Callable[..., dict[str, Any]]]] = {
         "inspect": audit.inspect,
         "verify": audit.verify,
         "convert": convert_store,
-        "add-sizes": audit.add_sizes,
         "preview": draw_preview,
     },
     "Check": {

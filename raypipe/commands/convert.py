@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from raypipe.commands.image_sizes import NO_SIZE, size_of
 from raypipe.commands.tasks import check_wanted, count_cpus, run_tasks
 from raypipe.errors import ConfigError, SampleError, StoreError
 from raypipe.rayext.cluster import connect
@@ -36,6 +35,7 @@ from raypipe.stores.scan import SIZE_COLUMNS
 from raypipe.stores.writers import WRITTEN_SUFFIXES, open_writer
 from raypipe.transform import kernel
 from raypipe.transform.decode import decode, encode_jpeg, resize_short_side
+from raypipe.transform.decode_array import header_size
 from raypipe.transform.image_header import image_kind
 from raypipe.transform.seekable import is_seekable
 
@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 _SHARD_BYTES = 1 << 30
 # Samples per read: a few MB of JPEGs.
 CHUNK = 64
+
+NO_SIZE = {"width": -1, "height": -1}
 
 Part = tuple[int, int, int, list[tuple[int, str]]]
 """What a task has written: how many samples, how many of them of no known size, bytes of images; and the indices
@@ -336,3 +338,12 @@ def _made_seekable(image: bytes) -> bytes:
     except ValueError:
         return image
     return seekable if np.array_equal(decode(seekable), pixels) else image
+
+
+def size_of(image: bytes | memoryview | None, exif: bool = False) -> dict[str, int]:
+    """Return `width` and `height`, in pixels, as decoding gives them, by the header; NO_SIZE without one."""
+    try:
+        height, width = header_size(image, exif)
+    except SampleError:
+        return NO_SIZE
+    return {"width": width, "height": height}

@@ -1,4 +1,4 @@
-"""Sizes of images by their headers: as columns of a conversion, and beside a store."""
+"""Sizes of images by their headers, as columns of a conversion."""
 
 from __future__ import annotations
 
@@ -12,12 +12,9 @@ import pytest
 from PIL import Image
 
 from raypipe.commands import cli
-from raypipe.commands.convert import write_shard
-from raypipe.commands.image_sizes import NO_SIZE, add_sizes, size_of, size_range
-from raypipe.errors import ConfigError
+from raypipe.commands.convert import NO_SIZE, size_of, write_shard
 from raypipe.stores import open_store, open_writer
 from raypipe.stores.base import MemoryStore
-from raypipe.stores.filter import matching
 from raypipe.transform.decode import decode
 
 from pictures import picture  # isort: skip
@@ -68,31 +65,6 @@ def test_shrunk_images_have_their_new_sizes(tmp_path: Path) -> None:
     assert (found["width"][0], found["height"][0]) == (30, 20)
 
 
-def test_a_range_has_the_sizes_of_its_samples_where_some_cannot_be_read(tmp_path: Path) -> None:
-    class Breaking(MemoryStore):
-        def read(
-            self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")
-        ) -> dict[str, list[bytes]]:
-            if 299 in indices:
-                raise OSError("a damaged block")
-            return super().read(indices, columns)
-
-    store = Breaking([IMAGES[i % 5] for i in range(310)], None)
-    parts = dict(size_range(tmp_path, store, 3, 310))
-    assert list(parts) == [3, 259] and all(part.dtype == np.int32 for part in parts.values())
-    expected = [STORED[i % 5] if i != 299 else (-1, -1) for i in range(3, 310)]
-    assert [tuple(size) for part in parts.values() for size in part.tolist()] == expected
-
-
-def test_what_cannot_have_a_file_beside_it_is_refused_before_any_work(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="nothing can be written next to it; `raypipe convert` writes sizes too"):
-        add_sizes(MemoryStore(IMAGES, None))
-    with open_writer(tmp_path / "a.lmdb", {"image": "binary", "width": "int64", "height": "int64"}) as writer:
-        writer.append({"image": PNG, "width": 9, "height": 5})
-    with pytest.raises(ConfigError, match=r"a\.lmdb has columns width and height already"):
-        add_sizes(open_store(tmp_path / "a.lmdb"))
-
-
 @pytest.mark.cluster
 @pytest.mark.usefixtures("ray_cluster")
 class TestCommands:
@@ -111,20 +83,3 @@ class TestCommands:
         assert read["height"] == ["tall"] * 5 and read["width"].tolist() == [width for width, _ in STORED]
         cli.main(["convert", f"{tmp_path}/a.lmdb", f"{tmp_path}/c.lmdb", "--no-sizes"])
         assert open_store(tmp_path / "c.lmdb").columns == ("image", "height")
-
-    def test_add_sizes_writes_sizes_beside_a_store(
-        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        with open_writer(tmp_path / "a.lmdb", {"image": "binary"}) as writer:
-            for i in range(700):
-                writer.append({"image": IMAGES[i % 5]})
-        before = (tmp_path / "a.lmdb").read_bytes()
-        cli.main(["add-sizes", f"{tmp_path}/a.lmdb", "--transform.apply-exif"])
-        found = json.loads(capsys.readouterr().out.splitlines()[-1])
-        assert (found["samples"], found["without_size"]) == (700, 140)
-        assert (found["width_px"], found["height_px"]) == ([3, 10, 20], [5, 7, 30])
-        assert found["sizes"] == f"{tmp_path}/_a.lmdb.sizes.parquet"
-        assert matching(open_store(tmp_path / "a.lmdb"), "height == 30").tolist() == [
-            i % 5 == 3 for i in range(700)
-        ]
-        assert (tmp_path / "a.lmdb").read_bytes() == before

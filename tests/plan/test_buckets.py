@@ -148,7 +148,7 @@ def test_settings_that_do_not_go_with_a_store_are_named(config: dict[str, Any], 
 
 
 def test_stores_without_sizes_or_with_parts_are_told_what_to_do() -> None:
-    with pytest.raises(ConfigError, match=r"no column 'width' for plan\.buckets; .*add-sizes .*` adds it"):
+    with pytest.raises(ConfigError, match=r"no column 'width' for plan\.buckets; .*convert` adds it"):
         plan_of(MemoryStore([b"x"] * 20, [0] * 20))
     unknown = store([5] * 17 + [-1, 0, 3], [5] * 19 + [-1])
     with pytest.raises(

@@ -9,11 +9,8 @@ import numpy as np
 import pytest
 from without_ray import digests, host_batches
 
-from raypipe.commands.image_sizes import add_sizes
 from raypipe.config import AugmentConfig, PlanConfig, PoolConfig, TransformConfig
 from raypipe.errors import ConfigError
-from raypipe.plan.places import MicroBatchId
-from raypipe.stores import open_store
 from raypipe.streaming.blocks import cut
 from raypipe.streaming.digest import batch_digest
 from raypipe.streaming.handover import loader
@@ -165,14 +162,13 @@ def test_a_function_of_the_user_gets_height_and_width_and_must_make_them(
         try_samples(stays, 5)
 
 
-def test_sizes_beside_a_store_will_do_and_a_filter_omits_samples(stores: dict[str, Path], tmp_path: Path) -> None:
-    (tmp_path / "train.lmdb").write_bytes(stores["train"].read_bytes())
-    train = tmp_path / "train.lmdb"
+def test_a_filter_omits_samples() -> None:
+    store = pictures(60)
+    widths = store.read(np.arange(60), ("width",))["width"]
     plan = PlanConfig(epochs=1, micro_batch_size=4, buckets=BUCKETS)
-    add_sizes(open_store(train), progress=False)
-    spec = open_stream(train, plan=plan, transform=TransformConfig(size=8), filter="label != 3 and width > 0")
-    assert shapes(list(host_batches(spec))) == {(12, 16)}  # all are 40 x 48
-    assert spec.plan.num_train == 80 and spec.plan.bucket_of(MicroBatchId("train", 0, 0, 0)) == (12, 16)
+    spec = open_stream(store, plan=plan, transform=TransformConfig(size=8), filter="width > 45")
+    assert shapes(list(host_batches(spec))) == {(12, 16), (14, 14)}
+    assert spec.plan.num_train == (widths > 45).sum() == 48
 
 
 def test_a_cache_of_decoded_samples_serves_all_shapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

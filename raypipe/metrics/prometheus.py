@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ray.util.metrics import Counter, Gauge
 
 from raypipe.logs import STAGES
-from raypipe.storage.patience import take_counts
 
 if TYPE_CHECKING:
     from raypipe.metrics.timing import StageTimes
@@ -47,7 +46,6 @@ class Metric(NamedTuple):
 
 _RUN, _SPLIT, _RANK = ("run",), ("run", "split"), ("run", "rank")
 _RANK_SPLIT = (*_RANK, "split")
-_STORAGE = (*_RUN, "role", "operation")
 _ALL = (
     Metric("raypipe_trainer_images_total", _RANK_SPLIT, "Images that a rank was given, without padding."),
     Metric("raypipe_trainer_wait_seconds_total", _RANK_SPLIT, "Waiting for data, without the first batch."),
@@ -88,11 +86,6 @@ _ALL = (
     Metric("raypipe_actor_work_seconds_total", _SPLIT, "Actors' time for reading, decoding, transforming."),
     Metric("raypipe_cache_hits_total", _SPLIT, "Samples that an actor found decoded in its node's cache."),
     Metric("raypipe_cache_misses_total", _SPLIT, "Samples that it did not find there, if there is a cache."),
-    Metric("raypipe_storage_requests_total", _STORAGE, "What was asked of object storage, repeats not counted."),
-    Metric("raypipe_storage_seconds_total", _STORAGE, "Time for it, the waiting in outages included."),
-    Metric("raypipe_storage_bytes_total", _STORAGE, "Bytes read and written, without whole files uploaded."),
-    Metric("raypipe_storage_retries_total", _STORAGE, "Repeats after failures that pass, beside pyarrow's own."),
-    Metric("raypipe_storage_errors_total", _STORAGE, "Requests that have failed in the end."),
     Metric("raypipe_bad_samples_total", _SPLIT, "Samples that could not be decoded or transformed."),
     Metric("raypipe_substituted_samples_total", _SPLIT, "Bad samples that were replaced by others."),
 )
@@ -132,12 +125,6 @@ class Recorder:
             before = self._totals.get(key, 0.0)
             self.add({name: total - before}, **labels)
             self._totals[key] = max(total, before)
-
-    def add_storage(self, role: str) -> None:
-        """Count what this process has asked of object storage since it was last counted."""
-        for operation, amounts in take_counts().items():
-            named = {f"storage_{name}_total": amount for name, amount in amounts.items()}
-            self.add(named, role=role, operation=operation)
 
     def set(self, values: Mapping[str, float], **labels: str) -> None:
         """Set gauges."""
@@ -202,7 +189,6 @@ class TrainerMetrics(Recorder):
             of_run: values of the whole run, see `learnt`.
         """
         self._recorded_at = time.monotonic()
-        self.add_storage("trainer")
         for split, of in times.items():
             seconds = {f"trainer_{stage}_seconds_total": getattr(of, f"{stage}_s") for stage in STAGES}
             counts = {

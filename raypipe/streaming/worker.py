@@ -89,7 +89,6 @@ class TransformWorker:
             num_samples = sum(int((outcome.batch.index != PADDING).sum()) for outcome in outcomes)
             amounts |= {"cache_hits_total": num_kept, "cache_misses_total": num_samples - num_kept}
         self._metrics.add(amounts, split=split)
-        self._metrics.add_storage("actor")
 
 
 class Guard:

@@ -60,7 +60,7 @@ def test_the_reference_has_every_environment_variable() -> None:
     source = "".join(path.read_text() for path in (ROOT / "raypipe").rglob("*.py"))
     read = re.findall(r'environ(?:ment)?(?:\.get|\.setdefault)?[([]"([A-Z_a-z]+)"', source)
     read += re.findall(r'"([A-Z_]+)" (?:not )?in os\.environ', source)
-    assert {"RAY_ADDRESS", "HF_ENDPOINT", "AWS_REGION"} <= set(read) <= named("Environment variables")
+    assert {"RAY_ADDRESS", "AWS_REGION"} <= set(read) <= named("Environment variables")
 
 
 def test_the_reference_has_every_preset() -> None:

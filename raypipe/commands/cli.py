@@ -24,7 +24,7 @@ from raypipe.config import RunConfig
 from raypipe.errors import RaypipeError
 from raypipe.logs import configure_logs, is_json, phase, table
 from raypipe.lookup import version_of
-from raypipe.stores import open_source, store_options
+from raypipe.stores import open_store, store_options
 from raypipe.train.interrupts import Stopped
 from raypipe.train.model_names import check_model
 
@@ -62,7 +62,6 @@ def convert_store(
     sizes: bool = True,
     seekable: bool = False,
     overwrite: bool = False,
-    layout: str = "auto",
 ) -> dict[str, Any]:
     """Copy any store into a new LMDB or Parquet store, and verify the copy.
 
@@ -72,7 +71,7 @@ def convert_store(
 
     Args:
         run: Here store.image_column, store.target_column and, for sizes, transform.apply_exif matter.
-        src: a store of any format, or a zip; several files as 'train-*.parquet'.
+        src: a store of any format; several files as 'train-*.parquet'.
         dst: a path or a URI, such as s3://bucket/train.lmdb, that ends in .lmdb or .parquet.
         short_side: decode, and store JPEGs with this shorter side, in pixels; 0 = the bytes as they are.
         quality: JPEG quality for --short-side, 1 to 100.
@@ -81,13 +80,11 @@ def convert_store(
         sizes: add columns width and height, in pixels; -1 = not in the image's header.
         seekable: store JPEGs so that crops decode faster, with the same pixels.
         overwrite: replace a store at DST.
-        layout: layout of LMDB from other programs: auto, image or module:function.
     """
     from raypipe.commands import convert as convert_module
 
-    options = {} if layout == "auto" else {"layout": layout}
     return convert_module.convert(
-        open_source(src, **options, **store_options(run.store.image_column, run.store.target_column)),
+        open_store(src, **store_options(run.store.image_column, run.store.target_column)),
         dst,
         short_side=short_side,
         quality=quality,

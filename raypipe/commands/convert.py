@@ -4,8 +4,8 @@
     → one rename, or, at a URI, one manifest: the new store exists whole or not at all
 
 A local destination of one shard is a file, of several a folder of shards; a remote one is a folder. Order and
-indices are the source's, unless samples are skipped. A source that can only be read in order (samples, a Dataset,
-a zip) goes through this process once, into a store in the cache folder, which is then copied like any other.
+indices are the source's, unless samples are skipped. Samples and Datasets, which can only be read in
+order, go through this process once, into a store in the cache folder, which is then copied like any other.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from raypipe.errors import ConfigError, SampleError, StoreError
 from raypipe.rayext.cluster import connect
 from raypipe.storage.filesystem import check_lasting, is_remote, open_filesystem, split
 from raypipe.storage.local_file import make_cache_folder
-from raypipe.stores import open_source, open_store
+from raypipe.stores import open_store
 from raypipe.stores.addresses import expand
 from raypipe.stores.base import Store
 from raypipe.stores.destination import new_path, new_remote
@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 _SHARD_BYTES = 1 << 30
 # Samples per read: a few MB of JPEGs.
 CHUNK = 64
+NO_SIZE = {"width": -1, "height": -1}
+
 NO_SIZE = {"width": -1, "height": -1}
 
 Part = tuple[int, int, int, list[tuple[int, str]]]
@@ -118,13 +120,9 @@ def convert(
         )
     check_lasting(dst, "the destination")
     with contextlib.ExitStack() as stack:
-        store = open_source(src) if isinstance(src, str | Path) else src
+        store = open_store(src) if isinstance(src, str | Path) else src
         if not isinstance(store, Store):
-            store = open_store(
-                stack.enter_context(
-                    _kept_samples(_rows_of(store), classes or getattr(store, "classes", None), short_side)
-                )
-            )
+            store = open_store(stack.enter_context(_kept_samples(_rows_of(store), classes, short_side)))
         if not len(store):
             raise StoreError(f"{store.address} has no samples")
         first = store.read(np.arange(min(len(store), CHUNK)), store.columns)
@@ -350,3 +348,12 @@ def _made_seekable(image: bytes) -> bytes:
     except ValueError:
         return image
     return seekable if np.array_equal(decode(seekable), pixels) else image
+
+
+def size_of(image: bytes | memoryview | None, exif: bool = False) -> dict[str, int]:
+    """Return `width` and `height`, in pixels, as decoding gives them, by the header; NO_SIZE without one."""
+    try:
+        height, width = header_size(image, exif)
+    except SampleError:
+        return NO_SIZE
+    return {"width": width, "height": height}

@@ -1,5 +1,4 @@
-"""Map from addresses to a file system and a path on it: local paths, file://, s3://, gs://, az://, abfs://, and,
-read-only, hf://.
+"""Map from addresses to a file system and a path on it: local paths, file://, s3://, gs://, az:// and abfs://.
 
 The file systems are pyarrow's own, with timeouts and retries, see `raypipe.storage.patience`. Their settings and
 credentials come from the environment of each process, so every node of a cluster needs them:
@@ -10,7 +9,6 @@ credentials come from the environment of each process, so every node of a cluste
     gs://bucket/key            GOOGLE_APPLICATION_CREDENTIALS or the machine's login; gs://anonymous@bucket/key
     az://container/path        AZURE_STORAGE_ACCOUNT; AZURE_STORAGE_KEY, AZURE_STORAGE_SAS_TOKEN or the machine's
     abfs://container@account.dfs.core.windows.net/path     the same, with the account in the address
-    hf://datasets/OWNER/NAME@REVISION/path                 HF_TOKEN or the machine's login; see `_Hub`
 
 An address is printed, logged and kept with the run, so addresses with credentials or options are rejected.
 """
@@ -30,7 +28,6 @@ import pyarrow as pa
 import pyarrow.fs
 
 from raypipe.errors import ConfigError, RaypipeError, without_credentials
-from raypipe.lookup import to_install
 from raypipe.storage.patience import one_line, patience_s
 from raypipe.storage.patient import PatientFileSystem
 
@@ -38,16 +35,15 @@ _CONNECT_S = 5
 _SILENT_S = 20  # a request without a byte for so long is retried
 _GOOGLE_RETRY = timedelta(seconds=15)  # limit for all attempts of a request
 # Scheme → kind of file system.
-_KINDS = {"s3": "s3", "gs": "gs", "gcs": "gs", "az": "az", "abfs": "az", "abfss": "az", "hf": "hf"}
+_KINDS = {"s3": "s3", "gs": "gs", "gcs": "gs", "az": "az", "abfs": "az", "abfss": "az"}
 # Kind of file system → variables for credentials, which must not be in an address.
 _CREDENTIALS = {
     "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
     "gs": "GOOGLE_APPLICATION_CREDENTIALS",
     "az": "AZURE_STORAGE_ACCOUNT and AZURE_STORAGE_KEY or AZURE_STORAGE_SAS_TOKEN",
-    "hf": "HF_TOKEN",
 }
 # Prefixes of the variables that configure a file system; when one changes, a new file system is made.
-_ENVIRONMENT = ("AWS_", "AZURE_STORAGE_", "GOOGLE_", "HF_", "RAYPIPE_STORAGE_")
+_ENVIRONMENT = ("AWS_", "AZURE_STORAGE_", "GOOGLE_", "RAYPIPE_STORAGE_")
 # Part of the path of Ray's copies of working directories.
 _RAYS_COPIES = "/runtime_resources/working_dir_files/"
 
@@ -101,7 +97,7 @@ def open_filesystem(address: str | Path) -> tuple[pyarrow.fs.FileSystem, str]:
         filesystem, path = pyarrow.fs.FileSystem.from_uri(uri)
         return filesystem, path
     if scheme not in _KINDS:
-        known = "a local path, file://, s3://, gs://, az://, abfs:// or hf://"
+        known = "a local path, file://, s3://, gs://, az:// or abfs://"
         raise ConfigError(f"unsupported scheme in {uri}; use {known}")
     host, _, path = rest.partition("/")
     bucket = host.partition("@")[0] if scheme.startswith("abfs") else host.rpartition("@")[2]
@@ -126,8 +122,6 @@ def _make(kind: str, host: str) -> pyarrow.fs.FileSystem:
     if kind == "gs":
         anonymous = host.startswith("anonymous@")
         return pyarrow.fs.GcsFileSystem(anonymous=anonymous, retry_time_limit=_GOOGLE_RETRY)
-    if kind == "hf":
-        return _hub()
     return _s3(host) if kind == "s3" else _azure(host)
 
 
@@ -163,35 +157,6 @@ def _azure(host: str) -> pyarrow.fs.FileSystem:
         )
     key, token = os.environ.get("AZURE_STORAGE_KEY"), os.environ.get("AZURE_STORAGE_SAS_TOKEN")
     return pyarrow.fs.AzureFileSystem(account, account_key=key or None, sas_token=(not key and token) or None)
-
-
-def _hub() -> pyarrow.fs.FileSystem:
-    try:
-        from huggingface_hub import HfFileSystem
-    except ImportError as error:
-        extra = f"{to_install('huggingface')}, on every node"
-        raise ConfigError(f"hf:// needs huggingface-hub ({error}): {extra}") from error
-    # HF_ENDPOINT may change for a mirror, but the client itself reads it only on import.
-    client = HfFileSystem(endpoint=os.environ.get("HF_ENDPOINT"), skip_instance_cache=True)
-    return pyarrow.fs.PyFileSystem(_Hub(client))
-
-
-class _Hub(pyarrow.fs.FSSpecHandler):
-    """Read-only file system of the Hugging Face Hub; reads exactly the requested ranges of a file.
-
-    The Hub's client lists each folder once per process, so an address of a changing dataset should have a
-    revision, such as a commit.
-    """
-
-    def open_input_file(self, path: str) -> pa.NativeFile:
-        if not self.fs.isfile(path):
-            raise FileNotFoundError(path)
-        return pa.PythonFile(self.fs.open(path, "rb", cache_type="none"), mode="r")
-
-    def open_output_stream(self, *args: Any) -> Any:
-        raise OSError("raypipe cannot write to the Hub: write to a disk or a bucket, and upload with `hf upload`")
-
-    create_dir = delete_dir = delete_file = open_output_stream
 
 
 @contextlib.contextmanager

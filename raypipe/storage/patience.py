@@ -1,4 +1,4 @@
-"""Retries for remote file systems: one policy for every operation, with counts of the operations.
+"""Retries for remote file systems: one policy for every operation.
 
     error                              retried for                               then raises
     503, 500, 429, timeouts,           RAYPIPE_STORAGE_PATIENCE_S (300)          OutageError, which counts
@@ -19,7 +19,6 @@ import random
 import re
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextvars import ContextVar
@@ -28,7 +27,7 @@ from typing import Any, TypeVar
 import pyarrow as pa
 
 from raypipe.environment import variable
-from raypipe.errors import ConfigError, OutageError, RaypipeError
+from raypipe.errors import ConfigError, OutageError
 
 logger = logging.getLogger(__name__)
 
@@ -44,12 +43,12 @@ _FIRST_S, _LONGEST_S = 0.25, 5.0  # pause before the second attempt, and the lon
 _LOG_AFTER_S, _LOG_EVERY_S = 3.0, 30.0
 _TICK_S = 0.5  # interval at which a wait calls `progress`, so that it is not counted as a slow sample
 
-# Parts of the messages of pyarrow, the SDKs below it and the Hub's client for transient errors.
+# Parts of the messages of pyarrow and the SDKs below it for transient errors.
 _TRANSIENT = re.compile(
     r"HTTP status (408|425|429|5(?!01)\d\d)|SLOW_DOWN|INTERNAL_FAILURE|SERVICE_UNAVAILABLE|THROTTLING"
     r"|REQUEST_TIMEOUT|NETWORK_CONNECTION|UNAVAILABLE|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED"
     r"|\b(429|50[0234]) [A-Z]|ServerBusy|timed? ?out|[Cc]onnection ?(reset|refused|aborted|closed|[Ee]rror)"
-    r"|Connect(ion)?Error|ReadTimeout|RemoteProtocolError|resolve host|name resolution",
+    r"|resolve host|name resolution",
 )
 # A HEAD request has no body, so an expired token is a bare 400.
 _DENIED = re.compile(
@@ -66,7 +65,6 @@ _ADVICE = {
     ("ACCESS_DENIED", "INVALID_ACCESS_KEY_ID", "SIGNATURE_DOES_NOT_MATCH", "ExpiredToken", "HTTP status 403"): (
         "check the credentials, which every node needs"
     ),
-    ("401 Client Error", "403 Client Error"): "check HF_TOKEN, which every node needs",
     ("OAuth2", "DefaultAzureCredential"): (
         "check the credentials, which every node needs: GOOGLE_APPLICATION_CREDENTIALS or AZURE_STORAGE_KEY"
     ),
@@ -78,29 +76,6 @@ on_progress: list[Callable[[], None]] = []
 _impatient: ContextVar[bool] = ContextVar("impatient", default=False)
 # The event of the thread's `Threads`.
 _given_up: ContextVar[threading.Event | None] = ContextVar("given up", default=None)
-
-
-_counts: dict[tuple[str, str], float] = defaultdict(float)  # (operation, name of the count) → count
-_counts_lock = threading.Lock()
-
-
-def take_counts() -> dict[str, dict[str, float]]:
-    """Return and reset this process's counts, by operation: requests, seconds, bytes, retries, errors.
-
-    Seconds include waits. A request with all its attempts counts once; only raised errors count.
-    """
-    with _counts_lock:
-        operations: dict[str, dict[str, float]] = {}
-        for (operation, name), amount in _counts.items():
-            operations.setdefault(operation, {})[name] = amount
-        _counts.clear()
-    return operations
-
-
-def count(operation: str, **amounts: float) -> None:
-    with _counts_lock:
-        for name, amount in amounts.items():
-            _counts[operation, name] += amount
 
 
 def progress() -> None:
@@ -151,8 +126,8 @@ class Patience:
         """Call `do` until it succeeds, and return its result.
 
         Args:
-            operation: open, read, list, …; the name of its count.
-            address: the address, for logs and errors.
+            operation: open, read, list, …, for logs and errors.
+            address: its address, for the same.
             do: the operation, which raises if it fails. It may be called several times; retries run in other
                 threads.
             renew: makes `do` read credentials again; None = no credentials.
@@ -161,32 +136,22 @@ class Patience:
             OutageError: `do` failed with transient errors for `patience_s`.
             OSError, ArrowException: `do` failed with any other error.
         """
-        begun, waiting = time.monotonic(), None
-        try:
-            while True:
-                try:
-                    answer = do() if waiting is None else _in_thread(do, waiting.tick)
-                except RaypipeError:
+        waiting: _Wait | None = None
+        while True:
+            try:
+                answer = do() if waiting is None else _in_thread(do, waiting.tick)
+            except (OSError, pa.ArrowException) as error:
+                is_denied = renew is not None and bool(_DENIED.search(str(error)))
+                if _impatient.get() or not (is_denied or _is_transient(error)):
                     raise
-                except Exception as raised:
-                    error = _as_oserror(raised)
-                    is_denied = renew is not None and bool(_DENIED.search(str(error)))
-                    if _impatient.get() or not (is_denied or _is_transient(error)):
-                        raise error from (None if error is raised else raised)
-                    waiting = waiting or _Wait(self, operation, address)
-                    waiting.after(error, is_denied)
-                    if renew and (is_denied or _HIDDEN in str(error)):
-                        renew()
-                    count(operation, retries=1)
-                else:
-                    if waiting:
-                        self._answered(waiting)
-                    return answer
-        except BaseException as error:
-            count(operation, errors=not isinstance(error, FileNotFoundError))
-            raise
-        finally:
-            count(operation, requests=1, seconds=time.monotonic() - begun)
+                waiting = waiting or _Wait(self, operation, address)
+                waiting.after(error, is_denied)
+                if renew and (is_denied or _HIDDEN in str(error)):
+                    renew()
+            else:
+                if waiting:
+                    self._answered(waiting)
+                return answer
 
     def log(self, waiting: _Wait) -> None:
         """Log a line if it is time for one."""
@@ -261,13 +226,6 @@ class Threads(ThreadPoolExecutor):
         if kind:
             self.give_up()
         super().__exit__(kind, *rest)
-
-
-def _as_oserror(error: Exception) -> Exception:
-    """Convert an error to pyarrow's types; the Hub's client raises half a dozen others."""
-    if isinstance(error, OSError | pa.ArrowException):
-        return error
-    return OSError(f"{type(error).__name__}: {error}")
 
 
 def in_threads(do: Callable[[S], T], items: Iterable[S], num: int = NUM_REQUESTS) -> list[T]:

@@ -1,14 +1,12 @@
 """Stores: indexed, read-only collections of encoded samples, and the writers that make them.
 
-`open_store` detects the kind of store at an address; `open_source` also opens the other sources of `raypipe
-convert`. The module of a store, and its library, is imported when the first such store is opened; every other
-public name is imported when it is first used.
+`open_store` detects the kind of store at an address. The module of a store, and its library, is imported when the
+first such store is opened; every other public name is imported when it is first used.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from importlib import import_module
 from inspect import signature
@@ -31,21 +29,13 @@ _HOME = {
 }
 # Kind → its module and class.
 _STORES = {
-    "arrow": ("arrow", "ArrowStore"),
     "folder": ("folder", "FolderStore"),
-    "lance": ("lance", "LanceStore"),
     "lmdb": ("lmdb", "LMDBStore"),
     "mds": ("mds", "MDSStore"),
     "parquet": ("parquet", "ParquetStore"),
     "tar": ("tar", "TarStore"),
 }
-# Kind → module, and the iterable of samples of a source that is read once, in order.
-_SOURCES = {
-    "foreign LMDB": ("lmdb_foreign", "foreign_samples"),
-    "zip": ("zip", "ZipSamples"),
-}
-_ENDS = ("lmdb", "parquet", "tar", "zip", "arrow", "lance")  # suffix of a file's name = its kind
-_REMOTE = ("lmdb", "parquet", "tar", "lance")  # kinds of files that object stores may hold
+_ENDS = ("lmdb", "parquet", "tar")  # suffix of a file's name = its kind
 
 __all__ = [
     "Columns",
@@ -57,24 +47,20 @@ __all__ = [
     "check_columns",
     "check_indices",
     "digits_stores",
-    "open_source",
     "open_store",
     "open_writer",
     "store_options",
 ]
 
 _LAYOUTS = """raypipe reads:
-  LMDB     a *.lmdb file, an environment folder (with data.mdb), or a folder of *.lmdb shards
+  LMDB     a *.lmdb file that raypipe wrote, or a folder of them
   Parquet  a *.parquet file, or a folder of them
   tar      an uncompressed *.tar of class/image.jpg, or WebDataset's pairs key.jpg, key.cls; a folder of *.tar
   MDS      a folder with MosaicML's index.json and *.mds
-  Lance    a dataset *.lance
   folder   a folder of class/image.jpg
-  Arrow    a *.arrow file, or a folder of them as the datasets library writes it
-  zip      a *.zip of class/image.jpg; `raypipe convert` copies it
-Several files are NAME-*.parquet or NAME-{0000..0099}.tar. All but the last two may also be at s3://, gs://, az://
-or abfs://. `raypipe.convert` copies any other format that Python can read (HDF5, TFRecord) from an iterable of
-rows"""
+Several files are NAME-*.parquet or NAME-{0000..0099}.tar. All may also be at s3://, gs://, az:// or
+abfs://. `raypipe.convert` copies any other format that Python can read (HDF5, TFRecord, LMDB of other programs)
+from an iterable of rows"""
 
 
 def __getattr__(name: str) -> Any:
@@ -95,51 +81,23 @@ def open_store(address: str | Path, **options: Any) -> Store:
         options: arguments of the store's class, such as `image_column` of `ParquetStore`.
 
     Raises:
-        StoreError: there is nothing at the address, its format is unknown, or it must be converted first.
+        StoreError: there is nothing at the address, or its format is unknown.
         ConfigError: the store has no such option, or the address contains credentials.
     """
-    text, kind = _address_and_kind(address)
-    if kind in _SOURCES:
-        raise StoreError(
-            f"{address} can only be read once, in order: copy it with `raypipe convert {address} NEW.lmdb`, and "
-            "open the copy"
-        )
-    return _opened(_STORES[kind], kind, text, options)
-
-
-def open_source(address: str | Path, **options: Any) -> Store | Iterable[Mapping[str, Any]]:
-    """Open a source of `raypipe.convert`: a store, see `open_store`, or an iterable of samples.
-
-    The samples of a zip have `classes`. LMDB that other programs wrote has the option `layout`."""
-    from raypipe.storage.filesystem import is_remote
-
-    text, kind = _address_and_kind(address)
-    if kind == "lmdb" and not is_remote(text):
-        from raypipe.stores.lmdb import is_foreign
-
-        kind = "foreign LMDB" if "layout" in options or is_foreign(text) else kind
-    return _opened((_STORES | _SOURCES)[kind], kind, text, options)
-
-
-def _address_and_kind(address: str | Path) -> tuple[str, str]:
-    """Return the path or URI of an address, and its kind."""
     from raypipe.storage.filesystem import refuse_credentials
 
     refuse_credentials(address)
     text = str(address)
     if text.startswith("file://"):
         text = unquote(urlsplit(text).path)
-    return text, _kind_of(text)
-
-
-def _opened(place: tuple[str, str], kind: str, address: str, options: dict[str, Any]) -> Any:
-    module, name = place
+    kind = _kind_of(text)
+    module, name = _STORES[kind]
     make = getattr(import_module(f"raypipe.stores.{module}"), name)
     known = list(signature(make).parameters)
     for option, value in options.items():
         if option not in known:
             raise ConfigError(f"{option}={value!r}: {address} is {kind}, which has no option {option!r}")
-    return make(address, **options)
+    return make(text, **options)
 
 
 def store_options(image_column: str = "image", target_column: str = "label") -> dict[str, str]:
@@ -167,22 +125,16 @@ def _kind_of(address: str) -> str:
     from raypipe.stores.addresses import list_files, names_at
 
     name = split(address)[1].lower()
-    if is_remote(address) and _kind_of_name(name) in _REMOTE:
-        return _checked(_kind_of_name(name), address)
-    names = names_at(address, folders=True)
-    if names is not None and _kind_of_name(name) == "lance":
-        return "lance"
+    if is_remote(address) and _kind_of_name(name):
+        return _kind_of_name(name)
+    names = names_at(address)
     if names is not None:
-        return _checked(_kind_of_folder(address, names), address)
+        return _kind_of_folder(address, names)
     if not is_remote(address) and not Path(address).exists():
         if "*" not in name and "{" not in name:
             raise StoreError(f"{address} does not exist{_near(Path(address))}")
         # The store checks that the other files have this kind too.
-        first = list_files(address, lambda _: True, "such", folders=True)[0].address
-        kind = _kind_of(first)
-        if kind == "folder":
-            raise StoreError(f"{address} matches the folder {first}; a pattern must match files. {_LAYOUTS}")
-        return kind
+        return _kind_of(list_files(address, lambda _: True, "such")[0].address)
     if not is_remote(address) and (kind := _kind_of_name(name)):
         return kind
     if ".tar." in name or name.endswith((".tgz", ".tbz2", ".txz")):
@@ -190,19 +142,8 @@ def _kind_of(address: str) -> str:
     raise StoreError(f"{address} is not a store; {_LAYOUTS}")
 
 
-def _checked(kind: str, address: str) -> str:
-    if address.startswith("hf://") and kind != "parquet":
-        raise StoreError(
-            f"{address} is {kind}, but raypipe reads only Parquet from the Hub. Copy it to a disk with `hf "
-            "download`, or name its Parquet revision, NAME@refs%2Fconvert%2Fparquet"
-        )
-    return kind
-
-
 def _kind_of_name(name: str) -> str:
     """Return the kind of a file by its name; empty if the suffix is unknown."""
-    if name == "data.mdb":
-        return "lmdb"
     return next((kind for kind in _ENDS if name.endswith(f".{kind}")), "")
 
 
@@ -227,21 +168,23 @@ def _kind_of_folder(address: str, names: set[str]) -> str:
     suffixes = {Path(name).suffix[1:] for name in names}
     if {"lmdb", "parquet"} <= suffixes:
         raise StoreError(f"{address} has both *.lmdb and *.parquet files; give the address of one kind")
-    if "data.mdb" in names or "lmdb" in suffixes:
+    if "data.mdb" in names:
+        from raypipe.stores.lmdb import foreign
+
+        raise StoreError(foreign(address))
+    if "lmdb" in suffixes:
         return "lmdb"
     if "parquet" in suffixes:
         return "parquet"
-    if "dataset_dict.json" in names:
-        raise StoreError(f"{address} has several splits, each in a folder: choose one, such as {address}/train")
-    if "arrow" in suffixes:
-        return "arrow"
+    if "arrow" in suffixes or "dataset_dict.json" in names:
+        raise StoreError(
+            f"{address} has Arrow files of the datasets library: write each split as Parquet, with "
+            "dataset.to_parquet('train.parquet')"
+        )
     if "index.json" in names and _is_mds(address, names):
         return "mds"
-    is_local = "://" not in address
-    if is_local and any(Path(address, name).is_dir() for name in names):
+    if has_folders(address):
         return "folder"
     if "tar" in suffixes:
         return "tar"
-    if not is_local and not address.startswith("hf://") and has_folders(address):
-        return "folder"
     raise StoreError(f"{address} contains no store; {_LAYOUTS}")

@@ -53,16 +53,13 @@ def expand(address: str) -> list[str]:
     return addresses
 
 
-def list_files(
-    address: str, is_one: Callable[[str], bool], what: str, *, folders: bool = False
-) -> list[RemoteFile]:
+def list_files(address: str, is_one: Callable[[str], bool], what: str) -> list[RemoteFile]:
     """Return the files of a local address, or the objects of a remote one, from a listing or a manifest.
 
     Args:
         address: an absolute path or a URI.
         is_one: whether a name in a folder is a file of the store; hidden files are skipped before.
         what: the kind of files, for the error.
-        folders: count local folders as files, for the environments of LMDB.
 
     Raises:
         StoreError: there are no files, or a folder's files belong to several splits or are incomplete.
@@ -72,9 +69,9 @@ def list_files(
         return [RemoteFile(name) for name in expanded]
     folder, pattern = split(address)
     if "*" in pattern:
-        files = [name for name in names_at(folder, folders) or () if fnmatchcase(name, pattern)]
+        files = [name for name in names_at(folder) or () if fnmatchcase(name, pattern)]
     else:
-        folder, names = address, names_at(address, folders)
+        folder, names = address, names_at(address)
         if names is None:
             return [RemoteFile(address)]
         if MANIFEST in names:
@@ -91,8 +88,8 @@ def list_files(
     return [RemoteFile(join(folder, name)) for name in sorted(files)]
 
 
-def names_at(address: str, folders: bool = False) -> set[str] | None:
-    """Return the names of a folder's visible files, and of its folders if asked for; None if it is not a folder.
+def names_at(address: str) -> set[str] | None:
+    """Return the names of a folder's visible files; None if the address is not a folder.
 
     Raises:
         StoreError: the folder cannot be listed, or a remote address does not exist.
@@ -103,7 +100,7 @@ def names_at(address: str, folders: bool = False) -> set[str] | None:
             if not path.is_dir():
                 return None
             visible = [child for child in path.iterdir() if child.name[0] not in "._"]
-            return {child.name for child in visible if folders or not child.is_dir()}
+            return {child.name for child in visible if not child.is_dir()}
         filesystem, place = open_filesystem(address)
         kind = filesystem.get_file_info(place).type
         if kind == pyarrow.fs.FileType.NotFound:
@@ -112,11 +109,11 @@ def names_at(address: str, folders: bool = False) -> set[str] | None:
 
 
 def has_folders(address: str) -> bool:
-    """Return whether a folder in an object store contains folders; raises StoreError if it cannot be listed."""
+    """Return whether a folder contains visible folders; raises StoreError if it cannot be listed."""
     with explained(StoreError, f"{address} cannot be opened"):
         filesystem, path = open_filesystem(address)
         infos = filesystem.get_file_info(pyarrow.fs.FileSelector(path))
-        return any(info.type == pyarrow.fs.FileType.Directory for info in infos)
+        return any(info.type == pyarrow.fs.FileType.Directory and info.base_name[0] not in "._" for info in infos)
 
 
 def names_in(filesystem: pyarrow.fs.FileSystem, path: str) -> set[str]:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class LMDBStore(FileStore["_Shards"]):
-    """A store in one LMDB file, an LMDB environment folder, or a folder of `*.lmdb` shards, local or remote.
+    """A store in one LMDB file, or a folder of `*.lmdb` shards, local or remote.
 
     Shards are sorted by name and concatenated; they must agree in columns and classes. Remote shards are read
     through the node's cache, see `raypipe.storage.local_cache`. Values of a missing or damaged record are None.
@@ -46,10 +46,11 @@ class LMDBStore(FileStore["_Shards"]):
 
     def _open(self) -> _Shards:
         (target_column,) = self._options
-        if not is_remote(self.address):
-            return _Shards([_open_file(file.address) for file in lmdb_files(self.address)], target_column)
         if self._listing is None:
-            self._listing = in_threads(_look_up, lmdb_files(self.address))
+            files = list_files(self.address, lambda name: name.endswith(".lmdb"), "*.lmdb")
+            if not is_remote(self.address):
+                return _Shards([_open_file(file.address) for file in files], target_column)
+            self._listing = in_threads(_look_up, files)
         return _Shards(self._listing, target_column)
 
     def close(self) -> None:
@@ -58,24 +59,12 @@ class LMDBStore(FileStore["_Shards"]):
             shared_cache().close([shard.file for shard in self._listing])
 
 
-def lmdb_files(address: str) -> list[RemoteFile]:
-    """Return the files of a store; for a local environment folder, the file in it."""
-    if Path(address, "data.mdb").exists():
-        return [RemoteFile(f"{address}/data.mdb")]
-    what = "data.mdb of an LMDB environment, and no *.lmdb"
-    files = list_files(address, lambda name: name.endswith(".lmdb"), what, folders=True)
-    return [
-        replace(file, address=f"{file.address}/data.mdb") if Path(file.address).is_dir() else file
-        for file in files
-    ]
-
-
-def is_foreign(address: str) -> bool:
-    """Return whether the first file at a local address looks intact, and raypipe did not write it."""
-    try:
-        return LMDBFile(lmdb_files(address)[0].address).get(METADATA_KEY) is None
-    except (StoreError, OSError):  # opening the store will raise it again
-        return False
+def foreign(path: str) -> str:
+    """Return the error about LMDB from another program."""
+    return (
+        f"{path} is LMDB from another program: read it with the library lmdb, and give the samples to "
+        "`raypipe.convert`, as docs/formats.md shows"
+    )
 
 
 @dataclass(frozen=True)
@@ -218,9 +207,7 @@ def _open_file(path: Path | str, source: pa.NativeFile | None = None) -> _Shard:
                 raise
             record = memoryview(b"")
     if record is None:
-        raise StoreError(
-            f"{path} is LMDB from another program: copy it with `raypipe convert`, which reads it from a disk"
-        )
+        raise StoreError(foreign(str(path)))
     if file.num_bytes < file.declared_bytes:
         raise StoreError(
             f"{path} is truncated: {file.num_bytes} bytes, needs {file.declared_bytes}; copy or convert it again"

@@ -145,29 +145,8 @@ class LMDBFile:
         fixed, columns, done = self._read_many(self._reader, np.ascontiguousarray(keys, np.int64), *layout)
         return fixed, columns, np.frombuffer(done, bool)
 
-    def entries(self) -> Iterator[tuple[bytes, memoryview | None]]:
-        """Yield all keys, ascending, each with its value; None for a damaged value."""
-        with self._explained():
-            num_entries = 0
-            last: bytes | None = None
-            for number in self._leaf_numbers(self._root, self._depth):
-                page, num_nodes = self._page(number, _LEAF)
-                for start, key in [_node(page, slot) for slot in range(num_nodes)]:
-                    # This check also ends a walk that reaches a page twice.
-                    if last is not None and key <= last:
-                        raise _DamageError(f"key {key[:64]!r} comes after {last[:64]!r}")
-                    last = key
-                    try:
-                        value: memoryview | None = self._value(page, start)
-                    except _DamageError:
-                        value = None
-                    yield key, value
-                num_entries += num_nodes
-            if num_entries != self.num_entries:
-                raise _DamageError(f"it has {num_entries} keys, but declares {self.num_entries}")
-
     @contextmanager
-    def _explained(self, where: str = "") -> Iterator[None]:
+    def _explained(self, where: str) -> Iterator[None]:
         try:
             yield
         except _DamageError as error:
@@ -248,13 +227,6 @@ class LMDBFile:
         children = [low | high << 32 for low, high, _ in (_NODE.unpack_from(page, start) for start, _ in nodes)]
         self._branches[number] = branch = keys, children
         return branch
-
-    def _leaf_numbers(self, number: int, depth: int) -> Iterator[int]:
-        if depth > 1:
-            for child in self._branch(number)[1]:
-                yield from self._leaf_numbers(child, depth - 1)
-        elif depth:
-            yield number
 
     def _page(self, number: int, kind: int) -> tuple[bytes, int]:
         """Return a branch or leaf page, and its number of nodes."""

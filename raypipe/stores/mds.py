@@ -14,7 +14,7 @@ import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -27,7 +27,7 @@ from raypipe.storage.local_cache import shared_cache
 from raypipe.storage.local_file import OpenFile
 from raypipe.storage.patience import in_threads
 from raypipe.stores.base import MAX_SAMPLE_BYTES, Columns, FileStore, by_part, hash_of_facts, part_of, stored_names
-from raypipe.stores.encodings import DAMAGE, Encoding, encoding_of
+from raypipe.stores.encodings import DAMAGE, ENCODINGS, Encoding
 from raypipe.stores.mds_shard import OpenShard, Shard, check_shard, open_file, unpacked
 from raypipe.stores.numbers import labels_of
 
@@ -59,12 +59,13 @@ class MDSStore(FileStore["_Opened"]):
     """A store in MDS format: a folder with index.json and *.mds, local or remote.
 
     Remote shards are read through the node's cache, see `storage.local_cache`. The fingerprint is a hash over the
-    index: columns, numbers of samples, sizes and checksums. It does not cover the data.
+    index: columns, numbers of samples, sizes and checksums. It does not cover the data. Columns of unknown
+    encodings, such as pickles, are left out.
 
     Args:
         address: path or URI of the folder.
         image_column: the column that becomes `image`.
-        target_column: the column of numbers, or of arrays of numbers, that becomes `label`; integers are classes.
+        target_column: the column of numbers that becomes `label`; integers are classes.
             The store has no labels if the shards lack `label`; a column of any other name must exist.
     """
 
@@ -72,13 +73,6 @@ class MDSStore(FileStore["_Opened"]):
 
     def __init__(self, address: str | Path, image_column: str = "image", target_column: str = "label") -> None:
         super().__init__(address, image_column, target_column)
-
-    def read(self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")) -> Columns:
-        """Read samples, see `Store.read`."""
-        for name in columns:
-            if name in self._contents.refused:
-                raise StoreError(f"{self.address}: {_refusal(name, self._contents.refused[name])}")
-        return super().read(indices, columns)
 
     def _open(self) -> _Opened:
         index, files = self._listing or self._find()
@@ -90,7 +84,6 @@ class MDSStore(FileStore["_Opened"]):
         where = join(self.address, _INDEX)
         try:
             index = _parsed(read_json(where))
-            index = replace(index, shards=tuple(map(self._preferred, index.shards)))
             for shard in index.shards:
                 check_shard(shard)
         except ConfigError as error:
@@ -108,12 +101,6 @@ class MDSStore(FileStore["_Opened"]):
         if is_remote(self.address):
             files = in_threads(lambda file: file.checked(look_up(file.address)), files)
         return index, files
-
-    def _preferred(self, shard: Shard) -> Shard:
-        """Return a local shard's uncompressed file if the compressed one is missing, else the shard itself."""
-        if not shard.unpacked_name or is_remote(self.address) or Path(self.address, shard.name).exists():
-            return shard
-        return Shard(shard.unpacked_name, shard.num_samples, shard.unpacked_bytes)
 
 
 def _parsed(content: Any) -> _IndexFile:
@@ -144,18 +131,7 @@ def _shard_of(entry: dict[str, Any]) -> Shard:
     name, num_bytes, num_samples = str(raw["basename"]), int(raw["bytes"]), int(entry["samples"])
     if packed is None:
         return Shard(name, num_samples, num_bytes)
-    return Shard(
-        str(packed["basename"]), num_samples, int(packed["bytes"]), str(entry["compression"]), num_bytes, name
-    )
-
-
-def _refusal(name: str, encoding: str) -> str:
-    if encoding in ("pkl", "pickle"):
-        return (
-            f"column {name!r} is pickled, and raypipe does not run pickles, since they are programs: write the "
-            "dataset again with bytes, text or numbers"
-        )
-    return f"column {name!r} has the encoding {encoding!r}, which raypipe cannot read"
+    return Shard(str(packed["basename"]), num_samples, int(packed["bytes"]), str(entry["compression"]), num_bytes)
 
 
 class _Opened:
@@ -173,17 +149,15 @@ class _Opened:
     ) -> None:
         self._shards, self._files = index.shards, files
         self._sizes, self._num_sizes = index.sizes, index.sizes.count(None)
-        encodings = {name: encoding_of(kind) for name, kind in index.encodings.items()}
-        self.refused = {name: index.encodings[name] for name, encoding in encodings.items() if encoding is None}
+        encodings = {name: ENCODINGS.get(kind.partition(":")[0]) for name, kind in index.encodings.items()}
         known = {name: encoding for name, encoding in encodings.items() if encoding is not None}
         renamed = {"image": image_column, "label": target_column}
         stored = _stored_names(address, index.encodings, known, renamed)
         places = list(index.encodings)
         self._fields = {name: (places.index(place), known[place]) for name, place in stored.items()}
         self.columns = tuple(self._fields)
-        label = self._fields["label"][1] if "label" in self._fields else None
-        integers = label is not None and label.dtype is not None and label.dtype.kind in "iu" and not label.shape
-        self.label_is_class = label is None or integers
+        label = self._fields["label"][1].dtype if "label" in self._fields else None
+        self.label_is_class = label is None or label.kind in "iu"
         counts = [shard.num_samples for shard in index.shards]
         self._bounds = np.cumsum([0, *counts], dtype=np.int64)
         # A compressed shard is unpacked as a whole, so its samples are read together.
@@ -234,7 +208,7 @@ class _Opened:
         encoding = self._fields[name][1]
         column: Any = values
         if encoding.dtype is not None and None not in values:
-            column = np.array(values, encoding.dtype).reshape(len(values), *encoding.shape)
+            column = np.array(values, encoding.dtype)
         return labels_of(column) if name == "label" and self.label_is_class else column
 
     def _shard(self, number: int) -> OpenShard:
@@ -265,11 +239,9 @@ def _stored_names(
     stored = stored_names(address, kinds, renamed)
     for name in renamed.keys() & stored:
         place = stored[name]
-        if place not in encodings:
-            raise StoreError(f"{address}: {_refusal(place, kinds[place])}")
-        encoding = encodings[place]
-        if not (encoding.is_image if name == "image" else encoding.dtype is not None or encoding.is_array):
-            needed = "jpeg, png or bytes" if name == "image" else "a number or an array"
+        encoding = encodings.get(place)
+        if encoding is None or not (encoding.is_image if name == "image" else encoding.dtype):
+            needed = "jpeg, png or bytes" if name == "image" else "a number"
             raise StoreError(
                 f"{address}: column {place!r} has the encoding {kinds[place]!r}; {name} must be {needed}: "
                 f"set {name}_column"

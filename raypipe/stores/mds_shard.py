@@ -31,7 +31,6 @@ class Shard:
         num_bytes: size of the file.
         codec: compression, such as `zstd:7`; empty = not compressed.
         unpacked_bytes: unpacked size; only with a codec.
-        unpacked_name: the uncompressed file, which may be missing; empty = none.
     """
 
     name: str
@@ -39,7 +38,6 @@ class Shard:
     num_bytes: int
     codec: str = ""
     unpacked_bytes: int = -1
-    unpacked_name: str = ""
 
 
 def check_shard(shard: Shard) -> None:

@@ -10,7 +10,7 @@ from raypipe.errors import ConfigError
 from raypipe.stores.base import Columns, Store, missing
 
 SIZE_COLUMNS = ("width", "height")
-"""Size of an image in pixels, int64; -1 if its header cannot be read."""
+"""Size of an image in pixels, int64; -1 if its header cannot be read. `raypipe convert` writes them."""
 
 _CHUNK = 1 << 16
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from raypipe.stores.base import Store
 from raypipe.transform.decode import decode
 
 from pictures import picture  # isort: skip
-from shard_writers import write_lmdb  # isort: skip
 
 DATA = Path(__file__).parents[1] / "stores" / "data"
 IMAGES = [picture(i, 8, 8) for i in range(30)]
@@ -39,39 +37,6 @@ def contents(store: Store) -> dict[str, list[Any]]:
     """All columns but the sizes, which a conversion adds."""
     columns = tuple(name for name in store.columns if name not in ("width", "height"))
     return {name: list(values) for name, values in store.read(np.arange(len(store)), columns).items()}
-
-
-def labelled_entry(key: bytes, value: bytes) -> dict[str, Any]:
-    """A layout of a user's."""
-    if value == b"damaged":
-        raise ValueError("damaged")
-    return {"image": value[1:], "label": value[0]}
-
-
-def test_lmdb_of_images_and_of_a_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    src = write_lmdb(tmp_path / "a.lmdb", {b"%040x" % i: image for i, image in enumerate(IMAGES)})
-    assert contents(converted(capsys, src, tmp_path / "b.parquet")) == {"image": IMAGES}
-    entries = {b"%02d" % i: bytes([i]) + image for i, image in enumerate(IMAGES)}
-    src = write_lmdb(tmp_path / "c.lmdb", entries | {b"__len__": b"30"})
-    store = converted(capsys, src, tmp_path / "d.lmdb", f"--layout={__name__}:labelled_entry")
-    assert contents(store) == {"image": IMAGES, "label": list(range(30))}
-    with pytest.raises(SystemExit):
-        cli.main(["convert", str(src), str(tmp_path / "e.lmdb")])
-    assert "--layout module:function" in capsys.readouterr().err
-
-
-def test_a_damaged_entry_is_skipped_where_that_is_asked_for(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    entries = {b"%d" % i: bytes([i]) + image for i, image in enumerate(IMAGES[:8])}
-    src = write_lmdb(tmp_path / "a.lmdb", entries | {b"7": b"damaged"})
-    command = ["convert", str(src), f"{tmp_path}/b.lmdb", f"--layout={__name__}:labelled_entry"]
-    with pytest.raises(SystemExit):
-        cli.main(command)
-    assert "sample 7: it has no bytes" in capsys.readouterr().err
-    cli.main([*command, "--on-bad-sample=skip"])
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert (found["samples"], found["skipped"]) == (7, 1)
 
 
 def test_a_split_of_hugging_face(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -164,16 +129,10 @@ def test_an_iterable_that_breaks_off_leaves_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "a.lmdb").exists() and list((tmp_path / "cache").glob("samples-*")) == []
 
 
-def test_each_format_on_files_of_its_own_library(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
-        for i, image in enumerate(IMAGES):
-            archive.writestr(f"{i % 3}/{i:02}.jpg", image)
+def test_webdataset_on_files_of_its_own_library(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with webdataset.TarWriter(str(tmp_path / "w.tar")) as tar:
         for i, image in enumerate(IMAGES):
             tar.write({"__key__": f"{i:02}", "jpg": image, "cls": i % 3})
-    order = sorted(range(30), key=lambda i: (i % 3, i))
-    for name, expected in (("a.zip", order), ("w.tar", range(30))):
-        store = converted(capsys, tmp_path / name, tmp_path / f"{name}.lmdb")
-        found = contents(store)
-        assert store.classes == (("0", "1", "2") if name == "a.zip" else None)
-        assert found == {"image": [IMAGES[i] for i in expected], "label": [i % 3 for i in expected]}
+    store = converted(capsys, tmp_path / "w.tar", tmp_path / "w.lmdb")
+    assert store.classes is None
+    assert contents(store) == {"image": IMAGES, "label": [i % 3 for i in range(30)]}

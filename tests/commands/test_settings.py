@@ -102,7 +102,7 @@ COMMANDS = [
     ["train", "--resume", "."],
     ["train", "--resume", ".", "--trust-run-code"],
     ["digest", "--store.train=.", "--pool.engine=inline", "--transform.train=planted:make", *SMALL],
-    ["convert", ".", "../a.lmdb", "--layout=planted:make"],
+    ["convert", ".", "../a.lmdb"],
 ]
 
 

@@ -20,7 +20,7 @@ from mutate_columns import GROUPS, NUM, Case
 from raypipe.config import PlanConfig, TransformConfig
 from raypipe.errors import ConfigError, StoreError
 from raypipe.plan.places import MicroBatchId
-from raypipe.stores import _SOURCES, open_source, open_store
+from raypipe.stores import open_store
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.row import SourceRow
@@ -67,12 +67,7 @@ def check(case: Case, path: Path, values: list[Any], damaged: int, through_row: 
     written = case.write(path, values)
     address = getattr(written, "address", str(written))
     try:
-        if case.store in _SOURCES:
-            found = list(open_source(written, **case.options))
-            assert len(found) == NUM
-            rows = {i: sample["label"] for i, sample in enumerate(found) if sample["image"] is not None}
-        else:
-            rows = rows_of(case, written, damaged, through_row)
+        rows = rows_of(case, written, damaged, through_row)
     except (StoreError, ConfigError) as error:
         assert address in str(error) and len(str(error)) < 2_000, error
         return "clear error"

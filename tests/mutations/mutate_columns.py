@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import cv2
-import lance
 import lmdb
 import numpy as np
 import pyarrow as pa
@@ -312,18 +311,12 @@ def columns_of(column: str, values: Values) -> dict[str, Values]:
     return fixed | {column: values}
 
 
-def write_table(kind: str, column: str, arrow: Any, path: Path, values: Values) -> Path:
-    """Parquet, Arrow or Lance; `arrow` makes the column of the values."""
+def write_table(column: str, arrow: Any, path: Path, values: Values) -> Path:
+    """Parquet; `arrow` makes the column of the values."""
     columns = {name: pa.array(each) for name, each in columns_of(column, values).items() if name != column}
     table = pa.table(columns | {column: arrow(values)})
-    path = path.with_suffix(f".{kind}")
-    if kind == "parquet":
-        pq.write_table(table, path, row_group_size=10, write_statistics=False)
-    elif kind == "lance":
-        lance.write_dataset(table, str(path))
-    else:
-        with pa.ipc.new_stream(str(path), table.schema) as writer:
-            writer.write_table(table, max_chunksize=7)
+    path = path.with_suffix(".parquet")
+    pq.write_table(table, path, row_group_size=10, write_statistics=False)
     return path
 
 
@@ -401,15 +394,13 @@ def write_shards(column: str, encoding: tuple[str, int | None], path: Path, valu
 def carriers(form: Form) -> Iterator[tuple[str, Write]]:
     """The formats that have columns of bytes, or of text, and how a store of a form's values is written."""
     yield "lmdb", partial(_lmdb_of, form)
-    for kind in ("parquet", "arrow", "lance"):
-        yield kind, partial(write_table, kind, "value", _strings if form.is_text else pa.array)
+    yield "parquet", partial(write_table, "value", _strings if form.is_text else pa.array)
     yield "mds", partial(write_shards, "value", ("str" if form.is_text else "bytes", None))
 
 
 def image_carriers(suffix: str) -> Iterator[tuple[str, Write]]:
     yield "lmdb", _lmdb_images
-    for kind in ("parquet", "arrow", "lance"):
-        yield kind, partial(write_table, kind, "image", pa.array)
+    yield "parquet", partial(write_table, "image", pa.array)
     yield "mds", partial(write_shards, "image", ("bytes", None))
     yield "tar", partial(write_tar, lambda number, value: {f"a/{number:04d}.{suffix}": value})
     yield "folder", partial(write_folder, suffix)
@@ -563,43 +554,42 @@ def _changed_list(value: list[Any] | None, rng: np.random.Generator) -> Any:
 
 
 def arrow_labels() -> Iterator[Case]:
-    for kind in ("parquet", "arrow", "lance"):
-        for of_type in numeric_types():
-            is_class = pa.types.is_integer(of_type)
-            seeds = [True, False] if pa.types.is_boolean(of_type) else [0, 1, 2]
-            damage = {"null": no_label, "edge": partial(_within, of_type)}
-            write = partial(write_table, kind, "label", partial(_arrow_of, of_type))
-            mean = partial(_exact_of, of_type)
-            yield Case(f"label {of_type}", kind, write, seeds, mean, damage, "label")
-            value = partial(write_table, kind, "value", partial(_arrow_of, of_type))
-            yield Case(f"array {of_type}", kind, value, seeds, mean, damage, "value", {"value": {}})
-            for dtype in ("float32", "int16", "uint64"):
-                options = {"dtype": dtype}
-                if is_class:
-                    columns = {"label": options}
-                    yield Case(f"label {of_type} as {dtype}", kind, write, seeds, mean, damage, "label", columns)
-                if is_class or dtype == "float32":
-                    columns = {"value": options}
-                    yield Case(f"array {of_type} as {dtype}", kind, value, seeds, mean, damage, "value", columns)
-            lists = partial(write_table, kind, "value", partial(_arrow_lists, of_type))
-            of_lists = [[each, each] for each in seeds]
-            damage = {"list": _changed_list, "edge": partial(_within_list, of_type)}
-            yield Case(
-                f"ragged {of_type}",
-                kind,
-                lists,
-                of_lists,
-                partial(_list_of, of_type),
-                damage,
-                "value",
-                {"value": {}},
-            )
-        for list_type in (pa.list_(pa.int64()), pa.large_list(pa.float32()), pa.list_(pa.int16(), 2)):
-            options = {} if pa.types.is_fixed_size_list(list_type) else {"length": 2}
-            damage = {"list": _changed_list} if options else {"null": no_label}
-            write = partial(write_table, kind, "label", partial(_lists, list_type))
-            seeds = [[1, 2], [0, 5]]
-            yield Case(f"label {list_type}", kind, write, seeds, as_numbers, damage, "label", {"label": options})
+    for of_type in numeric_types():
+        is_class = pa.types.is_integer(of_type)
+        seeds = [True, False] if pa.types.is_boolean(of_type) else [0, 1, 2]
+        damage = {"null": no_label, "edge": partial(_within, of_type)}
+        write = partial(write_table, "label", partial(_arrow_of, of_type))
+        mean = partial(_exact_of, of_type)
+        yield Case(f"label {of_type}", "parquet", write, seeds, mean, damage, "label")
+        value = partial(write_table, "value", partial(_arrow_of, of_type))
+        yield Case(f"array {of_type}", "parquet", value, seeds, mean, damage, "value", {"value": {}})
+        for dtype in ("float32", "int16", "uint64"):
+            options = {"dtype": dtype}
+            if is_class:
+                columns = {"label": options}
+                yield Case(f"label {of_type} as {dtype}", "parquet", write, seeds, mean, damage, "label", columns)
+            if is_class or dtype == "float32":
+                columns = {"value": options}
+                yield Case(f"array {of_type} as {dtype}", "parquet", value, seeds, mean, damage, "value", columns)
+        lists = partial(write_table, "value", partial(_arrow_lists, of_type))
+        of_lists = [[each, each] for each in seeds]
+        damage = {"list": _changed_list, "edge": partial(_within_list, of_type)}
+        yield Case(
+            f"ragged {of_type}",
+            "parquet",
+            lists,
+            of_lists,
+            partial(_list_of, of_type),
+            damage,
+            "value",
+            {"value": {}},
+        )
+    for list_type in (pa.list_(pa.int64()), pa.large_list(pa.float32()), pa.list_(pa.int16(), 2)):
+        options = {} if pa.types.is_fixed_size_list(list_type) else {"length": 2}
+        damage = {"list": _changed_list} if options else {"null": no_label}
+        write = partial(write_table, "label", partial(_lists, list_type))
+        seeds = [[1, 2], [0, 5]]
+        yield Case(f"label {list_type}", "parquet", write, seeds, as_numbers, damage, "label", {"label": options})
 
 
 def _exact_of(kind: pa.DataType, value: Any) -> Any:
@@ -608,45 +598,6 @@ def _exact_of(kind: pa.DataType, value: Any) -> Any:
 
 
 # Encodings of MDS, by struct and numpy
-
-
-def _mds_array(array: np.ndarray) -> bytes:
-    codes = {
-        "u1": 8,
-        "i1": 9,
-        "u2": 16,
-        "i2": 17,
-        "f2": 18,
-        "u4": 32,
-        "i4": 33,
-        "f4": 34,
-        "u8": 64,
-        "i8": 65,
-        "f8": 66,
-    }
-    return bytes([codes[array.dtype.str[1:]], array.ndim << 2]) + bytes(array.shape) + array.tobytes()
-
-
-def mds_array_of(data: bytes) -> np.ndarray:
-    types = {
-        8: "u1",
-        9: "i1",
-        16: "u2",
-        17: "i2",
-        18: "f2",
-        32: "u4",
-        33: "i4",
-        34: "f4",
-        64: "u8",
-        65: "i8",
-        66: "f8",
-    }
-    dtype, num, width = np.dtype(types[data[0]]), data[1] >> 2, 1 << data[1] % 4
-    shape = [int.from_bytes(data[2 + width * i :][:width], "little") for i in range(num)]
-    rest = data[2 + width * num :]
-    if len(data) < 2 + width * num:
-        raise ValueError("no shape")
-    return _shaped(rest, dtype, shape)
 
 
 def _shaped(data: bytes, dtype: Any, shape: Sequence[int]) -> np.ndarray:
@@ -675,22 +626,16 @@ class Encoded:
     """Sound values of an encoding, and their meaning.
 
     Attributes:
-        name: with what it has behind the colon in an index.
         num_bytes: as an index of MDS has it; None = each value has its own.
-        options: of a column of it.
         where: it may be a column, a label, or an image.
     """
 
     seeds: Sequence[bytes]
     mean: Callable[[bytes], Any]
-    name: str = ""
     num_bytes: int | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
     where: tuple[str, ...] = ("value", "label")
 
 
-_PAIRS = [np.array([1, 2]), np.array([3, 4])]
-_TWO = {"length": 2}
 _FILES = Encoded([IMAGE, _RGBA], IMAGES["image, PNG"].mean, where=("image",))
 ENCODED: dict[str, Encoded] = {
     **dict.fromkeys(("jpeg", "png"), _FILES),
@@ -699,7 +644,6 @@ ENCODED: dict[str, Encoded] = {
         kind: Encoded(
             [struct.pack(f"<{code}", i) for i in range(3)],
             partial(_number_of, code),
-            "",
             struct.calcsize(f"<{code}"),
         )
         for kind, code in _CODES.items()
@@ -707,24 +651,16 @@ ENCODED: dict[str, Encoded] = {
     "str_int": Encoded([b"1", b"-22"], lambda data: as_numbers(int(data.decode()))),
     "str_float": Encoded([b"1.5", b"-2e3"], lambda data: as_numbers(float(data.decode()))),
     "str": Encoded([b"ab", "ä".encode()], bytes.decode, where=("value",)),
-    "str_decimal": Encoded([b"1.50", b"2"], bytes.decode, where=("value",)),
     "json": Encoded([b'{"a": 1}', b'{"a": [2, "x"]}'], json.loads, where=("value",)),
-    "ndarray": Encoded([*map(_mds_array, _PAIRS)], mds_array_of, options=_TWO),
-    "ndarray of a shape": Encoded(
-        [each.astype("<i4").tobytes() for each in _PAIRS],
-        lambda data: _shaped(data, "<i4", (2,)),
-        "ndarray:int32:2",
-        8,
-    ),
 }
 
 
 def encoding_cases() -> Iterator[Case]:
     for kind, each in ENCODED.items():
         for where in each.where:
-            write = partial(write_shards, where, (each.name or kind, each.num_bytes))
+            write = partial(write_shards, where, (kind, each.num_bytes))
             damage = ANY | ({"digits": digits} if kind.startswith("str_") else {})
-            columns = {} if where == "image" else {where: each.options} if where == "value" or each.options else {}
+            columns = {"value": {}} if where == "value" else {}
             yield Case(f"{where} of {kind}", "mds", write, each.seeds, each.mean, damage, where, columns)
 
 

@@ -8,7 +8,6 @@ import struct
 import sys
 import tarfile
 import tempfile
-import zipfile
 from pathlib import Path
 
 import lmdb
@@ -76,34 +75,12 @@ def make(folder: Path, images: list[bytes]) -> dict[str, list[Path]]:
                 member = tarfile.TarInfo(f"{i:06d}.{suffix}")
                 member.size = len(content)
                 tar.addfile(member, io.BytesIO(content))
-    made["zip"] = [folder / "stored.zip", folder / "deflated.zip"]
-    for path, method in zip(made["zip"], (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED), strict=True):
-        with zipfile.ZipFile(path, "w", method) as archive:
-            for i, image in enumerate(images):
-                archive.writestr(f"train/{CLASSES[i % 3]}/{i:02d}.jpg", image)
-    made["foreign"] = _foreign(folder, images)
     root = folder / "folder"
     made["folder"] = [root / CLASSES[i % 3] / f"{i:02d}.jpg" for i in range(NUM_SAMPLES)]
     for path, image in zip(made["folder"], images, strict=True):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(image)
     return made
-
-
-def _foreign(folder: Path, images: list[bytes]) -> list[Path]:
-    """LMDB as others write it."""
-    entries: dict[str, dict[bytes, bytes]] = {
-        "lsun": {b"%040x" % (i * 7919): image for i, image in enumerate(images)},
-        "numbered": {b"%08d" % i: image for i, image in enumerate(images)} | {b"__len__": b"24"},
-    }
-    for name, of_file in entries.items():
-        with (
-            lmdb.open(str(folder / f"{name}.lmdb"), subdir=False, lock=False, map_size=1 << 30) as env,
-            env.begin(write=True) as txn,
-        ):
-            for key, value in of_file.items():
-                txn.put(key, value)
-    return [folder / f"{name}.lmdb" for name in entries]
 
 
 def _tar(path: Path, images: list[bytes], layout: int) -> Path:
@@ -297,26 +274,6 @@ def webdataset_text(data: bytes, rng: np.random.Generator) -> bytes:
     return flip_within(data, rng, at, at + sizes[at])
 
 
-# zip
-
-
-def zip_directory(data: bytes, rng: np.random.Generator) -> bytes:
-    """The central directory: sizes, methods, flags, positions, names."""
-    return (flip_within, number)[int(rng.integers(2))](data, rng, data.index(b"PK\x01\x02"), len(data) - 22)
-
-
-def zip_end(data: bytes, rng: np.random.Generator) -> bytes:
-    """The end mark: where the directory is, how long, of how many members, and the comment behind it."""
-    return (flip_within, number)[int(rng.integers(2))](data, rng, len(data) - 22, len(data))
-
-
-def zip_local(data: bytes, rng: np.random.Generator) -> bytes:
-    """The header in front of a member's data."""
-    starts = [at for at in range(len(data) - 30) if data[at : at + 4] == b"PK\x03\x04"]
-    at = int(rng.choice(starts))
-    return (flip_within, number)[int(rng.integers(2))](data, rng, at, at + 30)
-
-
 # A folder: what may be there in a file's place
 
 
@@ -340,7 +297,6 @@ def no_file(path: Path, rng: np.random.Generator) -> str:
 
 OF_KIND: dict[str, dict[str, Mutation]] = {
     "lmdb": {"page": page, "meta": lmdb_meta, "tree": lmdb_tree, "tree, again": lmdb_tree},
-    "foreign": {"page": page, "meta": lmdb_meta, "tree": lmdb_tree, "tree, again": lmdb_tree},
     "parquet": {
         "page": page,
         "footer": parquet_footer,
@@ -355,12 +311,6 @@ OF_KIND: dict[str, dict[str, Mutation]] = {
         "extended header": tar_pax,
         "text": webdataset_text,
         "text, again": webdataset_text,
-    },
-    "zip": {
-        "directory": zip_directory,
-        "directory, again": zip_directory,
-        "end mark": zip_end,
-        "header": zip_local,
     },
     "folder": {},
 }

@@ -42,13 +42,11 @@ from raypipe.commands.settings import parse_command
 from raypipe.config import RunConfig
 from raypipe.stores.record import read_bad_list
 from raypipe.streaming.digest import DigestFile
-from raypipe.stores import open_source, open_store
-from raypipe.stores import base, folder, lmdb, parquet, tar, zip
+from raypipe.stores import open_store
+from raypipe.stores import base, folder, lmdb, parquet, tar
 from raypipe.transform.transform_steps import read_steps
 
 def store(path):
-    if path.endswith(".zip"):
-        return list(open_source(path))
     opened = open_store(path)
     opened.read(np.arange(len(opened)), ("image",))
 
@@ -124,7 +122,7 @@ def check_refused(outcome: str, name: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-@pytest.mark.parametrize("suffix", ["tar", "zip", "parquet", "lmdb"])
+@pytest.mark.parametrize("suffix", ["tar", "parquet", "lmdb"])
 def test_a_store(suffix: str, kind: str, read: Read, tmp_path: Path) -> None:
     path = tmp_path / f"train.{suffix}"
     KINDS[kind][0](path)
@@ -136,17 +134,11 @@ def test_a_store(suffix: str, kind: str, read: Read, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("reader", "suffix"),
-    [("inspect", "tar"), ("inspect", "parquet"), ("convert", "tar"), ("convert", "parquet"), ("convert", "zip")],
+    [("inspect", "tar"), ("inspect", "parquet"), ("convert", "tar"), ("convert", "parquet")],
 )
 def test_a_command(suffix: str, reader: str, read: Read, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / f"train.{suffix}")
     check_refused(read(reader, tmp_path / f"train.{suffix}"), f"train.{suffix}", "FIFO")
-
-
-@pytest.mark.parametrize("kind", list(KINDS))
-def test_the_file_of_an_lmdb_environment(kind: str, read: Read, tmp_path: Path) -> None:
-    KINDS[kind][0](tmp_path / "data.mdb")
-    check_refused(read("store", tmp_path), "data.mdb", kind)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "folder"])

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import io
-import json
 import pickle
 import re
-import shutil
 import struct
 import subprocess
 import sys
@@ -14,7 +12,6 @@ import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
-import lance
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -105,19 +102,6 @@ def make_webdataset_shards(folder: Path, images: list[bytes]) -> Store:
     return open_store(folder)
 
 
-def make_arrow(folder: Path, images: list[bytes]) -> Store:
-    (folder / "data").mkdir()
-    metadata = {"huggingface": json.dumps({"info": {"features": {"label": {"names": CLASSES}}}})}
-    kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
-    schema = pa.schema([("image", kind), ("label", pa.int64())], metadata=metadata)
-    for number, (start, end) in enumerate([(0, 6), (6, 10)]):
-        column = [{"bytes": image, "path": f"{i}.png"} for i, image in enumerate(images[start:end])]
-        table = pa.table({"image": column, "label": LABELS[start:end]}, schema=schema)
-        with pa.ipc.new_stream(folder / "data" / f"data-{number:05d}-of-00002.arrow", schema) as writer:
-            writer.write_table(table, max_chunksize=4)
-    return open_store(folder / "data")
-
-
 def _shards_of(images: list[bytes]) -> list[list[tuple[bytes, bytes]]]:
     values = [(image, struct.pack("<q", label)) for image, label in zip(images, LABELS, strict=True)]
     return [values[:4], values[4:5], values[5:]]
@@ -131,14 +115,6 @@ def make_mds(folder: Path, images: list[bytes]) -> Store:
 def make_mds_compressed(folder: Path, images: list[bytes]) -> Store:
     write_mds(folder / "data", {"image": ("png", None), "label": ("int", 8)}, _shards_of(images), "zstd")
     return open_store(folder / "data")
-
-
-def make_lance(folder: Path, images: list[bytes]) -> Store:
-    features = {"info": {"features": {"label": {"names": CLASSES}}}}
-    schema = pa.schema([("image", pa.binary()), ("label", pa.int64())], {"huggingface": json.dumps(features)})
-    table = pa.table({"image": images, "label": LABELS}, schema=schema)
-    lance.write_dataset(table, str(folder / "data.lance"), max_rows_per_file=4)
-    return open_store(folder / "data.lance")
 
 
 def _without_time(member: tarfile.TarInfo) -> tarfile.TarInfo:
@@ -163,10 +139,8 @@ MAKERS: dict[str, Callable[[Path, list[bytes]], Store]] = {
     "tar": make_tar,
     "webdataset": make_webdataset,
     "webdataset_shards": make_webdataset_shards,
-    "arrow": make_arrow,
     "mds": make_mds,
     "mds_compressed": make_mds_compressed,
-    "lance": make_lance,
     "memory": make_memory,
     "memory_groups": make_memory_groups,
 }
@@ -256,10 +230,8 @@ NAMES = {
     "tar": "/data.tar, ./train/cat/009.PNG",
     "webdataset": "/data.tar, 009.png",
     "webdataset_shards": "/00002.tar, 009.png",
-    "arrow": "/data/data-00001-of-00002.arrow, batch 0, row 3",
     "mds": "/data/shard.00002.mds, sample 4",
     "mds_compressed": "/data/shard.00002.mds.zstd, sample 4",
-    "lance": "/data.lance, version 1, row 9",
 }
 
 
@@ -310,11 +282,7 @@ def test_fingerprint(store: Store, kind: str, tmp_path: Path) -> None:
     assert re.fullmatch("[0-9a-f]{32}", store.fingerprint)
     again = tmp_path / "again"
     again.mkdir()
-    if kind == "lance":  # whose library names each file anew: a copy is the same store
-        shutil.copytree(tmp_path / "data.lance", again / "data.lance")
-        assert open_store(again / "data.lance").fingerprint == store.fingerprint
-    else:
-        assert MAKERS[kind](again, IMAGES).fingerprint == store.fingerprint
+    assert MAKERS[kind](again, IMAGES).fingerprint == store.fingerprint
     store.close()
     assert pickle.loads(pickle.dumps(store)).fingerprint == store.fingerprint
 

@@ -220,7 +220,7 @@ def test_a_shard_that_is_another_one_by_now_is_refused(bucket: str, tmp_path: Pa
         ("junk.lmdb", r"junk\.lmdb cannot be opened as LMDB: "),
         ("junk.tar", r"junk\.tar cannot be read as tar: "),
         ("junk.7z", r"junk\.7z is not a store; raypipe reads"),
-        ("folder.lmdb", r"folder\.lmdb has no .* \*\.lmdb files"),
+        ("folder.lmdb", r"folder\.lmdb has no \*\.lmdb files"),
         ("x-{9..1}.tar", r"stands for 0 shards"),
     ],
 )
@@ -296,7 +296,7 @@ def test_an_upload_that_fails_leaves_the_old_store_or_none(
         copied.clear()
         with pytest.raises(StoreError, match=rf"{name} cannot be written: the network is gone"):
             upload(tmp_path, f"{bucket}/{name}", b"new", overwrite)
-    with pytest.raises(StoreError, match=r"new\.lmdb has no .* \*\.lmdb files"):
+    with pytest.raises(StoreError, match=r"new\.lmdb has no \*\.lmdb files"):
         len(open_store(f"{bucket}/new.lmdb"))
     store = open_store(f"{bucket}/old.lmdb")
     assert store.read(np.arange(len(IMAGES)))["image"] == IMAGES
@@ -329,7 +329,9 @@ def test_lmdb_that_others_wrote_is_to_be_copied_first(bucket: str, tmp_path: Pat
     with lmdb.open(str(path), subdir=False, lock=False) as env, env.begin(write=True) as txn:
         txn.put(b"0", IMAGES[1])
     put(path, f"{bucket}/train/0.lmdb")
-    with pytest.raises(StoreError, match=r"train/0\.lmdb is LMDB from another program: .*from a disk"):
+    with pytest.raises(
+        StoreError, match=r"train/0\.lmdb is LMDB from another program: read it with the library lmdb"
+    ):
         len(open_store(f"{bucket}/train"))
 
 

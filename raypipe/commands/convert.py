@@ -323,15 +323,6 @@ def _checked(image: bytes | memoryview | None, short_side: int, quality: int) ->
     return encode_jpeg(resize_short_side(decode(image, min_side=short_side), short_side), quality)
 
 
-def size_of(image: bytes, exif: bool = False) -> dict[str, int]:
-    """`width` and `height`, in pixels, that a run decodes, by the image's header; or NO_SIZE."""
-    try:
-        height, width = header_size(image, exif)
-    except SampleError:
-        return NO_SIZE
-    return {"width": width, "height": height}
-
-
 def _made_seekable(image: bytes) -> bytes:
     """Make a JPEG seekable, with its pixels compared; other images and unusual JPEGs stay as they are.
 

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ray.util.metrics import Counter, Gauge
 
 from raypipe.logs import STAGES
+from raypipe.storage.patience import take_counts
 
 if TYPE_CHECKING:
     from raypipe.metrics.timing import StageTimes
@@ -46,6 +47,7 @@ class Metric(NamedTuple):
 
 _RUN, _SPLIT, _RANK = ("run",), ("run", "split"), ("run", "rank")
 _RANK_SPLIT = (*_RANK, "split")
+_STORAGE = (*_RUN, "role", "operation")
 _ALL = (
     Metric("raypipe_trainer_images_total", _RANK_SPLIT, "Images that a rank was given, without padding."),
     Metric("raypipe_trainer_wait_seconds_total", _RANK_SPLIT, "Waiting for data, without the first batch."),
@@ -129,6 +131,12 @@ class Recorder:
             self.add({name: total - before}, **labels)
             self._totals[key] = max(total, before)
 
+    def add_storage(self, role: str) -> None:
+        """Count what this process has asked of object storage since it was last counted."""
+        for operation, amounts in take_counts().items():
+            named = {f"storage_{name}_total": amount for name, amount in amounts.items()}
+            self.add(named, role=role, operation=operation)
+
     def set(self, values: Mapping[str, float], **labels: str) -> None:
         """Set gauges."""
         for name, value in values.items():
@@ -192,6 +200,7 @@ class TrainerMetrics(Recorder):
             of_run: values of the whole run, see `learnt`.
         """
         self._recorded_at = time.monotonic()
+        self.add_storage("trainer")
         for split, of in times.items():
             seconds = {f"trainer_{stage}_seconds_total": getattr(of, f"{stage}_s") for stage in STAGES}
             counts = {

@@ -1,4 +1,4 @@
-"""Retries for remote file systems: one policy for every operation.
+"""Retries for remote file systems: one policy for every operation, with counts of the operations.
 
     error                              retried for                               then raises
     503, 500, 429, timeouts,           RAYPIPE_STORAGE_PATIENCE_S (300)          OutageError, which counts
@@ -19,6 +19,7 @@ import random
 import re
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextvars import ContextVar
@@ -78,6 +79,29 @@ _impatient: ContextVar[bool] = ContextVar("impatient", default=False)
 _given_up: ContextVar[threading.Event | None] = ContextVar("given up", default=None)
 
 
+_counts: dict[tuple[str, str], float] = defaultdict(float)  # (operation, name of the count) → count
+_counts_lock = threading.Lock()
+
+
+def take_counts() -> dict[str, dict[str, float]]:
+    """Return and reset this process's counts, by operation: requests, seconds, bytes, retries, errors.
+
+    Seconds include waits. A request with all its attempts counts once; only raised errors count.
+    """
+    with _counts_lock:
+        operations: dict[str, dict[str, float]] = {}
+        for (operation, name), amount in _counts.items():
+            operations.setdefault(operation, {})[name] = amount
+        _counts.clear()
+    return operations
+
+
+def count(operation: str, **amounts: float) -> None:
+    with _counts_lock:
+        for name, amount in amounts.items():
+            _counts[operation, name] += amount
+
+
 def progress() -> None:
     """Call the callbacks of `on_progress`, to show that this process waits for a reason."""
     for call in on_progress:
@@ -126,8 +150,8 @@ class Patience:
         """Call `do` until it succeeds, and return its result.
 
         Args:
-            operation: open, read, list, …, for logs and errors.
-            address: its address, for the same.
+            operation: open, read, list, …; the name of its count.
+            address: the address, for logs and errors.
             do: the operation, which raises if it fails. It may be called several times; retries run in other
                 threads.
             renew: makes `do` read credentials again; None = no credentials.
@@ -136,22 +160,29 @@ class Patience:
             OutageError: `do` failed with transient errors for `patience_s`.
             OSError, ArrowException: `do` failed with any other error.
         """
-        waiting: _Wait | None = None
-        while True:
-            try:
-                answer = do() if waiting is None else _in_thread(do, waiting.tick)
-            except (OSError, pa.ArrowException) as error:
-                is_denied = renew is not None and bool(_DENIED.search(str(error)))
-                if _impatient.get() or not (is_denied or _is_transient(error)):
-                    raise
-                waiting = waiting or _Wait(self, operation, address)
-                waiting.after(error, is_denied)
-                if renew and (is_denied or _HIDDEN in str(error)):
-                    renew()
-            else:
-                if waiting:
-                    self._answered(waiting)
-                return answer
+        begun, waiting = time.monotonic(), None
+        try:
+            while True:
+                try:
+                    answer = do() if waiting is None else _in_thread(do, waiting.tick)
+                except (OSError, pa.ArrowException) as error:
+                    is_denied = renew is not None and bool(_DENIED.search(str(error)))
+                    if _impatient.get() or not (is_denied or _is_transient(error)):
+                        raise
+                    waiting = waiting or _Wait(self, operation, address)
+                    waiting.after(error, is_denied)
+                    if renew and (is_denied or _HIDDEN in str(error)):
+                        renew()
+                    count(operation, retries=1)
+                else:
+                    if waiting:
+                        self._answered(waiting)
+                    return answer
+        except BaseException as error:
+            count(operation, errors=not isinstance(error, FileNotFoundError))
+            raise
+        finally:
+            count(operation, requests=1, seconds=time.monotonic() - begun)
 
     def log(self, waiting: _Wait) -> None:
         """Log a line if it is time for one."""

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import pyarrow as pa
 import pyarrow.fs
 
-from raypipe.storage.patience import Patience
+from raypipe.storage.patience import Patience, count
 
 T = TypeVar("T")
 
@@ -100,7 +100,9 @@ class PatientInput(io.RawIOBase):
 
     def read_at(self, num_bytes: int, start: int) -> bytes:
         """Return bytes from an offset on, fewer at the end."""
-        return self._call("read", lambda file: file.read_at(num_bytes, start))
+        data = self._call("read", lambda file: file.read_at(num_bytes, start))
+        count("read", bytes=len(data))
+        return data
 
     def read(self, num_bytes: int | None = -1) -> bytes:
         left = max(0, self._size - self._position)
@@ -217,6 +219,7 @@ class _Handler(pyarrow.fs.FileSystemHandler):
                 stream.write(content)
 
         self.call("write", path, write)
+        count("write", bytes=len(content))
 
     def open_output_stream(self, path: str, metadata: Any) -> pa.NativeFile:
         return pa.PythonFile(_Output(self, path), mode="w")

@@ -134,6 +134,7 @@ def dataset(
         block=pool.micro_batches_per_block,
         largest=largest,
         max_bytes=max_bytes,
+        run=spec.run,
     )
     with ray.data.DataContext.current(context_of(settings, actors)):
         rows = ray.data.read_datasource(source, override_num_blocks=source.num_tasks, num_cpus=_READER_CPUS)

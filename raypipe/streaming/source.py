@@ -25,6 +25,7 @@ from ray.data.block import BlockMetadata
 from ray.data.datasource import ReadTask
 
 from raypipe.errors import ResourceError
+from raypipe.metrics.prometheus import Recorder
 from raypipe.plan.places import PADDING, Cursor, MicroBatchId, Split
 from raypipe.plan.schedule import Plan
 from raypipe.rayext.watch import this_process
@@ -44,6 +45,7 @@ class MicroBatchSource(Datasource):
         block: micro-batches in a block; 0 = as many as the supervisor finds, within these limits:
         largest, max_bytes: micro-batches (0 = any number), and bytes, of a block.
         wanted: what readers read of samples.
+        run: name of the run, for metrics.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class MicroBatchSource(Datasource):
         block: int = 1,
         largest: int = 0,
         max_bytes: int = MAX_BYTES,
+        run: str = "",
     ) -> None:
         super().__init__()
         plan.check(cursor)
@@ -66,6 +69,7 @@ class MicroBatchSource(Datasource):
         self._cursor, self._readers, self._supervisor = cursor, readers, supervisor
         self._wanted = wanted
         self._ranks, self._block, self._largest, self._max_bytes = ranks, block, largest, max_bytes
+        self._run = run
         self._tasks = tasks(plan.num_micro_batches(cursor), ranks)
 
     @property
@@ -107,10 +111,12 @@ class MicroBatchSource(Datasource):
                 room = min(most(count, self._ranks), self._largest or count)
                 sizes = ray.get(self._supervisor.sizes.remote(task, room, self._max_bytes))
             careful = bool(self._readers) and ray.get(begun)
+        metrics = Recorder(self._run)
         for block in cut(itertools.chain([at], places), self._ranks, sizes):
             reads, begun_s = None, time.perf_counter()
             if block[0].split in self._readers:
                 reads = [self._read(at, task if careful else "") for at in block]
+                metrics.add_storage("reader")
             yield SourceRow(block, reads, time.perf_counter() - begun_s).packed()
         if task:
             self._supervisor.has_read.remote(task)

@@ -85,6 +85,7 @@ class TransformWorker:
             "substituted_samples_total": sum(record["substitute"] is not None for record in bad),
         }
         self._metrics.add(amounts, split=split)
+        self._metrics.add_storage("actor")
 
 
 class Guard:

@@ -24,6 +24,7 @@ from raypipe.config import AugmentConfig, PlanConfig, PoolConfig, TransformConfi
 from raypipe.logs import configure_logs
 from raypipe.metrics.prometheus import METRICS, TrainerMetrics
 from raypipe.metrics.timing import StageTimes
+from raypipe.storage.patience import take_counts
 from raypipe.stores.base import MemoryStore
 from raypipe.streaming.handover import loader
 from raypipe.streaming.loader import Loader
@@ -89,6 +90,7 @@ def spec(ray_cluster: None) -> StreamSpec:
 @pytest.fixture(scope="module")
 def stopped(spec: StreamSpec) -> Iterator[tuple[Loader, Any, Scrape]]:
     """A stream whose consumer stands still after its first micro-batch, and what is exported then."""
+    take_counts()  # of what earlier tests of this process did in storage
     stream = loader(spec, max_actors=1, augment=AugmentConfig())
     stream.account.exported.learnt(trainer_loss=0.5, trainer_learning_rate=0.01)
     batches = without_ray.every_batch(stream)
@@ -221,6 +223,7 @@ def test_every_metric_has_the_labels_and_the_kind_of_the_documents(
         "raypipe_trainer_transfer_seconds_total",
         "raypipe_trainer_checkpoint_seconds_total",
         "raypipe_trainer_drained_total",  # of a CPU that cannot be told
+        *(name for name in METRICS if name.startswith("raypipe_storage_")),  # its stores are on a disk
         "raypipe_trainer_last_checkpoint_timestamp_seconds",
         "raypipe_trainer_restarts_total",
     }
@@ -315,6 +318,7 @@ def test_the_dashboard_asks_for_metrics_that_there_are_and_leaves_few_out() -> N
     assert ours <= METRICS.keys()
     left_out = {"trainer_steps_total", "trainer_first_batch_seconds", "stream_blocks_total"}
     left_out |= {"trainer_checkpoint_seconds_total", "run_info"}
+    left_out |= {f"storage_{name}_total" for name in ("requests", "seconds", "bytes", "retries", "errors")}
     assert METRICS.keys() - ours == {f"raypipe_{name}" for name in left_out}
 
 

@@ -17,7 +17,7 @@ from raypipe.rayext.failures import is_final
 from raypipe.storage import patience
 from raypipe.storage.files import look_up, read_whole, write_bytes
 from raypipe.storage.filesystem import exists, explained, open_filesystem
-from raypipe.storage.patience import impatient
+from raypipe.storage.patience import impatient, take_counts
 
 MANY = 9  # more than pyarrow tries a request by itself, and than it ever did for raypipe
 
@@ -163,3 +163,17 @@ read_whole("{bucket}/a")
         assert "KeyboardInterrupt" in program.communicate(timeout=20)[1]
     finally:
         program.kill()
+
+
+def test_a_process_counts_what_it_asks_of_storage(bucket: str, proxy: FaultyProxy) -> None:
+    take_counts()
+    proxy.outage = first(MANY)
+    read_whole(f"{bucket}/a")
+    write_bytes(f"{bucket}/b", b"12345")
+    with pytest.raises(OSError, match="NO_SUCH_BUCKET"):
+        open_filesystem("s3://no-such")[0].write("no-such/a", b"")
+    counts = take_counts()
+    assert counts["open"]["retries"] == 3 and counts["open"]["seconds"] > 0.5
+    assert counts["read"]["bytes"] == 7 and counts["read"]["requests"] == 1
+    assert counts["write"]["bytes"] == 5 and counts["write"]["errors"] == 1
+    assert take_counts() == {}

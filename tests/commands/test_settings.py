@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -114,12 +115,13 @@ def test_no_command_runs_code_of_the_folder_it_is_called_in(
     transform = {"train": "planted:make", "val": "planted:make"}
     write_run(downloaded, store={"train": "."}, transform=transform, train={"model": "planted:make"}, **settings)
     monkeypatch.chdir(downloaded)
-    with pytest.raises(SystemExit):
+    converts = args[0] == "convert"  # which copies the images that are there
+    with contextlib.nullcontext() if converts else pytest.raises(SystemExit):
         main(args)
     shown = capfd.readouterr().err
     assert not (downloaded.parent / "ran").exists() and "planted" not in sys.modules
     assert "Traceback" not in shown
-    assert "planted:make" in shown or args[0] == "convert", shown
+    assert converts or "planted:make" in shown, shown
 
 
 def test_the_error_says_why_the_code_of_this_folder_is_not_found(

@@ -101,9 +101,10 @@ def test_a_mixture_is_the_same_one_at_a_time_and_mixes_within_a_batch(batch_size
 
 @pytest.mark.parametrize("steps", [1, 3])
 def test_weights_change_where_the_schedule_says(steps: int) -> None:
-    mixed, _ = mixture({0: [1, 0, 0], steps: [0, 3, 1], 3 * steps: [1, 1, 2]})
+    _, quotas = mixture({0: [1, 0, 0], steps: [0, 3, 1], 3 * steps: [1, 1, 2]})
     expected = [[8, 0, 0], [0, 6, 2], [0, 6, 2], [2, 2, 4], [2, 2, 4]]
-    found = [mixed.source_counts(epoch * steps, (epoch + 1) * steps) for epoch in range(5)]
+    batches = np.array([quotas.counts(batch) for batch in range(5 * steps)])
+    found = batches.reshape(5, steps, 3).sum(axis=1).tolist()
     assert found == [[n * steps for n in each] for each in expected]
     assert list(accumulate(each[1] for each in found)) == [n * steps for n in (0, 6, 12, 14, 16)]
 

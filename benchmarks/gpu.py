@@ -8,8 +8,6 @@
     ring            the same, fed from host memory through the pinned ring: is the copy hidden?
     augmented       resident, with the `standard` augmentation, MixUp and CutMix
     stream          the training loop fed by the whole pipe, against resident and against what the CPUs can decode
-    decode          JPEGs decoded on the device, alone
-    decode_stream   the stream with `transform.decode: gpu`
     small_…         resident and streams with --small-model, which takes more than the CPUs can decode
     host_ms         of a micro-batch: what the calls take of the training thread, which never waits for the device,
                     for each preset without mixing, and for StepBatchNorm at one micro-batch to a step
@@ -47,18 +45,12 @@ from rich.table import Table
 import raypipe
 from raypipe.config import AugmentConfig, TrainConfig, TransformConfig
 from raypipe.device.augment import PRESETS, DeviceAugment
-from raypipe.device.device_decode import DeviceDecoder
-from raypipe.device.jpeg_decoders import find_decoder
 from raypipe.device.mixing import Mix, mixed_cross_entropy
 from raypipe.device.prefetcher import on_device
 from raypipe.plan.places import MicroBatchId
 from raypipe.train.models import build_model, build_optimizer
 from raypipe.train.ordered import StepBatchNorm
-from raypipe.transform.batch import MicroBatchTransform
-from raypipe.transform.contents import build_content
-from raypipe.transform.encoded import CROP, DATA, FLIP
 from raypipe.transform.fields import MicroBatch
-from raypipe.transform.samples import EncodedSample, Samples
 
 STANDARD = AugmentConfig(preset="standard", mixup_alpha=0.2, cutmix_alpha=1.0)
 Fed = tuple[torch.Tensor, torch.Tensor, Mix | None]
@@ -130,13 +122,12 @@ def streamed(
     args: Any,
     device: torch.device,
     store: str,
-    decode: Any = "cpu",
     engine: Any = "ray",
 ) -> Iterator[Fed]:
     spec = raypipe.open_stream(
         store,
         plan=raypipe.PlanConfig(epochs=10_000, micro_batch_size=args.micro_batch_size),
-        transform=TransformConfig(train=args.transform, size=args.size, decode=decode),
+        transform=TransformConfig(train=args.transform, size=args.size),
         pool=raypipe.PoolConfig(min_actors=args.actors, max_actors=args.actors)
         if engine == "ray"
         else raypipe.PoolConfig(engine="inline", max_actors=args.actors),
@@ -199,15 +190,10 @@ def measure_streams(args: Any, loop: Loop, device: torch.device) -> Iterator[dic
     with tempfile.TemporaryDirectory() as folder:
         store = args.store or make_store(Path(folder), max(1000, 2 * args.micro_batch_size))
         cpus = ceiling(raypipe.open_store(store), config, args.actors, args.seconds / 2)["images_per_s"]
-        yield {
-            "decode_library": find_decoder(device).name,
-            "decode_images_per_s": measure_decode(args, device, store),
-            "cpu_ceiling_images_per_s": cpus,
-        }
+        yield {"cpu_ceiling_images_per_s": cpus}
         raypipe.connect()
         for prefix, each in (("", loop), ("small_", Loop(args.small_model, device))):
             seen = each.images_per_s(streamed(args, device, store), args.steps, warmup)
-            decoded = each.images_per_s(streamed(args, device, store, "gpu"), args.steps, warmup)
             augment = DeviceAugment(STANDARD, device, dtype)
             bound = each.images_per_s(resident(args, augment, device), args.steps, warmup=10)
             yield {
@@ -215,7 +201,6 @@ def measure_streams(args: Any, loop: Loop, device: torch.device) -> Iterator[dic
                 f"{prefix}stream_images_per_s": seen,
                 f"{prefix}stream_over_limit": seen / min(cpus, bound),
                 f"{prefix}limit": "cpu" if cpus < bound else "device",
-                f"{prefix}decode_stream_images_per_s": decoded,
             }
         inline = loop.images_per_s(streamed(args, device, store, engine="inline"), args.steps, warmup)
         yield {"stream_inline_images_per_s": inline}
@@ -311,25 +296,6 @@ def measure_beside(args: Any, device: torch.device, store: str, engine: str) -> 
         beside.append(operations(args.pace_ms / 1000))
     batches.close()  # type: ignore[attr-defined]
     return statistics.mean(beside) / statistics.mean(alone)
-
-
-def measure_decode(args: Any, device: torch.device, store: str) -> float:
-    """Images/s that the device's decoder makes of a store's first micro-batch, with random crops."""
-    opened, rows = raypipe.open_store(store), np.arange(args.micro_batch_size)
-    images = opened.read(rows % len(opened), ("image",))["image"]
-    keys = np.stack([rows, rows], 1).astype(np.uint64)
-    content = build_content("light", TransformConfig(size=args.size, decode="gpu"))
-    fields = MicroBatchTransform(content).run(Samples.of([*map(EncodedSample, images)]), rows, keys)[0].finish()
-    data: Any = fields[DATA]
-    batch: Any = {"data": data.values, "offsets": data.offsets, "crop": fields[CROP], "flip": fields[FLIP]}
-    batch["ok"] = np.ones(len(rows), bool)
-    decoder = DeviceDecoder(args.size, device)
-    decoder.decode(**batch)
-    started, count = time.perf_counter(), 10
-    for _ in range(count):
-        image = decoder.decode(**batch).image
-    image.cpu()
-    return count * args.micro_batch_size / (time.perf_counter() - started)
 
 
 def main() -> None:

@@ -21,7 +21,7 @@ from ray import tune
 from ray.tune.schedulers import ASHAScheduler
 
 from raypipe.commands.cli import run_job
-from raypipe.config import AugmentConfig, RunConfig, StrengthConfig
+from raypipe.config import AugmentConfig, RunConfig
 from raypipe.device.augment import PRESETS
 from raypipe.errors import ConfigError, RunError
 from raypipe.rayext.allocation import cluster_resources, preflight
@@ -62,7 +62,7 @@ def policies(run: RunConfig, trials: int, transforms: tuple[Any, ...]) -> list[R
     while len(runs) < trials:
         runs += [drawn] if drawn not in runs else []
         mixup, cutmix = (rng.integers(0, 2, 2) * round(10 ** rng.uniform(-1, 0), 2)).tolist()
-        strength = StrengthConfig(peak=float(rng.choice([0.4, 0.7, 1.0])))
+        strength = float(rng.choice([0.4, 0.7, 1.0]))
         augment = replace(sets[rng.integers(len(sets))], mixup_alpha=mixup, cutmix_alpha=cutmix, strength=strength)
         transform = [run.transform.train, *transforms][rng.integers(1 + len(transforms))]
         drawn = replace(run, transform=replace(run.transform, train=transform), augment=augment)

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from raypipe.config import AugmentConfig as AugmentConfig
     from raypipe.config import PlanConfig as PlanConfig
     from raypipe.config import PoolConfig as PoolConfig
-    from raypipe.config import StrengthConfig as StrengthConfig
     from raypipe.config import TransformConfig as TransformConfig
     from raypipe.errors import RaypipeError as RaypipeError
     from raypipe.plan.schedule import Cursor as Cursor
@@ -48,14 +47,13 @@ if TYPE_CHECKING:
     from raypipe.streaming.opening import open_stream as open_stream
     from raypipe.streaming.pipeline import stream as stream
     from raypipe.streaming.plain import plain_loaders as plain_loaders
-    from raypipe.streaming.source import read_lmdb as read_lmdb
     from raypipe.streaming.spec import StreamSpec as StreamSpec
 
 _NAMES = {
     "commands.convert": ["convert"],
     "commands.inspection": ["describe", "verify"],
     "commands.preview": ["preview"],
-    "config": ["AugmentConfig", "PlanConfig", "PoolConfig", "StrengthConfig", "TransformConfig"],
+    "config": ["AugmentConfig", "PlanConfig", "PoolConfig", "TransformConfig"],
     "errors": ["RaypipeError"],
     "plan.schedule": ["Cursor", "Plan"],
     "rayext.cluster": ["connect"],
@@ -64,7 +62,6 @@ _NAMES = {
     "streaming.opening": ["open_stream"],
     "streaming.pipeline": ["stream"],
     "streaming.plain": ["plain_loaders"],
-    "streaming.source": ["read_lmdb"],
     "streaming.spec": ["StreamSpec"],
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}

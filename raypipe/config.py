@@ -14,7 +14,6 @@ from raypipe.section import ANY_NUMBER, MAX_INT, Limits, Section, check, kinds_o
 Mixture = dict[str, float] | dict[int, dict[str, float]]
 """The weight of each source by its name, or, from an epoch on, those weights."""
 Shuffle = Literal["auto", "global", "window", "off"]
-Cache = Literal["off", "disk"]
 CropDecode = Literal["off", "exact", "scaled"]
 
 _MAX_PIXELS = (1 << 30) // 6  # the most pixels of an image, before and after decoding
@@ -31,6 +30,7 @@ Crops = Annotated[int, Limits(1, 1 << 12)]
 Room = Annotated[int, Limits(1, 1 << 16)]
 Seconds = Annotated[float, Limits(0, 1e9, above=True)]
 Alpha = Annotated[float, Limits(0, 1e6)]
+Cache = Literal["off", "disk"] | Annotated[int, Limits(1, (1 << 63) - 1)]
 Pixel = Annotated[float, Limits(-1e30, 1e30)]  # within float32
 
 # A number and its unit.
@@ -235,7 +235,6 @@ class TransformConfig(Section, prefix="transform."):
         val: transform of validation samples; the same choices.
         size: side of the images that presets make, in pixels; or sides by the epoch from which they apply, such as
             {0: 128, 10: 160, 20: 224}.
-        decode: "cpu": actors decode; "gpu": nvJPEG decodes on the training device (presets light, center, resize).
         decode_as: "rgb": images become uint8 RGB; "array": PNG, TIFF and .npy keep their dtype and channels
             (docs/targets.md).
         decode_min_side: decode JPEGs at the smallest of 1/8, 2/8, … 8/8 of their size that keeps this short side,
@@ -264,7 +263,6 @@ class TransformConfig(Section, prefix="transform."):
     train: str | list[dict[str, Any]] | dict[str, Any] = "light"
     val: str | list[dict[str, Any]] | dict[str, Any] = "center"
     size: Side | dict[int, Side] = 224
-    decode: Literal["cpu", "gpu"] = "cpu"
     decode_as: Literal["rgb", "array"] = "rgb"
     decode_min_side: int = 0
     crop_decode: CropDecode = "exact"
@@ -284,16 +282,15 @@ class TransformConfig(Section, prefix="transform."):
         self._require(named, "make_columns", self.make_columns, "module:function, or empty")
         self._require(0 in self.size_by_epoch, "size", self.size, "one, or {EPOCH: SIZE, …} from epoch 0 on")
         if self.crop_decode == "scaled":  # it chooses the scale by the crop
-            self._only({"decode_min_side": 0, "decode": "cpu"}, "transform.crop_decode='scaled'")
+            self._only({"decode_min_side": 0}, "transform.crop_decode='scaled'")
         if self.decode_as == "array":  # arrays are not JPEGs, so they are decoded whole
-            self._only({"decode": "cpu", "decode_min_side": 0, "apply_exif": False}, "transform.decode_as='array'")
+            self._only({"decode_min_side": 0, "apply_exif": False}, "transform.decode_as='array'")
             ok = self.crop_decode != "scaled"
             self._require(ok, "crop_decode", "scaled", "'exact' or 'off' with transform.decode_as='array'")
         if self.wire == "yuv420":  # it converts uint8 RGB
-            self._only({"decode": "cpu", "decode_as": "rgb"}, "transform.wire='yuv420'")
+            self._only({"decode_as": "rgb"}, "transform.wire='yuv420'")
         if self.target_columns:  # their pixels are those of the stored image
-            only = {"decode": "cpu", "decode_min_side": 0, "apply_exif": False}
-            self._only(only, self.target_settings)
+            self._only({"decode_min_side": 0, "apply_exif": False}, self.target_settings)
 
     def _only(self, values: dict[str, Any], with_what: str) -> None:
         for name, value in values.items():
@@ -342,18 +339,15 @@ class PoolConfig(Section, prefix="pool."):
             engine "inline", threads that make micro-batches; 0 = the thread that asks for one.
         cpus_per_actor: CPUs that Ray reserves for each actor, which uses as many threads.
         grow_after_s: the pool grows if ranks waited for half of this time, in seconds; at most once in this time.
-        shrink_after_s: seconds without waiting after which the pool gives idle actors back.
-        label_selector: `label=value` of the Ray nodes that actors prefer; if the pool grows, raypipe asks the
-            autoscaler for such nodes only; empty = any node.
+            After 12 times as long without waiting it gives idle actors back.
         micro_batches_per_block: micro-batches that Ray moves at a time; 0 = chosen by their size and time.
         max_in_flight: micro-batches in work or waiting at any time; 0 = 3 blocks per actor and 2 per rank.
         reader: who reads the store: "actors": each actor; "separate": one reader for all actors; "auto":
             "separate" for stores in groups, else "actors".
-        cache: "disk": keep decoded samples across epochs, on each node, in RAYPIPE_CACHE.
-        cache_bytes: limit of that cache on each node; 0 = a quarter of the disk space that is free at the start.
-        max_attempts: actors that may die on one block, or readers on one row group, before the run ends.
-        stall_timeout_s: the run ends after this many seconds in which no micro-batch was finished, or in which the
-            trainers found no room on the cluster.
+        cache: "disk": keep decoded samples across epochs, on each node, in RAYPIPE_CACHE, up to a quarter of the
+            disk space that is free at the start; or up to a number of bytes.
+        stall_timeout_s: the run ends after this many seconds in which no micro-batch was finished, or in which its
+            start waited for the cluster to answer, for room that other jobs hold, or for another run's start.
     """
 
     engine: Literal["ray", "inline"] = "ray"
@@ -361,14 +355,10 @@ class PoolConfig(Section, prefix="pool."):
     max_actors: int = 0
     cpus_per_actor: Annotated[float, Limits(1e-4, 1e6)] = 1.0  # Ray counts in ten-thousandths
     grow_after_s: Seconds = 5.0
-    shrink_after_s: Seconds = 60.0
-    label_selector: str = "raypipe=transform"
     micro_batches_per_block: int = 0
     max_in_flight: int = 0
     reader: Literal["auto", "actors", "separate"] = "auto"
     cache: Cache = "off"
-    cache_bytes: Annotated[int, Limits(0, (1 << 63) - 1)] = 0
-    max_attempts: AtLeast1 = 6
     stall_timeout_s: Seconds = 900.0
 
     @property
@@ -381,8 +371,6 @@ class PoolConfig(Section, prefix="pool."):
         expected = f"0 or at least pool.min_actors ({self.min_actors})"
         enough = self.max_actors == 0 or self.max_actors >= self.least_actors
         self._require(enough, "max_actors", self.max_actors, expected)
-        named = self.label_selector.partition("=")
-        self._require(all(named) or not any(named), "label_selector", self.label_selector, "label=value, or empty")
 
     def blocks_for(self, ranks: int, actors: int) -> tuple[int, int, int]:
         """Return the blocks in flight for a pool of any size, those for each actor, and the largest block.
@@ -407,34 +395,6 @@ class PoolConfig(Section, prefix="pool."):
 
 
 @dataclass(frozen=True)
-class StrengthConfig(Section, prefix="augment.strength."):
-    """The strength of the augmentation over the run: it rises linearly from 0, stays, and falls linearly to 0.
-
-    Attributes:
-        ramp_up: share of the run in which the strength rises from 0 to `peak`.
-        peak: strength between the ramps, in [0, 1].
-        ramp_down: share of the run, at its end, in which the strength falls from `peak` to 0.
-    """
-
-    ramp_up: Share = 0.0
-    peak: Share = 1.0
-    ramp_down: Share = 0.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        both = self.ramp_up + self.ramp_down
-        self._require(both <= 1, "ramp_up + ramp_down", both, "at most 1")
-
-    def at(self, progress: float) -> float:
-        """Return the strength at a share of the run, in [0, 1)."""
-        if progress < self.ramp_up:
-            return self.peak * progress / self.ramp_up
-        if progress > 1 - self.ramp_down:
-            return self.peak * (1 - progress) / self.ramp_down
-        return self.peak
-
-
-@dataclass(frozen=True)
 class AugmentConfig(Section, prefix="augment."):
     """The augmentation of whole micro-batches on the training device. Validation batches are only normalized.
 
@@ -450,7 +410,9 @@ class AugmentConfig(Section, prefix="augment."):
         cutmix_alpha: alpha of CutMix's Beta distribution; 0 = no CutMix. If both are on, each gets half of the
             mixed micro-batches.
         mix_prob: share of the micro-batches that are mixed.
-        strength: factor of the probability of every operation, and of mixing, over the run.
+        strength: factor of the probability of every operation, and of mixing: a number in [0, 1]; or three,
+            `[RISE, PEAK, FALL]`: it rises linearly from 0 to PEAK in this share of the run, stays there, and falls
+            linearly to 0 in that share at the run's end.
     """
 
     mean: tuple[Pixel, ...] = (0.485, 0.456, 0.406)
@@ -461,7 +423,7 @@ class AugmentConfig(Section, prefix="augment."):
     mixup_alpha: Alpha = 0.0
     cutmix_alpha: Alpha = 0.0
     mix_prob: Share = 1.0
-    strength: StrengthConfig = field(default_factory=StrengthConfig)
+    strength: Share | tuple[Share, ...] = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -472,6 +434,23 @@ class AugmentConfig(Section, prefix="augment."):
             self._require(
                 isinstance(entry.get("op"), str), "ops", entry, "a list of {op: NAME, parameter: value, …}"
             )
+        three = not isinstance(self.strength, tuple) or len(self.strength) == 3
+        self._require(three, "strength", self.strength, "a number, or [RISE, PEAK, FALL]")
+        rise, _, fall = self._ramps
+        self._require(rise + fall <= 1, "strength", self.strength, "[RISE, PEAK, FALL] with RISE + FALL at most 1")
+
+    @property
+    def _ramps(self) -> tuple[float, ...]:
+        return self.strength if isinstance(self.strength, tuple) else (0.0, self.strength, 0.0)
+
+    def strength_at(self, progress: float) -> float:
+        """Return the strength at a share of the run, in [0, 1)."""
+        rise, peak, fall = self._ramps
+        if progress < rise:
+            return peak * progress / rise
+        if progress > 1 - fall:
+            return peak * (1 - progress) / fall
+        return peak
 
 
 @dataclass(frozen=True)
@@ -504,11 +483,8 @@ class TrainConfig(Section, prefix="train."):
         ema_decay: decay of an exponential moving average of the weights, which is then validated; 0 = none.
         deterministic_reduce: sum gradients in an order that does not depend on W, instead of using DDP
             (docs/reproducibility.md); "auto" = on CPUs.
-        max_failures: restarts of the workers after a process or a node has died; -1 = no limit.
-        max_preemption_failures: restarts after a notice that a trainer's node is about to go (Ray 2.60); -1 = no
-            limit.
-        start_timeout_s: seconds that a start waits for the cluster to answer, for room that other jobs hold, and
-            for another run that is starting on the cluster.
+        max_failures: restarts of the workers after a process or a node has died; -1 = no limit. Restarts after a
+            notice that a trainer's node is about to go (Ray 2.60) do not count.
         start_from: folder or URI of a run (from `raypipe train` or your own loop), or of one of its checkpoints.
             A run with the same plan, and without its own checkpoints, starts there with that model and
             optimizer.
@@ -539,8 +515,6 @@ class TrainConfig(Section, prefix="train."):
     ema_decay: BelowOne = 0.0
     deterministic_reduce: bool | Literal["auto"] = "auto"
     max_failures: AtLeastMinus1 = 2
-    max_preemption_failures: AtLeastMinus1 = -1
-    start_timeout_s: Seconds = 900.0
     start_from: str = ""
     checkpoint_interval: int | str = "10min"
     log_interval: AtLeast1 = 20
@@ -580,8 +554,7 @@ class RunConfig(Section, prefix=""):
         name: name of the run; empty = made from the date.
         resume: folder or URI of a run, which continues from its latest checkpoint; "auto" = the run called `name`,
             or a new one if there is none.
-        trust_run_code: run the code that a run names which is the target of a command; resume a run whose folder
-            another user owns.
+        trust_run_code: resume a run whose folder another user owns, with the code that it names.
         log_format: "text", or "json": progress and logs as JSON objects with time, run, rank, epoch and step.
     """
 

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 LogFormat = Literal["text", "json"]
 
-STAGES = ("wait", "transfer", "decode", "augment", "compute", "checkpoint")
+STAGES = ("wait", "transfer", "augment", "compute", "checkpoint")
 """Stages of a trainer's time: NAME_s in progress, records, `StageTimes` and exported metrics."""
 
 _ROOT = logging.getLogger("raypipe")

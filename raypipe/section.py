@@ -206,7 +206,7 @@ class Section:
         cls._prefix = prefix
 
     def __new__(cls, *arguments: object, **settings: object) -> Self:
-        check_keywords(cls.__name__, settings, kinds_of(cls))
+        check_keywords(cls.__name__, settings, kinds_of(cls))  # type: ignore[arg-type] # a class is hashable
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
@@ -233,7 +233,7 @@ class Setting(NamedTuple):
 
 
 def settings_of(section: type[Section]) -> dict[str, Setting]:
-    """Collect the settings of a section and its sections by whole names, such as `augment.strength.peak`."""
+    """Collect the settings of a section and its sections by whole names, such as `augment.strength`."""
     settings: dict[str, Setting] = {}
     default, about = section(), described(section)
     for name, kind in kinds_of(section).items():  # type: ignore[arg-type] # a class is hashable

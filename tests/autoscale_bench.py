@@ -92,7 +92,7 @@ def observe(store: Path, starving_s: float, slow_s: float, streams: list[str], m
     spec = open_stream(
         str(store),
         plan=PlanConfig(epochs=1000, micro_batch_size=B),
-        pool=PoolConfig(max_actors=NODE_CPUS * max_nodes + 1, grow_after_s=3.0, shrink_after_s=6.0),
+        pool=PoolConfig(max_actors=NODE_CPUS * max_nodes + 1, grow_after_s=1.0),
         train_transform=sleepy,
     )
     from raypipe.rayext.allocation import preflight
@@ -123,7 +123,7 @@ def observe(store: Path, starving_s: float, slow_s: float, streams: list[str], m
         if name not in streams:
             continue
         reached[f"{name}: no nodes before"] = watcher.until("no stream", lambda seen: seen["nodes"] == 0, 90)
-        supervisor = start_supervisor(1)
+        supervisor = start_supervisor()
         (iterator,) = splits(spec, spec.plan.start(), max_actors=allocation.max_actors, supervisor=supervisor)
         batches = host_batches(iterator)
         watcher.phase = f"{name}: the pool starts"

@@ -138,7 +138,6 @@ def fed(stores: dict[str, str]) -> Iterator[tuple[str, list[str]]]:
     """Name and arguments of FED: what the device gets, on the CPU."""
     yield "fed", [stores["lmdb"], "{}", "{}"]
     yield "fed, scaled crops", [stores["lmdb"], '{"crop_decode": "scaled"}', "{}"]
-    yield "fed, decode on device", [stores["lmdb"], '{"decode": "gpu"}', "{}"]
     mixing = '{"preset": "strong", "mixup_alpha": 0.4, "cutmix_alpha": 1.0, "mix_prob": 0.9}'
     yield "fed, augmented", [stores["lmdb"], "{}", mixing]
 

@@ -25,7 +25,7 @@ from without_ray import one_thread, only_rank
 import raypipe
 from raypipe.commands import cli, settings
 from raypipe.config import RunConfig
-from raypipe.pages.report import write_report
+from raypipe.metrics.records import read_records
 from raypipe.stores import Store, digits_stores
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.transform.presets import PRESETS, check_transform
@@ -37,7 +37,7 @@ SEARCH = runpy.run_path(str(ROOT / "jobs" / "tune.py"))["search"]
 
 def test_there_are_commands_of_every_kind() -> None:
     assert {words[0] for words in commands()} == {"raypipe", "jobs/train.py", "jobs/tune.py"}
-    assert {words[1] for words in commands() if words[0] == "raypipe"} >= {"convert", "digest", "stop"}
+    assert {words[1] for words in commands() if words[0] == "raypipe"} >= {"convert", "digest", "train"}
 
 
 @pytest.mark.parametrize("words", commands(), ids=" ".join)
@@ -62,6 +62,8 @@ def test_every_command_is_understood(
 
         return record
 
+    (tmp_path / "runs" / "20261121-104600-3fa2").mkdir(parents=True)
+    shutil.copy(tmp_path / "run.yaml", tmp_path / "runs" / "20261121-104600-3fa2" / "config.yaml")
     monkeypatch.setattr(cli, "COMMANDS", {name: recorded(command) for name, command in cli.COMMANDS.items()})
     cli.main(words[1:])
     assert len(called) == 1
@@ -200,10 +202,13 @@ def test_the_program_of_docs_training_loop_fails_and_continues(
     )
     assert names["image"].shape == (128, 8, 8, 3) and names["place"] == (0, 10, 0)
     assert sum(names["counts"]) == 1437 and all(names["counts"])
-    found = write_report(str(tmp_path / "runs" / "own-loop"))  # which nobody but the loader has recorded
-    assert (found["steps"], found["starts"]) == (22, 2) and found["images_per_s"] > 0
-    page = (tmp_path / "runs" / "own-loop" / "report.html").read_text()
-    assert "images/s; the time of a trainer is" in page and 'aria-label="reported: accuracy' in page
+    records = read_records((tmp_path / "runs" / "own-loop").as_uri())  # by nobody but the loader
+    assert records is not None
+    of_kind = {record["kind"]: record for record in records.kept}
+    assert [record["kind"] for record in records.kept].count("start") == 2
+    assert of_kind["train"]["images_per_s"] > 0 and "accuracy" in of_kind["report"]["values"]
+    assert of_kind["diagnosis"]["step"] == 22
+    assert "images/s; the time of a trainer is" in of_kind["diagnosis"]["text"]
 
 
 @pytest.mark.pages

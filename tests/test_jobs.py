@@ -240,7 +240,7 @@ def test_two_runs_of_one_second_train_in_turn_and_a_lost_head_is_named(
         running = [start(f"--name={name}") for name in ("one", "other")]
         said = [each.communicate(timeout=200)[0] for each in running]
         assert [each.returncode for each in running] == [0, 0], said
-        waited = [text for text in said if " more (train.start_timeout_s) for " in text]
+        waited = [text for text in said if " more (pool.stall_timeout_s) for " in text]
         assert len(waited) == 1 and re.search("for another run, until .*|for room: 1 trainer and 1 ", waited[0])
 
         endless = start("--name=lost", "--plan.epochs=100000", "--train.checkpoint_interval=1")

@@ -1,4 +1,4 @@
-"""The commands that audit stores, their bad samples, streams, and runs."""
+"""The commands that audit stores, their bad samples, and streams."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from raypipe.config import RunConfig
 from raypipe.errors import ConfigError
 from raypipe.logs import table
 from raypipe.lookup import num_cpus
-from raypipe.storage.filesystem import as_uri, join
 
 # Actors of a digest that may share the CPUs of a smaller machine.
 _SHARING = 4
@@ -78,31 +77,6 @@ def add_sizes(run: RunConfig, target: str = "") -> dict[str, Any]:
 
     store = open_train(run)
     return {"store": store.address, **image_sizes.add_sizes(store, exif=run.transform.apply_exif)}
-
-
-def plan(run: RunConfig, target: str = "") -> dict[str, Any]:
-    """Show what an epoch of a run contains, before it starts.
-
-    Steps, samples that are left over, sources and classes of a mixture, and how often a sample is drawn.
-
-    Examples:
-        raypipe plan --config run.yaml
-        raypipe plan train.lmdb --plan.micro-batch-size 128 --plan.class-balance 0.5
-    """
-    from raypipe.commands.plan_summary import summary
-    from raypipe.streaming.opening import spec_of
-
-    spec = spec_of(run)
-    return {"store": spec.stores["train"].address, **summary(spec)}
-
-
-def print_plan(contents: dict[str, Any]) -> None:
-    """Print the result of `plan`, with the range of the classes' shares."""
-    rows = dict(contents)
-    if classes := rows.pop("classes", None):
-        for which, shares in zip(("stored", "drawn"), zip(*classes.values(), strict=True), strict=True):
-            rows[f"shares of {len(classes)} classes, {which}"] = f"{min(shares):.3%} to {max(shares):.3%}"
-    table(rows.pop("store"), rows)
 
 
 def digest(
@@ -177,24 +151,6 @@ def digest(
     return result
 
 
-def digest_compare(first: str, second: str) -> dict[str, Any]:
-    """Compare two files that `raypipe digest --output` wrote.
-
-    The comparison covers the micro-batches that both have. Exit code 1 if they differ.
-
-    Examples:
-        raypipe digest compare one-gpu.json four-gpus.json
-        raypipe digest compare s3://bucket/before.json after.json --json
-
-    Args:
-        first: a file of digests.
-        second: the file to compare it with.
-    """
-    from raypipe.streaming.digest import DigestFile, compare
-
-    return compare(DigestFile.read(first), DigestFile.read(second))
-
-
 def print_digests(result: dict[str, Any]) -> None:
     """Print digests, or a comparison: both values of each setting that differs, and the verdict."""
     differ = {"settings": {name: tuple(pair) for name, pair in result.get("settings", {}).items()}}
@@ -203,28 +159,3 @@ def print_digests(result: dict[str, Any]) -> None:
     if "equal" in result:
         verdict = "{different} of {compared} micro-batches differ"
         print(("equal over {compared} micro-batches" if result["equal"] else verdict).format_map(result))
-
-
-def report(run: RunConfig, folder: str = "", *, against: str = "", output: str = "") -> dict[str, Any]:
-    """Write the HTML page of a run, or compare two runs.
-
-    Examples:
-        raypipe report runs/baseline
-        raypipe report runs/baseline --against runs/strong -o compared.html
-
-    Args:
-        run: Without a folder, storage_path and name matter.
-        against: another run, to draw into the same charts.
-        output: where to write the page, a local path or a URI; empty = report.html in the run's folder.
-    """
-    from raypipe.pages.report import write_report
-
-    if not (folder or run.name):
-        raise ConfigError("the report needs a run: give its folder, or set name")
-    return write_report(folder or join(as_uri(run.storage_path), run.name), against, output)
-
-
-def print_report(result: dict[str, Any]) -> None:
-    """Print the figures of the runs that are on a report."""
-    for summary in filter(None, (result, result["against"])):
-        table(summary["run"], {name: value for name, value in summary.items() if name not in ("run", "against")})

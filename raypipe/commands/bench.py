@@ -173,7 +173,7 @@ def ceiling(
         from raypipe.rayext.placement import placement
 
         connect()
-        task: Any = ray.remote(_alone).options(num_cpus=pool.cpus_per_actor, **placement(pool.label_selector))
+        task: Any = ray.remote(_alone).options(num_cpus=pool.cpus_per_actor, **placement())
         costs = ray.get([task.remote(*arguments) for _ in range(processes)])
     else:
         with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as executor:

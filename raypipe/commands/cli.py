@@ -144,7 +144,7 @@ def print_result(result: dict[str, Any]) -> None:
 
 
 GROUPS: dict[str, dict[str, Callable[..., dict[str, Any]]]] = {
-    "Run": {"train": train, "status": status.status, "stop": status.stop, "report": audit.report},
+    "Run": {"train": train, "status": status.status, "stop": status.stop},
     "Data": {
         "inspect": audit.inspect,
         "verify": audit.verify,
@@ -153,9 +153,7 @@ GROUPS: dict[str, dict[str, Callable[..., dict[str, Any]]]] = {
         "preview": draw_preview,
     },
     "Check": {
-        "plan": audit.plan,
         "digest": audit.digest,
-        "digest compare": audit.digest_compare,
         "bench": bench.bench,
         "doctor": doctor.doctor,
     },
@@ -164,11 +162,8 @@ COMMANDS = {name: command for commands in GROUPS.values() for name, command in c
 # The text of results that are more than a table.
 _PRINTED: dict[str, Callable[[dict[str, Any]], None]] = {
     "status": status.print_status,
-    "report": audit.print_report,
     "verify": audit.print_verified,
-    "plan": audit.print_plan,
     "digest": audit.print_digests,
-    "digest compare": audit.print_digests,
     "bench": bench.print_bench,
     "doctor": doctor.print_checks,
 }
@@ -185,10 +180,10 @@ def main(args: list[str] | None = None) -> None:
         print(settings_text(*words[2:3]), end="")
     else:
         words = [*words[1:], "--help"] if words[0] == "help" else words
-        name = " ".join(words[:2]) if " ".join(words[:2]) in COMMANDS else words[0]
+        name = words[0]
         if name not in COMMANDS:
             fail(f"unknown command {name!r}{meant(name, COMMANDS)}", "`raypipe --help` lists the commands")
-        rest = [word for word in words[len(name.split()) :] if word != "--json"]
+        rest = [word for word in words[1:] if word != "--json"]
         show = None if "--json" in words else _PRINTED.get(name, print_result)
         _finish(lambda: COMMANDS[name](**parse_command(name, COMMANDS[name], rest)), show)
 

@@ -105,18 +105,6 @@ def _torch() -> tuple[bool, str]:
     return True, "works on the CPU; there is no GPU"
 
 
-def _nvjpeg() -> tuple[bool, str]:
-    """Install the extra torchcodec, in a version that fits this torch."""
-    import torch
-
-    from raypipe.device.jpeg_decoders import find_decoder
-
-    device = (
-        torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    )
-    return True, f"transform.decode=gpu decodes with {find_decoder(device).name} on the {device.type}"
-
-
 def _limits() -> tuple[bool, str]:
     """Before Ray is started: ulimit -n 65536, --shm-size or --ipc=host, RAY_TMPDIR on a larger disk."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -147,7 +135,6 @@ CHECKS = {
     "packages": _packages,
     "decoding": _decoding,
     "torch": _torch,
-    "nvJPEG": _nvjpeg,
     "limits": _limits,
     "Ray": _ray,
 }

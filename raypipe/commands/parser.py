@@ -20,11 +20,11 @@ from raypipe.logs import printable
 from raypipe.section import Setting, described, expected, settings_of
 
 _PLACES = {
-    "target": "a store, or a run's folder, whose settings then apply first; empty = store.train",
+    "target": "the training store; empty = store.train",
     "folder": "the folder of a run; empty = the one of storage_path and name",
 }
 # Words for values that say more than the name of the parameter.
-_VALUES = {"target": "STORE|RUN", "folder": "RUN", "against": "RUN", "output": "FILE", "compare": "FILE"}
+_VALUES = {"target": "STORE", "folder": "RUN", "output": "FILE", "compare": "FILE"}
 _CONFIG = ("--config FILE", "YAML file with any settings of a run; may be repeated")
 _GENERAL = [
     ("--json", "print one JSON object, as in a pipe, instead of text"),

@@ -6,7 +6,6 @@ import colorsys
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ import numpy as np
 from raypipe.logs import printable
 
 _TILE, _ROW, _GUTTER, _MARGIN = 160, 212, 8, 24  # pixels
-_LETTER, _LINE = 6, 13  # pixels, in DejaVu Sans Mono at 10 pixels
+_LETTER, _LINE = 6, 13  # pixels, in the font of Pillow that has equally wide letters, of Latin-1
 # RGBA of labels. Neighbors are far apart in hue: each label is a golden angle from the one before.
 _COLORS = np.array([(*colorsys.hsv_to_rgb(label * 0.618 % 1, 0.9, 1), 0.43) for label in range(256)])
 _COLORS[0], _COLORS[255] = (0, 0, 0, 0), (0, 0, 0, 0.43)  # the background, and ignored pixels
@@ -42,10 +41,9 @@ class Tile:
 
 def draw(rows: list[list[Tile]], title: str, headers: list[str], names: list[str]) -> Any:
     """Draw rows of 1 + n·E tiles into a PIL.Image, under a title and E headers of n names."""
-    import matplotlib
     from PIL import Image, ImageDraw, ImageFont
 
-    font = ImageFont.truetype(Path(matplotlib.get_data_path(), "fonts/ttf/DejaVuSansMono.ttf"), 10)
+    font = ImageFont.load_default_imagefont()
     num_columns = 1 + len(names) * len(headers)
     inside = num_columns * (_TILE + _GUTTER) - _GUTTER
     heading = wrapped(title, inside, 8)
@@ -101,6 +99,6 @@ def _color(label: float) -> tuple[int, ...]:
 
 
 def wrapped(text: str, width: int, most: int) -> list[str]:
-    """Wrap text to `width` pixels, in letters that the font has; an ellipsis marks a cut."""
+    """Wrap text to `width` pixels, in letters that the font has; "..." marks a cut."""
     written = printable(text).encode("latin-1", "backslashreplace").decode("latin-1")
-    return textwrap.wrap(written, width // _LETTER, max_lines=most, placeholder="…")
+    return textwrap.wrap(written, width // _LETTER, max_lines=most, placeholder="...")

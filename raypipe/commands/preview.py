@@ -50,8 +50,8 @@ class Preview:
         augment: AugmentConfig,
         columns: Mapping[str, Any] | None = None,
     ) -> None:
-        # The CPU decodes, since there may be no GPU. Any number of bad samples is shown.
-        transform = replace(transform, decode="cpu", max_bad_fraction=1)
+        # Any number of bad samples is shown.
+        transform = replace(transform, max_bad_fraction=1)
         label = LABEL if LABEL in store.columns else ""
         spec = open_stream(store, plan=plan, transform=transform, columns=columns or {}, target_column=label)
         self._columns, self._wanted, self._targets = spec.columns, spec.wanted, transform.target_columns
@@ -85,7 +85,7 @@ class Preview:
     def stages(self, batch: MicroBatch) -> tuple[dict[str, np.ndarray], Mix | None]:
         """Images (B, H, W, C) of a micro-batch by stage or crop, and the other half of its targets if mixed."""
         at, batch = batch.position, batch.in_rgb()
-        strength = self.augment.strength.at(self.plan.progress(at.epoch, at.step))
+        strength = self.augment.strength_at(self.plan.progress(at.epoch, at.step))
         drawn: Any = {"seed": self.plan.micro_batch_seed(at), "strength": strength}
         if views := batch.arrays(VIEW):
             channels_first = {name: torch.from_numpy(view).movedim(-1, -3) for name, view in views.items()}
@@ -211,7 +211,7 @@ def preview(
     numbers = np.linspace(0, plan.epochs - 1, epochs).round().astype(int).tolist()
     name, size_px = store.address.rstrip("/").rpartition("/")[2], ", ".join(plan.buckets) or transform.size_text
     title = f"{name}: {brief(shown.config.train)}, {size_px} px; on the device: {_on_device(augment)}"
-    strengths = (augment.strength.at(shown.plan.progress(epoch, 0)) for epoch in numbers)
+    strengths = (augment.strength_at(shown.plan.progress(epoch, 0)) for epoch in numbers)
     headers = [f"epoch {e}, seed {plan.seed}, strength {s:.2f}" for e, s in zip(numbers, strengths, strict=True)]
     rows, names = shown.tiles(indices, numbers)
     try:

@@ -7,7 +7,7 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,6 @@ from raypipe.section import build, check, fits, settings_of
 from raypipe.storage.files import read_text
 from raypipe.storage.filesystem import as_uri, is_remote, open_filesystem
 from raypipe.storage.lease import check_owner
-from raypipe.storage.patience import impatient
 
 _MAX_CONFIG_BYTES = 16 << 20  # the steps of a transform are 1 MiB at most, see `transform_steps`
 
@@ -32,11 +31,11 @@ def parse_command(
 ) -> dict[str, Any]:
     """Parse the arguments of a command, by default the program's own; a job has a doc and no name.
 
-    If `target` is a run's folder, the run has settings that the others override. Unknown settings and values of a
+    `target` is the training store. Unknown settings and values of a
     wrong type, in a file or on the command line, end the program with exit code 2.
 
     Raises:
-        ConfigError: settings do not go together, the run to resume is missing, or its settings name code.
+        ConfigError: settings do not go together, or the run to resume is missing.
     """
     parser = Parser(name, command, doc)
     values = _read(parser, sys.argv[1:] if args is None else args)
@@ -112,64 +111,29 @@ def _from_text(text: str, kind: Any) -> Any:
 
 
 def _with_base(own: dict[str, Any], parser: Parser) -> dict[str, Any]:
-    """Lay the user's values over the settings of a run that is resumed or looked at, or those of the digits."""
+    """Lay the user's values over the settings of a run that is resumed, or those of the digits."""
     from raypipe.train.run_folder import folder_to_resume, read_config
 
     values = {name: setting.default for name, setting in settings_of(RunConfig).items()} | own
     target = own.get("target", "")
     resume = folder_to_resume(values["resume"], values["storage_path"], values["name"])
-    of_target = target if not resume and _is_run(target) else ""
+    base = ""
     if resume:
         check_owner(resume, values["trust_run_code"])
-    base = ""
-    if of_run := resume or of_target:
-        base = read_config(as_uri(of_run))
+        base = read_config(as_uri(resume))
     elif not (target or values["store.train"]):
         base = (files("raypipe") / "digits.yaml").read_text()
-    values |= _flat(_loaded(base, of_run), parser) | own
+    values |= _flat(_loaded(base, resume), parser) | own
     values |= {"trust_run_code": own.get("trust_run_code", False), "resume": resume or values["resume"]}
-    if target and not of_run:
+    if target:
         values["store.train"] = target
-    if of_target:
-        if not values["trust_run_code"]:
-            _check_code(of_target, values, {code for _, code in _code_of(own)})
-        # No command with a target trains, so none imports a model.
-        foreign = [key for key in values if key.startswith("train.") and key != "train.num_workers"]
-        values = {key: value for key, value in values.items() if key not in foreign}
     train = values["store.train"]
     stores = train.values() if isinstance(train, dict) else (train,)
     addresses = (value for key, value in own.items() if isinstance(value, str) and "." not in key)
-    _close_here(filter(None, (of_run, *stores, values["store.val"], *addresses)))
-    if any(_code_of(values)):
+    _close_here(filter(None, (resume, *stores, values["store.val"], *addresses)))
+    if any(":" in str(value) for key, value in values.items() if key.startswith(("transform.", "augment."))):
         search_here()  # before Ray starts workers, which may look in another folder
     return values
-
-
-def _check_code(target: str, values: dict[str, Any], own: set[str]) -> None:
-    """Raise ConfigError if the configuration of a target names code that the user has not named too.
-
-    Any folder may imitate a run's, and belongs to whoever has downloaded it.
-    """
-    foreign = {at: code for at, code in _code_of(values) if code not in own}
-    if foreign:
-        named = ", ".join(f"{at}: {code}" for at, code in foreign.items())
-        raise ConfigError(
-            f"the configuration of {target} names code ({named}), which would run: look at it, then add "
-            "--trust-run-code, or give these settings yourself"
-        )
-
-
-def _code_of(values: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield settings that may name code, and the code: values of transform and augment that have a colon."""
-    todo = [(key, value) for key, value in values.items() if key.startswith(("transform.", "augment."))]
-    while todo:
-        at, value = todo.pop()
-        if isinstance(value, str) and ":" in value:
-            yield at, value
-        elif isinstance(value, dict):
-            todo += [(f"{at}.{name}", part) for name, part in value.items()]
-        elif isinstance(value, list | tuple):
-            todo += [(at, part) for part in value]
 
 
 def _close_here(addresses: Iterable[str]) -> None:
@@ -183,14 +147,3 @@ def _close_here(addresses: Iterable[str]) -> None:
         with contextlib.suppress(ConfigError, OSError, ValueError):  # opening it raises the error
             if not is_remote(address) and Path(open_filesystem(as_uri(address))[1]) in (here, *here.parents):
                 os.environ["PYTHONSAFEPATH"] = "1"
-
-
-def _is_run(address: str) -> bool:
-    """Return whether an address is the folder of a run, rather than a store."""
-    from raypipe.train.run_folder import has_config
-
-    try:
-        with impatient():
-            return bool(address) and has_config(as_uri(address))
-    except (ConfigError, OSError, UnicodeError):  # opening it as a store raises the error
-        return False

@@ -1,19 +1,16 @@
 """Micro-batches on the device, ahead of their use. Knows torch, not Ray.
 
-    on_device           MicroBatch → Batch
-    decoded_on_device   the same, of encoded images
-    asked_for_here      the same, where the consumer's thread must make the micro-batches
+    on_device        MicroBatch → Batch
+    asked_for_here   the same, where the consumer's thread must make the micro-batches
 
 On CUDA the first goes through the pinned ring of `raypipe.device.ring`; on CPU nothing is transferred.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import starmap
 from queue import SimpleQueue
 from typing import Any
@@ -21,14 +18,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from raypipe.device.device_decode import DeviceDecoder
 from raypipe.device.mixing import Mix
-from raypipe.device.ring import CLOSE_S, OnCopied, Ring, hand_over, new_event, uses_ring, view
+from raypipe.device.ring import OnCopied, Ring, uses_ring, view
 from raypipe.device.wire import rgb
-from raypipe.metrics.timing import mark
 from raypipe.mistakes import Unlike
 from raypipe.plan.places import MicroBatchId
-from raypipe.transform.encoded import CROP, DATA, ENCODED_FIELDS, FLIP
 from raypipe.transform.fields import (
     CHROMA,
     COLUMN,
@@ -41,7 +35,6 @@ from raypipe.transform.fields import (
     is_chroma,
     is_image,
 )
-from raypipe.transform.sizes import Size
 
 _INSTEAD = (
     "write batch.image and batch.target; columns are batch.columns['caption'], masks and boxes are "
@@ -68,8 +61,6 @@ class Batch(Unlike, instead=_INSTEAD):
         read_s: seconds that an actor spent reading it.
         work_s: seconds that an actor spent on it in all.
         mix: the other half of the targets, if MixUp or CutMix was applied.
-        num_fallback: samples for the device that the host had to decode.
-        failed: by row, why neither could decode a sample; these rows have weight 0 and black pixels.
         source: int64 (B,), on the host: each sample's store in a mixture, by the order of `plan.sources`; -1
             for padding; None without a mixture.
     """
@@ -85,8 +76,6 @@ class Batch(Unlike, instead=_INSTEAD):
     read_s: float = 0.0
     work_s: float = 0.0
     mix: Mix | None = None
-    num_fallback: int = 0
-    failed: dict[int, str] = field(default_factory=dict)
     source: np.ndarray | None = None
 
     @property
@@ -179,7 +168,7 @@ def asked_for_here(
 
     Args:
         source: micro-batches in host memory.
-        move: `on_device` or `decoded_on_device`.
+        move: `on_device`.
     """
     handed: SimpleQueue[MicroBatch | Exception | None] = SimpleQueue()
 
@@ -218,82 +207,6 @@ def _without_arrays(host: MicroBatch) -> MicroBatch:
     }
     on_host[LABEL] = host[LABEL].copy()
     return replace(host, index=host.index.copy(), weight=_ELSEWHERE, fields=on_host)
-
-
-def decoded_on_device(
-    batches: Iterable[MicroBatch],
-    decoder: DeviceDecoder,
-    seed_of: Callable[[MicroBatchId], int],
-    depth: int = 2,
-    on_decoded: Callable[[MicroBatchId, Any, Any], None] | None = None,
-    size_of: Callable[[MicroBatchId], Size | None] = lambda _: None,
-) -> Iterator[Batch]:
-    """Micro-batches that the device decodes, in a thread, `depth` ahead of the consumer.
-
-    Tensors are made on the decoder's stream and handed to the stream that is current where the batch is
-    requested: request batches under the stream that works on them.
-
-    Closing the iterator ends the thread and closes the source's iterator, if that can be closed.
-
-    Args:
-        batches: micro-batches in host memory, encoded.
-        decoder: the training device's decoder.
-        seed_of: the seed of the micro-batch at a place.
-        depth: micro-batches decoded or being decoded, besides the one in use.
-        on_decoded: called in the thread for each, with its place, and with `metrics.mark`s of the decoder's stream
-            around its work.
-        size_of: the size of the images of the micro-batch at a place; None = the decoder's.
-    """
-    device = decoder.device
-    source = iter(batches)
-
-    def decode_next() -> tuple[Batch, Any, list[torch.Tensor]] | None:
-        """The next batch, the event behind the work on it, and its tensors on the device."""
-        ready = new_event(device)
-        with torch.get_device_module(device).stream(decoder.stream):
-            host = next(source, None)
-            if host is None:
-                return None
-            started, data = mark(device), host.fields[DATA]
-            assert isinstance(data, Ragged)
-            decoded = decoder.decode(
-                *(data.values, data.offsets, host[CROP], host[FLIP]),
-                ok=host.weight > 0,
-                size=size_of(host.position),
-            )
-            host = replace(
-                host, fields={name: host.fields[name] for name in host.fields if name not in ENCODED_FIELDS}
-            )
-            arrays = [array.copy() for array in (host.weight, *host.arrays().values())]
-            arrays[0][list(decoded.failed)] = 0
-            weight, *others = (torch.from_numpy(array).to(device, non_blocking=True) for array in arrays)
-            if on_decoded:
-                on_decoded(host.position, started, mark(device))
-            ready.record(decoder.stream)
-        batch = _batch(host, seed_of, weight, dict(zip(host.arrays(), others, strict=True)))
-        batch = batch.with_fields(
-            {IMAGE: decoded.image},
-            num_bad=host.num_bad + len(decoded.failed),
-            num_fallback=decoded.num_fallback,
-            failed=decoded.failed,
-        )
-        return batch, ready, [decoded.image, weight, *others]
-
-    thread = ThreadPoolExecutor(1, thread_name_prefix="raypipe-decode")
-    ahead = deque(thread.submit(decode_next) for _ in range(depth))
-    try:
-        while (entry := ahead.popleft().result()) is not None:
-            ahead.append(thread.submit(decode_next))
-            batch, ready, tensors = entry
-            hand_over(ready, tensors, device)
-            yield batch
-    finally:
-        for future in ahead:
-            future.cancel()
-        # There, since a generator cannot be closed while the thread is in it.
-        ended = thread.submit(getattr(source, "close", lambda: None))
-        thread.shutdown(wait=False)
-        wait([ended], CLOSE_S)
 
 
 def _whole(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

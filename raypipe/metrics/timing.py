@@ -78,7 +78,6 @@ class StageTimes:
         compute_s: forward, backward, optimizer.
         read_s: in the actors, reading encoded samples, or in the readers before them.
         work_s: in the actors, all of a micro-batch: reading, if they read, decoding, transforming.
-        decode_s: decoding on the device, copies included; it overlaps with the other stages, as transfers do.
         micro_batches: delivered, but for the very first.
         drained: on CUDA, those before which the device had finished all its work when they were asked for.
         checkpoint_s: the device had nothing to do because of a checkpoint.
@@ -91,7 +90,6 @@ class StageTimes:
     compute_s: float = 0.0
     read_s: float = 0.0
     work_s: float = 0.0
-    decode_s: float = 0.0
     micro_batches: int = 0
     drained: int = 0
     checkpoint_s: float = 0.0
@@ -118,6 +116,9 @@ class StageTimes:
         return self.drained / self.micro_batches if self.micro_batches else 0.0
 
 
+# The pool at most doubles every pool.grow_after_s (5 s), and blocks find their size meanwhile. So what limits a
+# run of less than a minute may be gone a moment later.
+_SETTLED_S = 60.0
 # Below this share of waiting a run is not limited by its input; the rest is jitter.
 _WAIT_IS_NOTHING = 0.10
 # A host that is ahead finds the device at work nearly always; one that is behind, nearly never.
@@ -135,7 +136,8 @@ def diagnose(
 ) -> list[str]:
     """Say what limits the run, how many actors would be enough, and what to change.
 
-    Little's law, per micro-batch and rank: actors = work / (augment + compute), with 15 % to spare.
+    Little's law, per micro-batch and rank: actors = work / (augment + compute), with 15 % to spare. A run that has
+    just begun gets no advice.
 
     Args:
         times: summed over the ranks.
@@ -152,8 +154,13 @@ def diagnose(
     stages = ("wait", "augment", "compute", *(["checkpoint"] if times.checkpoint_s else []))
     shares = {stage: getattr(times, f"{stage}_s") / times.step_s for stage in stages}
     parts = ", ".join(f"{share:.0%} {stage}" for stage, share in shares.items())
-    checkpoints = shares.get("checkpoint", 0.0)
-    sentences = [f"{times.images / times.step_s * world_size:,.0f} images/s; the time of a {name} is {parts}."]
+    checkpoints, measured_s = shares.get("checkpoint", 0.0), times.step_s / world_size
+    sentences = [f"{times.images / measured_s:,.0f} images/s; the time of a {name} is {parts}."]
+    if measured_s < _SETTLED_S:
+        sentences.append(
+            f"After its first batch the run took {measured_s:.0f} s, too short to say what limits it."
+        )
+        return sentences
     if checkpoints > _CHECKPOINTS_ARE_NOTHING:
         sentences.append(
             f"Checkpoints hold up the run for {checkpoints:.0%} of its time: choose a faster storage_path, or "
@@ -198,13 +205,7 @@ def _about_launches(times: StageTimes, name: str) -> str:
 def _about_input(times: StageTimes, needed: float, actors: int, name: str, reading: float) -> str:
     """`reading` is the share of the time for which each reader reads; 0 = the actors read."""
     busy_s = times.augment_s + times.compute_s
-    if times.decode_s > busy_s:
-        what = f"Decoding on the {name} limits the run"
-        advice = (
-            "convert the store with --short-side, so that there is less to decode, or if the cluster has CPUs to "
-            "spare, set transform.decode=cpu in a new run"
-        )
-    elif times.transfer_s > busy_s:
+    if times.transfer_s > busy_s:
         what = "The copy to the device limits the run"
         advice = "send fewer bytes (a smaller transform.size), or have fewer ranks per host"
     elif not actors:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from packaging import version
 
 from raypipe.config import PoolConfig, TrainConfig
 from raypipe.errors import ConfigError, ResourceError
@@ -149,15 +148,6 @@ def _trainers(offer: Resources, train: TrainConfig, per_step: int) -> tuple[int,
 def _num_setting(train: TrainConfig) -> str:
     """Return the setting of the fewest trainers that a run needs."""
     return "train.min_workers" if train.min_workers else "train.num_workers"
-
-
-def check_elastic() -> None:
-    """Raise ConfigError if this Ray has no elastic training."""
-    if version.parse(ray.__version__) < version.parse("2.55"):
-        raise ConfigError(
-            f"elastic training (train.min_workers) needs Ray 2.55 or newer, got Ray {ray.__version__}: "
-            "update Ray, or set train.min_workers=0"
-        )
 
 
 def largest_divisor(number: int, limit: int) -> int:

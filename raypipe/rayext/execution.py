@@ -16,7 +16,6 @@ import contextlib
 import math
 import time
 import uuid
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,17 +94,6 @@ def context_of(settings: Settings, actors: int) -> DataContext:
     limit = settings.limit(actors)
     context._max_num_blocks_in_streaming_gen_buffer = max(2, limit // 4) if settings.reads else limit
     return context
-
-
-@contextlib.contextmanager
-def datasets_with(settings: Settings, actors: int) -> Iterator[None]:
-    """Context manager: datasets that are made in it have executions with these settings; see `context_of`."""
-    before = DataContext.get_current()
-    DataContext._set_current(context_of(settings, actors))  # DataContext.current() needs Ray 2.55
-    try:
-        yield
-    finally:
-        DataContext._set_current(before)
 
 
 class _Flow:

@@ -14,6 +14,8 @@ import ray
 from raypipe.rayext.limits import has_labelled_type
 
 _NODE_ID = "ray.io/node-id"  # a label that Ray gives to each node
+LABEL, VALUE = "raypipe", "transform"
+"""The label of nodes for transforms, which the YAML of a cluster sets; see docs/clusters.md."""
 
 
 def nodes() -> list[dict[str, Any]]:
@@ -21,25 +23,21 @@ def nodes() -> list[dict[str, Any]]:
     return [node for node in ray.nodes() if node["Alive"]]
 
 
-def is_labelled(node: dict[str, Any], label_selector: str) -> bool:
-    """Return whether a node has the label; True for an empty selector."""
-    label, _, value = label_selector.partition("=")
-    return not label or node.get("Labels", {}).get(label) == value
+def is_labelled(node: dict[str, Any]) -> bool:
+    """Return whether a node has the label."""
+    return node.get("Labels", {}).get(LABEL) == VALUE
 
 
-def placement(label_selector: str) -> dict[str, Any]:
-    """Return Ray's options for an actor that prefers nodes with a label, and falls back to other existing nodes.
+def placement() -> dict[str, Any]:
+    """Return Ray's options for an actor that prefers nodes with the label, and falls back to other existing nodes.
 
-    By default, Ray Data spreads actors over all nodes, including GPU hosts. See `PoolConfig.label_selector`. In a
-    cluster without GPUs where the label is unknown, the autoscaler may add any node for an actor.
+    By default, Ray Data spreads actors over all nodes, including GPU hosts. In a cluster without GPUs where the
+    label is unknown, the autoscaler may add any node for an actor.
     """
-    label, _, value = label_selector.partition("=")
-    if not label:
-        return {}
     alive = nodes()
-    is_label_used = any(is_labelled(node, label_selector) or node["Resources"].get("GPU") for node in alive)
-    others = [node["NodeID"] for node in alive if not is_labelled(node, label_selector)]
+    is_label_used = any(is_labelled(node) or node["Resources"].get("GPU") for node in alive)
+    others = [node["NodeID"] for node in alive if not is_labelled(node)]
     fallback: list[dict[str, Any]] = [{"label_selector": {_NODE_ID: f"in({','.join(others)})"}}] if others else []
-    if not (is_label_used or has_labelled_type(label, value)):
+    if not (is_label_used or has_labelled_type(LABEL, VALUE)):
         fallback = [{"label_selector": {}}]
-    return {"label_selector": {label: value}, "fallback_strategy": fallback or None}
+    return {"label_selector": {LABEL: VALUE}, "fallback_strategy": fallback or None}

@@ -30,6 +30,9 @@ _WATCH_PERIOD_S = 1.0
 _BUSY = 0.8
 # Factor by which the pool grows at once.
 _GROW_FACTOR = 2
+# Time without waiting before the pool shrinks, relative to `grow_after_s`: an actor that was given back too early
+# costs a start of some seconds, and the wait for it.
+_SHRINK_AFTER = 12
 # Largest share of time in which ranks wait that still counts as no wait.
 _CALM = 0.05
 # Actors after the pool shrinks, relative to the mean number of busy ones. The mean is λ·t by Little's law, and the
@@ -82,7 +85,7 @@ class PoolSizer:
                         f"the ranks waited for {waited / seconds:.0%} of the last {seconds:.0f} s, and "
                         f"{worked / ran:.0%} of the actors were busy",
                     )
-        if self._calm[0] >= rules.shrink_after_s:
+        if self._calm[0] >= _SHRINK_AFTER * rules.grow_after_s:
             seconds, waited, worked, _ = self._calm.tolist()
             self._calm = np.zeros(4)
             enough = max(rules.min_actors, math.ceil(worked / seconds * _SPARE))
@@ -167,7 +170,7 @@ class PoolKeeper:
             self._shrink(size - self._target)
 
     def _grow(self, num: int, reason: str) -> None:
-        self._op._ray_remote_args.update(placement(self._rules.label_selector))  # nodes may have changed
+        self._op._ray_remote_args.update(placement())  # nodes may have changed
         self._pool.scale(ActorPoolScalingRequest.upscale(delta=num, reason=reason))
 
     def _shrink(self, surplus: int) -> None:
@@ -181,7 +184,7 @@ class PoolKeeper:
         surplus -= self._release_lost(surplus)
         states = self._pool._running_actors.items()
         on_node = Counter(state.actor_location for _, state in states)
-        labelled = {node["NodeID"] for node in nodes() if is_labelled(node, self._rules.label_selector)}
+        labelled = {node["NodeID"] for node in nodes() if is_labelled(node)}
         idle = [
             (state.actor_location in labelled, on_node[state.actor_location], state.actor_location, actor)
             for actor, state in states

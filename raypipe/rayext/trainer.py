@@ -41,13 +41,6 @@ _LOG_AFTER_S = 8.0
 # Longest wait for Ray to kill a process.
 _KILL_S = 1.5
 
-# Ray 2.54 has no elastic policy; allocation.check_elastic raises there.
-_Elastic: Any = getattr(scaling_policy, "ElasticScalingPolicy", scaling_policy.FixedScalingPolicy)
-
-
-def _is_elastic(config: Any) -> bool:
-    return getattr(config, "elasticity_enabled", False)
-
 
 def train_alone(name: str) -> None:
     """Make the functions of `ray.train` work in this process, outside Ray Train, as the only rank."""
@@ -83,7 +76,7 @@ class BoundedScalingPolicy(scaling_policy.ScalingPolicy):
     def _waiting(self, state: str) -> str:
         """Return the message about waiting trainers: their needs, their state, and a remedy."""
         config: Any = self.scaling_config
-        workers = config.min_workers if _is_elastic(config) else config.num_workers
+        workers = config.min_workers if config.elasticity_enabled else config.num_workers
         share = " and ".join(f"{n:g} {kind}" for kind, n in worker_resources(config).items() if n)
         return (
             f"{workers} trainers of {share} each {state} (pool.stall_timeout_s). Add nodes, or stop other jobs "
@@ -95,7 +88,7 @@ class FixedPolicy(BoundedScalingPolicy, scaling_policy.FixedScalingPolicy):
     """Ray Train's policy of a fixed number of workers."""
 
 
-class DivisorScalingPolicy(BoundedScalingPolicy, _Elastic):
+class DivisorScalingPolicy(BoundedScalingPolicy, scaling_policy.ElasticScalingPolicy):
     """Ray Train's elastic policy, limited to numbers of workers that divide the M micro-batches of a step."""
 
     def __init__(self, scaling_config: ScalingConfig, timeout_s: float, per_step: int) -> None:
@@ -109,7 +102,7 @@ class DivisorScalingPolicy(BoundedScalingPolicy, _Elastic):
 def _reason(error: TrainingFailedError) -> str:
     """Return the reason of a restart as a label: preempted, died, no_start."""
     failures = [error, *getattr(error, "worker_failures", {}).values()]
-    # Ray 2.54 to 2.59 have no PreemptionError.
+    # Ray 2.56 to 2.59 have no PreemptionError.
     if any(type(e).__name__ == "PreemptionError" or getattr(e, "preempted", False) for e in failures):
         return "preempted"
     return "died" if isinstance(error, WorkerGroupError) else "no_start"
@@ -250,7 +243,7 @@ class RunTrainer(TorchTrainer):
         config: Any = self.scaling_config  # version 2's class, unlike its annotation
         options["scaling_policy"] = (
             DivisorScalingPolicy(config, self._timeout_s, self._per_step)
-            if _is_elastic(config)
+            if config.elasticity_enabled
             else FixedPolicy(config, self._timeout_s)
         )
         options["failure_policy"] = OnlyDeathsPolicy(self.run_config.failure_config, self._run, self._run_uri)

@@ -38,11 +38,10 @@ class Account:
         folder: where rank 0 records the run; None = nowhere.
 
     Attributes:
-        clocks: clock of each split; the threads that copy and decode add to them.
+        clocks: clock of each split; the thread that copies adds to them.
         first_batch_s: seconds from the start of the stream to its first batch; 0 before it.
         skips: whether the loop skips batches: then training intervals are not recorded.
         num_bad: bad samples that this rank has seen.
-        num_fallback: samples that the host decoded for the device.
         exported: metrics of this rank.
         chronicle: console lines and records of rank 0.
         actors: transform actors that the pool has at most; 0 = trainers make the stream themselves.
@@ -59,7 +58,7 @@ class Account:
         folder: Folder | None,
     ) -> None:
         self.clocks: dict[Split, StageClock] = {"train": StageClock(), "val": StageClock()}
-        self.first_batch_s, self.skips, self.num_bad, self.num_fallback = 0.0, False, 0, 0
+        self.first_batch_s, self.skips, self.num_bad = 0.0, False, 0
         info = {"version": __version__, "plan": spec.plan.fingerprint, "workers": str(world_size)}
         self.exported = TrainerMetrics(spec.run, rank, **info)
         self.chronicle = Chronicle(world_size, rank, folder)
@@ -136,7 +135,7 @@ class Account:
 
     def strength(self, epoch: int, step: int) -> float:
         """The strength of the augmentation at a training step."""
-        return self._augment.strength.at(self._plan.progress(epoch, step)) if self._augment else 0.0
+        return self._augment.strength_at(self._plan.progress(epoch, step)) if self._augment else 0.0
 
     def export(self, cursor: Cursor) -> None:
         """Export where the rank stands, after the step of a cursor."""
@@ -182,7 +181,6 @@ class Account:
             **{f"{stage}_s": getattr(times, f"{stage}_s") for stage in STAGES if stage != "wait"},
             **({"strength": self.strength(cursor.epoch, cursor.step - 1)} if self._augment else {}),
             num_bad=self.num_bad,
-            num_fallback=self.num_fallback,
         )
         return Interval(images, seconds, times.wait_s)
 

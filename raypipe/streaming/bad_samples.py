@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 _without_records: set[str] = set()
 
 
-def record_bad(folder_uri: str, at: MicroBatchId, bad: list[dict[str, Any]], by: str = "") -> None:
+def record_bad(folder_uri: str, at: MicroBatchId, bad: list[dict[str, Any]]) -> None:
     """Log bad samples, and write them as one JSON-lines object per micro-batch.
 
     The object is named by the micro-batch's place, so a retry on any node writes the same object. If it cannot
@@ -31,7 +31,6 @@ def record_bad(folder_uri: str, at: MicroBatchId, bad: list[dict[str, Any]], by:
         folder_uri: folder of the quarantine; empty = log only.
         at: the micro-batch.
         bad: one record per sample.
-        by: finder, if it is not an actor; part of the name.
     """
     lines = [json.dumps({**vars(at), **record}) for record in bad]
     for line in lines:
@@ -42,7 +41,7 @@ def record_bad(folder_uri: str, at: MicroBatchId, bad: list[dict[str, Any]], by:
         with impatient():
             filesystem, folder = open_filesystem(folder_uri)
             filesystem.create_dir(folder, recursive=True)
-            write_text(join(folder_uri, f"{at}{by and '-' + by}.jsonl"), "".join(line + "\n" for line in lines))
+            write_text(join(folder_uri, f"{at}.jsonl"), "".join(line + "\n" for line in lines))
     except Exception as error:  # a full disk, an unreachable object store, or anything else
         _without_records.add(folder_uri)
         logger.warning("bad samples cannot be recorded in %s, but in this log: %s", folder_uri, error)

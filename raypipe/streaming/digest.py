@@ -29,7 +29,6 @@ from raypipe.plan.places import Cursor
 from raypipe.rayext.failures import get
 from raypipe.storage.files import read_json, write_json
 from raypipe.streaming.row import host_batches
-from raypipe.transform.encoded import CROP, DATA, FLIP
 from raypipe.transform.fields import CHROMA, COLUMN, IMAGE, LABEL, VIEW, MicroBatch, Ragged, in_group
 
 if TYPE_CHECKING:
@@ -52,8 +51,6 @@ def batch_digest(batch: MicroBatch) -> bytes:
     image, label = fields.get(IMAGE, _NO_IMAGE), fields[LABEL]
     digest = hashlib.blake2b(f"{batch.position} {image.shape}".encode(), digest_size=16)
     arrays: list[Any] = [batch.index, label, batch.weight, image]
-    if isinstance(data := batch.fields.get(DATA), Ragged):
-        arrays += [data.values, data.offsets, fields[CROP], fields[FLIP], batch.weight > 0]
     if image.dtype != np.uint8:
         digest.update(f"image\0{image.dtype}".encode())
     arrays += [fields[name] for name in ("mask", "boxes") if name in fields]

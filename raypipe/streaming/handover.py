@@ -78,7 +78,7 @@ def loader(
         keep_batches: batches that stay valid besides the newest, for a loop that looks ahead. On CUDA each takes
             the memory of one more batch there, and as much pinned memory; on CPU a batch is valid as long as
             you keep it.
-        run_dir: folder in which rank 0 records the run, for `raypipe report`: a path or a URI; empty = the
+        run_dir: folder in which rank 0 records the run: a path or a URI; empty = the
             folder of Ray Train's run, or without Ray Train none.
         start_from: folder or URI of a run or a checkpoint. While Ray Train has no checkpoint, the stream
             continues from there, and `Loader.restore` loads it.
@@ -194,7 +194,7 @@ def _handed_round(
         if world_size == 1:
             _make_room(spec.pool.least_actors * spec.pool.cpus_per_actor)
         most = preflight(spec.pool).max_actors if max_actors is None else max_actors
-        supervisor = start_supervisor(spec.pool.max_attempts, spec.run, spec.log_format)
+        supervisor = start_supervisor(spec.run, spec.log_format)
         iterators = splits(
             spec,
             start,

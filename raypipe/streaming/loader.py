@@ -33,8 +33,7 @@ from raypipe.rayext.trainer_notice import Notice
 from raypipe.storage.files import write_text
 from raypipe.storage.filesystem import join
 from raypipe.streaming.account import Account
-from raypipe.streaming.arrival import Feed, augmented, judge, moved
-from raypipe.streaming.bad_samples import BadSampleBudget
+from raypipe.streaming.arrival import Feed, augmented, moved
 from raypipe.streaming.digest import settings_of
 from raypipe.streaming.epochs import Epoch, Pass
 from raypipe.streaming.running import EXHAUSTED, Running
@@ -75,7 +74,6 @@ class Loader(Unlike, instead=_INSTEAD):
         world_size: W, the number of ranks.
         keep_batches: batches that stay valid besides the newest.
         cursor: place after the last fully delivered step.
-        jpeg_decoder: decoding library on the device, with its version; empty if actors decode all images.
         account: measurements, metrics and records of this rank; a training loop may add its loss.
         notice: notices that nodes of the trainers will go.
         interval_s: seconds between two records of the training; infinity = the loop makes them, by
@@ -114,7 +112,6 @@ class Loader(Unlike, instead=_INSTEAD):
             check_mixable(augment, target.dtype, target.shape)
         self.augment: DeviceAugment | None = None
         self.rank, self.world_size = rank, world_size
-        self.jpeg_decoder = ""
         self._spec, self._open_at, self._prefetch_factor, self.keep_batches = (
             spec,
             open_at,
@@ -123,7 +120,6 @@ class Loader(Unlike, instead=_INSTEAD):
         )
         self._start_from = start_from
         self.account = Account(spec, self.device, rank, world_size, augment, folder)
-        self._budget = BadSampleBudget(spec.transform.max_bad_fraction)
         self._running = Running(self.account.chronicle.close)
         self._running.close_with(self)
         self.interval_s = _INTERVAL_S
@@ -161,9 +157,7 @@ class Loader(Unlike, instead=_INSTEAD):
         account, spec = self.account, self._spec
         account.actors = feed.actors
         account.readers = int(has_actors and "train" in spec.readers())
-        self._batches, self.jpeg_decoder = moved(
-            feed, spec, self.device, account.clocks, self._prefetch_factor, self.keep_batches
-        )
+        self._batches = moved(feed, spec, self.device, account.clocks, self._prefetch_factor, self.keep_batches)
         closes = (functools.partial(_close, generator) for generator in (feed.batches, self._batches))
         self._running.begin(
             has_actors, feed.end, self.account.exported.end, self.account.chronicle.unfollow, *closes
@@ -231,7 +225,7 @@ class Loader(Unlike, instead=_INSTEAD):
         Ray Train has noted the checkpoint, which takes up to 0.5 s (`RAY_TRAIN_HEALTH_CHECK_INTERVAL_S`).
 
         Args:
-            metrics: numbers are recorded, and drawn by `raypipe report`.
+            metrics: numbers are recorded.
             parts: objects with a `state_dict`, by names that you choose: the model, in DDP or not, the
                 optimizer, …
 
@@ -250,10 +244,9 @@ class Loader(Unlike, instead=_INSTEAD):
         """Return, on all ranks alike, whether to make a checkpoint now, since a node of the trainers will go.
 
         All ranks call it after each optimizer step, and after a validation. It is True within about two seconds
-        of a notice, and again at least every 15 s. Once the time is too short for another step and its
-        checkpoint, it is True for the last time: the next batch ends the train function with an error that Ray
-        Train counts as a preemption, and the trainers are started again. Ray gives notices from version 2.60
-        on; before that, it is False.
+        of a notice, and again at least every 15 s, more often as the node's end comes near. Then Ray Train starts
+        the trainers again, and counts a preemption. Ray gives notices from version 2.60 on; before that, it is
+        False.
         """
         return self.notice.agreed(self.rank, at_end=self.cursor.step in (0, self.plan.steps_per_epoch))
 
@@ -327,7 +320,6 @@ class Loader(Unlike, instead=_INSTEAD):
         if split == "train":
             account.begin_interval()
         for step in range(segment.first_step, segment.num_steps):
-            self.notice.begin_step()
             for micro in range(self.rank, per_step, self.world_size):
                 batch = self._next(MicroBatchId(split, epoch, step, micro))
                 ends_step = micro + self.world_size >= per_step
@@ -368,8 +360,6 @@ class Loader(Unlike, instead=_INSTEAD):
         if self.account.exported.is_due():
             account.export(self.cursor)
         account.num_bad += batch.num_bad
-        account.num_fallback += batch.num_fallback
-        judge(batch, self._spec, self._budget)
         if self.plan.sources:
             batch = replace(batch, source=self.plan.source_of(batch.index))
         if self.augment is not None:

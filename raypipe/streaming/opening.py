@@ -140,7 +140,7 @@ def _columns_of(
         return kept.indices(np.arange(min(NUM_PROBED, kept.size)))
 
     sample_columns = find_columns(stores, declared, make, first, label)
-    if sample_columns and pool.cache == "disk":
+    if sample_columns and pool.cache != "off":
         raise ConfigError(
             f"pool.cache={pool.cache!r} keeps images and classes, and no columns or other targets: set "
             "pool.cache='off', or leave store.columns out"

@@ -21,7 +21,7 @@ from raypipe.errors import ConfigError, ResourceError, SampleError
 from raypipe.plan.places import Cursor
 from raypipe.rayext.allocation import preflight
 from raypipe.rayext.cluster import connect
-from raypipe.rayext.execution import Settings, datasets_with
+from raypipe.rayext.execution import Settings, context_of
 from raypipe.rayext.iteration import Ended
 from raypipe.rayext.placement import placement
 from raypipe.storage.filesystem import is_remote
@@ -149,7 +149,7 @@ def dataset(
         world_size: W.
         supervisor: handle of the Supervisor to which faults are reported; None = a new one.
     """
-    supervisor = supervisor or start_supervisor(spec.pool.max_attempts, spec.run, spec.log_format)
+    supervisor = supervisor or start_supervisor(spec.run, spec.log_format)
     spec.plan.check_workers(world_size)
     pool, actors = _pool_of(spec.pool, max_actors)
     if any(is_remote(store.address) for store in spec.stores.values()):  # an outage ends in its own error
@@ -177,7 +177,7 @@ def dataset(
         max_bytes=max_bytes,
         run=spec.run,
     )
-    with datasets_with(settings, actors):
+    with ray.data.DataContext.current(context_of(settings, actors)):
         rows = ray.data.read_datasource(source, override_num_blocks=source.num_tasks, num_cpus=_READER_CPUS)
         return rows.map_batches(
             TransformWorker,
@@ -189,7 +189,7 @@ def dataset(
             # Else later actors ask for the bytes of a block, and the autoscaler finds no node type that has
             # them where the cluster's YAML does not name its memory.
             memory=0,
-            **placement(pool.label_selector),
+            **placement(),
             compute=ray.data.ActorPoolStrategy(
                 min_size=pool.min_actors,
                 max_size=pool.max_actors,
@@ -226,7 +226,7 @@ def splits(
     if not spec.plan.num_micro_batches(cursor):
         nothing: Any = Ended()
         return [nothing] * world_size
-    supervisor = supervisor or start_supervisor(spec.pool.max_attempts, spec.run, spec.log_format)
+    supervisor = supervisor or start_supervisor(spec.run, spec.log_format)
     rows = dataset(spec, cursor, max_actors=max_actors, world_size=world_size, supervisor=supervisor)
     if world_size == 1 and not apart:
         return [rows.iterator()]

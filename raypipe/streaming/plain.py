@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
 
 from raypipe.device.prefetcher import Batch
-from raypipe.errors import ConfigError, SampleError
+from raypipe.errors import ConfigError
 from raypipe.plan.places import Split
 from raypipe.streaming.epochs import Epoch, Pass
 from raypipe.streaming.loader import Loader
 
-Format = Literal["dict", "tuple", "batch"] | Callable[[Batch], Any]
+Format = Literal["dict", "batch"] | Callable[[Batch], Any]
 """What a plain loader yields: `{"image", "target", "weight"}`, `"views"` where there are any, and columns by their
-names; `(image, target)` of the rows that count; the Batch; or what a function makes of it."""
+names; the Batch; or what a function makes of it."""
 
 NOT_COUNTED = -100
 """The target of rows that do not count: padding, and samples that cannot be used. `cross_entropy` of torch leaves
@@ -34,42 +34,23 @@ def plain_loaders(loader: Loader, format: Format = "dict") -> tuple[PlainLoader,
 
     Args:
         loader: this rank's loader.
-        format: items to yield: "dict" (image, target, weight, and columns), "tuple" (image, target), "batch", or
-            a function of the `Batch`. Tuples omit a validation's padding and unusable samples, so `len(target)`
-            counts samples; a batch may then be smaller.
+        format: items to yield: "dict" (image, target, weight, and columns), "batch", or a function of the `Batch`.
 
     Raises:
-        ConfigError: MixUp or CutMix is on, and the format has no room for mixed targets; or it is "tuple", and
-            ranks would have different numbers of validation batches; or "dict", and a column has the name of an
-            entry. If the loop's order differs from the plan's, iterating raises it too, and names the setting to
-            change.
-        SampleError: iterating "tuple", no sample of a micro-batch can be used.
+        ConfigError: the format is "dict", and MixUp or CutMix is on, for whose targets it has no room, or a column
+            has the name of an entry. If the loop's order differs from the plan's, iterating raises it too, and
+            names the setting to change.
     """
     config = loader.augment.config if loader.augment else None
-    if config and (config.mixup_alpha or config.cutmix_alpha) and format in ("dict", "tuple"):
+    if config and (config.mixup_alpha or config.cutmix_alpha) and format == "dict":
         raise ConfigError(
-            f"MixUp and CutMix make two targets of one, and {format!r} has room for one: give a function, "
-            "such as "
+            "MixUp and CutMix make two targets of one, and 'dict' has room for one: give a function, such as "
             "lambda batch: (batch.image, soft_targets(batch.target, batch.mix, num_classes))"
-        )
-    padding, world_size = _padding_alone(loader), loader.world_size
-    if format == "tuple" and padding % world_size:
-        raise ConfigError(
-            f"the last {padding} micro-batches of a validation are padding, which 'tuple' leaves out, and then "
-            f"{world_size} workers have different numbers of batches: use format='dict', whose weight is 0 "
-            "there, "
-            "or give a function"
         )
     if format == "dict" and (clash := {"image", "target", "weight", "views"} & loader.columns.types.keys()):
         raise ConfigError(f"column {min(clash)!r} has the name of an entry of 'dict': give a function instead")
     shared = _SharedEpochs(loader)
     return PlainLoader(shared, "train", format), PlainLoader(shared, "val", format)
-
-
-def _padding_alone(loader: Loader) -> int:
-    """Micro-batches, of all ranks, at the end of a validation that have no sample."""
-    plan = loader.plan
-    return plan.val_steps * plan.config.per_step + -plan.num_val_rows // plan.config.micro_batch_size
 
 
 class _SharedEpochs:
@@ -128,15 +109,12 @@ class PlainLoader:
     def __len__(self) -> int:
         """This rank's micro-batches of a whole epoch."""
         plan, loader = self._loader.plan, self._loader
-        if self._split == "train":
-            return plan.steps_per_epoch * loader.accumulation_steps
-        left_out = _padding_alone(loader) // loader.world_size if self._format == "tuple" else 0
-        return plan.val_steps * loader.accumulation_steps - left_out
+        steps = plan.steps_per_epoch if self._split == "train" else plan.val_steps
+        return steps * loader.accumulation_steps
 
     def __iter__(self) -> Iterator[Any]:
         # A generator: loops of others make iterators that they never ask.
-        batches = _to_the_end(self._shared.next(self._split))
-        yield from self._tuples(batches) if self._format == "tuple" else map(self._formed, batches)
+        yield from map(self._formed, _to_the_end(self._shared.next(self._split)))
 
     def state_dict(self) -> dict[str, Any]:
         """Like `Loader.state_dict`: both loaders of a run share one place."""
@@ -153,26 +131,6 @@ class PlainLoader:
             return batch
         entries: dict[str, Any] = {"image": batch.image, "target": counted_target(batch), "weight": batch.weight}
         return entries | ({"views": batch.views} if batch.views else {}) | batch.columns
-
-    def _tuples(self, batches: Iterable[Batch]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Image and target of the rows that count."""
-        for batch in batches:
-            if batch.views:
-                raise ConfigError(
-                    "the transform makes views, and 'tuple' has room for one image: give 'dict', 'batch', or a "
-                    "function of the batch"
-                )
-            num = int((batch.index >= 0).sum())  # padding is at the end
-            # Without bad samples the host knows the rows, and nothing waits for the device.
-            rows = batch.weight > 0 if batch.num_bad else slice(num)
-            image, target = batch.image[rows], batch.target[rows]
-            if len(target):
-                yield image, target
-            elif num and (self._split == "train" or self._loader.world_size > 1):
-                raise SampleError(
-                    f"no sample of micro-batch {batch.position} can be used, and 'tuple' has no weights to show "
-                    "it: fix the samples that the log names, or use format='dict', whose weight is 0 there"
-                )
 
 
 def _to_the_end(batches: Pass) -> Iterator[Batch]:

@@ -1,8 +1,7 @@
 """The plan as a Ray Data source.
 
-    MicroBatchSource   ReadTasks, each a generator over a share of what is left of the schedule
-                       → one row per block: its places, and, where a reader reads, its encoded samples
-    read_lmdb          a store as a plain Ray Data source → one row per sample
+    ReadTasks, each a generator over a share of what is left of the schedule
+    → one row per block: its places, and, where a reader reads, its encoded samples
 
 A small number of lazy tasks keeps the driver small for a schedule of any length; one runs at a time. A lost task
 runs again from its start, so the schedule is more than one task. Rows are tiny if the transform actors read the
@@ -16,28 +15,24 @@ import itertools
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import ray.data
+import ray
 from ray.data import Datasource
 from ray.data.block import BlockMetadata
 from ray.data.datasource import ReadTask
 
-from raypipe.errors import ResourceError, StoreError
+from raypipe.errors import ResourceError
 from raypipe.metrics.prometheus import Recorder
 from raypipe.plan.places import PADDING, Cursor, MicroBatchId, Split
 from raypipe.plan.schedule import Plan
 from raypipe.rayext.watch import this_process
-from raypipe.stores import open_store
-from raypipe.stores.base import Store, check_columns, name_of
+from raypipe.stores.base import Store, name_of
 from raypipe.streaming.blocks import MAX_BYTES, cut, most, tasks
 from raypipe.streaming.row import SOURCE_SCHEMA, SourceRow
 from raypipe.transform.samples import Samples, Wanted, read_samples
-
-if TYPE_CHECKING:
-    from ray.data import Dataset
 
 
 class MicroBatchSource(Datasource):
@@ -157,29 +152,3 @@ class MicroBatchSource(Datasource):
     def _tell(self, task: str, what: str) -> None:
         if error := ray.get(self._supervisor.reading.remote(task, what)):
             raise ResourceError(error)
-
-
-# 110 KB images make blocks of about 28 MB, well under Ray's target of 128 MiB.
-_ROWS_PER_BLOCK = 256
-
-
-def read_lmdb(path: str, columns: list[str] | None = None) -> Dataset:
-    """An LMDB store as a plain Ray Data dataset, one row per sample, in stored order, `image` as encoded bytes.
-
-    Args:
-        path: a `*.lmdb` file or a folder of them, or a URI of either.
-        columns: columns to read; None = all.
-
-    Raises:
-        StoreError: this is not an LMDB store, or it lacks one of the columns.
-    """
-    store = open_store(path)
-    if type(store).__name__ != "LMDBStore":
-        raise StoreError(f"{path} is not an LMDB store: use raypipe.stream or ray.data.read_parquet")
-    wanted = tuple(columns or store.columns)
-    check_columns(wanted, store.columns, path)
-
-    def read(block: dict[str, np.ndarray]) -> pa.Table:
-        return pa.table({name: pa.array(values) for name, values in store.read(block["id"], wanted).items()})
-
-    return ray.data.range(len(store)).map_batches(read, batch_size=_ROWS_PER_BLOCK)

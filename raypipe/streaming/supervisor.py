@@ -5,14 +5,14 @@ announce their work to a supervisor, and a restarted one asks it for the history
 
     first death in a block             it is tried again, carefully: each sample is announced before it is touched
     second careful death at a sample   the sample is bad; the block is tried again without it
-    `max_attempts` deaths without that,
+    `MAX_ATTEMPTS` deaths without that,
     or more bad samples than that in
     one of its micro-batches           the run ends with one error
 
 Deaths by other causes (a lost node, a kill) cost an attempt, and do not change the result.
 
 A restarted reader also announces each read. A row group cannot be substituted, so
-`max_attempts` deaths at one, for one micro-batch, end the run, with the file and the row group in the error.
+`MAX_ATTEMPTS` deaths at one, for one micro-batch, end the run, with the file and the row group in the error.
 
 The supervisor also sets the size of blocks, from actors' reports about their first ones. Each ReadTask gets it
 at its start, and a restarted one gets the same size, since its blocks must not change.
@@ -40,6 +40,9 @@ from raypipe.streaming.blocks import fitting
 
 logger = logging.getLogger(__name__)
 
+MAX_ATTEMPTS = 6
+"""Deaths at one block, or of readers at one row group, that end the run. Nodes that are lost by chance hardly hit
+one block so often; a block that does not fit in memory is hit each time, at the cost of a process start each."""
 _DEATHS_AT_A_SAMPLE = 2
 _MAX_EVENTS = 10_000
 _NUM_MEASURED = 32
@@ -172,8 +175,7 @@ class Supervisor:
             blame = f"{num_bad} samples are" if num_bad else "no single sample is"
             error = (
                 f"{history.all_deaths} transform actors have died in {_named(block)}, the last one before "
-                f"{self._homes.get(actor, '')}; {blame} to blame: {_LOOK}, lower plan.micro_batch_size, or raise "
-                "pool.max_attempts"
+                f"{self._homes.get(actor, '')}; {blame} to blame: {_LOOK}, or lower plan.micro_batch_size"
             )
         return Orders(careful=True, bad=bad, error=error)
 
@@ -230,7 +232,7 @@ class Supervisor:
             return ""
         return (
             f"a reader has died {deaths} times while it read {what}: {_LOOK}; check the file with `raypipe "
-            "verify`, convert it again with smaller row groups, or raise pool.max_attempts"
+            "verify`, or convert it again with smaller row groups"
         )
 
     def has_read(self, task: str) -> None:
@@ -283,12 +285,12 @@ def _split(at: str) -> str:
     return at.partition("-")[0]
 
 
-def start_supervisor(max_attempts: int, run: str = "", log_format: LogFormat = "text") -> Any:
+def start_supervisor(run: str = "", log_format: LogFormat = "text") -> Any:
     """A handle of a Supervisor that runs as an actor, on the node of the caller."""
     actor = ray.remote(Supervisor).options(
         num_cpus=0, max_restarts=-1, max_task_retries=-1, scheduling_strategy=here()
     )
-    return actor.remote(max_attempts, run, log_format, True)
+    return actor.remote(MAX_ATTEMPTS, run, log_format, True)
 
 
 def end_actors(supervisor: Any, iterators: Sequence[Any], rank: int) -> None:

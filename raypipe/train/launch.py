@@ -15,14 +15,12 @@ from typing import Any
 from raypipe.config import AugmentConfig, RunConfig
 from raypipe.errors import ConfigError, CursorError, OutageError, RaypipeError, RunError
 from raypipe.logs import begin_phases, configure_logs, end_phases, phase, progress
-from raypipe.metrics.records import METRICS
-from raypipe.pages.report import write_report
-from raypipe.rayext.allocation import Allocation, check_elastic, preflight
+from raypipe.rayext.allocation import Allocation, preflight
 from raypipe.rayext.cluster import connect, started_here
 from raypipe.rayext.failures import cause_of, explanation
 from raypipe.rayext.waiting import Wait, is_head_lost, only_start
 from raypipe.storage.files import read_json, write_text
-from raypipe.storage.filesystem import exists, is_remote, join, open_filesystem
+from raypipe.storage.filesystem import is_remote, join, open_filesystem
 from raypipe.streaming.checkpoints import Checkpoint, find_newest, newest_name
 from raypipe.streaming.maker import differing, try_samples
 from raypipe.streaming.opening import spec_of
@@ -83,7 +81,7 @@ def _train(run: RunConfig, run_uri: str, lease: str) -> dict[str, Any]:
     newest = _newest(run, run_uri, spec)
     if newest and _has_ended(spec, newest):
         progress(logger, f"this run has already ended, with {newest.name}: nothing left to do")
-        _leave_traces(run_uri)  # its process may have been killed before this
+        _withdraw_stop(run_uri)  # its process may have been killed before this
         return _result(newest.metrics | {"stopped": False}, run_uri)
     with Interrupts() as interrupts, contextlib.ExitStack() as starting:
         allocation, start = _allocated(run, spec, interrupts, starting)
@@ -106,7 +104,7 @@ def _train(run: RunConfig, run_uri: str, lease: str) -> dict[str, Any]:
             progress(logger, _how_to_continue(run_uri))
             raise
         finally:
-            _leave_traces(run_uri)
+            _withdraw_stop(run_uri)
     return _result(result, run_uri)
 
 
@@ -146,7 +144,7 @@ def _allocated(
     run: RunConfig, spec: StreamSpec, interrupts: Interrupts, starting: contextlib.ExitStack
 ) -> tuple[Allocation, Any]:
     """Connect to Ray, and allocate resources; also return the actor that keeps other runs from starting."""
-    wait = functools.partial(Wait, run.train.start_timeout_s, interrupts.check, "train.start_timeout_s")
+    wait = functools.partial(Wait, run.pool.stall_timeout_s, interrupts.check, "pool.stall_timeout_s")
     phase(logger, "connecting to Ray" if os.environ.get("RAY_ADDRESS") else "starting Ray on this machine")
     connect(log_format=run.log_format, wait=wait())
     interrupts.stand()
@@ -154,8 +152,6 @@ def _allocated(
     start = None if started_here() else starting.enter_context(only_start(wait()))
     allocation = preflight(run.pool, run.train, run.plan.per_step, wait())
     spec.plan.check_workers(allocation.workers)
-    if allocation.min_workers:
-        check_elastic()
     check_memory(spec, allocation.max_actors, allocation.workers)
     interrupts.check()
     return allocation, start
@@ -190,16 +186,12 @@ def _command(run_uri: str) -> str:
     return f"{command} --resume {shlex.quote(run_uri.removeprefix('file://'))}"
 
 
-def _leave_traces(run_uri: str) -> None:
-    """Remove the stop request and write the report, after any end of a run."""
+def _withdraw_stop(run_uri: str) -> None:
+    """Remove the stop request, after any end of a run: it must not stop a resume."""
     try:
-        remove_stop(run_uri)  # it must not stop a resume
-        if not exists(join(run_uri, METRICS)):  # the run has not begun to train
-            return
-        page = write_report(run_uri)["report"]
-        progress(logger, f"report     {page.removeprefix('file://')}")
+        remove_stop(run_uri)
     except Exception as error:  # must not hide the run's result or error
-        logger.warning("cannot write the report: %s: %s", type(error).__name__, error)
+        logger.warning("cannot remove the request to stop: %s: %s", type(error).__name__, error)
 
 
 def check_augment(config: AugmentConfig) -> None:
@@ -234,7 +226,7 @@ def _fit(loop: dict[str, Any], allocation: Allocation, interrupts: Interrupts) -
         log_options["logging_config"] = ray_config.LoggingConfig(log_level="WARNING")
     failures = {"max_failures": run.train.max_failures}
     if hasattr(ray_config.FailureConfig, "max_preemption_failures"):
-        failures["max_preemption_failures"] = run.train.max_preemption_failures
+        failures["max_preemption_failures"] = -1  # a node that goes with notice has no fault
     filesystem, path = open_filesystem(run_uri)
     trainer = RunTrainer(
         train_loop,

@@ -61,9 +61,7 @@ def train_loop(config: dict[str, Any]) -> None:
         phase(logger, "starting the stream and the model")
     trainer = Trainer(**options)
     if is_first:
-        decoder = trainer.loader.jpeg_decoder
-        decoding = f"; {decoder} decodes JPEGs on {trainer.device}" if decoder else ""
-        phase(logger, f"waiting for the first micro-batch{decoding}")
+        phase(logger, "waiting for the first micro-batch")
     for _ in trainer.epochs():
         pass
     if is_first:  # before Ray 2.56, the train function's return value is dropped
@@ -210,7 +208,7 @@ class Trainer:
             is_due = self._look(at_once=logs)
             if self.stopping:
                 return
-            if (checkpoint or is_due) and (not end or self.loader.notice.is_last):
+            if (checkpoint or is_due) and not end:
                 if not logs:  # the sums in a checkpoint must match the records
                     self._log_train(lr, losses)
                     losses = []
@@ -247,21 +245,18 @@ class Trainer:
             Whether a checkpoint is due, by rank 0's clock or because a node of the trainers is about to go.
         """
         self._writer.check()
-        notice = self.loader.notice
         asked, steps, due = float(self._poll is not None and self._poll.asked), 0.0, 0.0
         self._steps_since += 1
         if self.world_size > 1 and not at_once and self._steps_since < self._steps_between:
             return False
         if self.loader.rank == 0:
             is_old = time.perf_counter() - self._saved_at >= self.run.train.checkpoint_s
-            due = float(notice.is_due() or is_old)
+            due = float(self.loader.notice.is_due() or is_old)
         if self.world_size > 1:
             if self.loader.rank == 0:
                 steps = max(1, int(_AGREE_S / ((time.perf_counter() - self._agreed_at) / self._steps_since)))
-                steps = 1 if notice.is_near() else steps
-            terms = torch.tensor([asked, steps, due, notice.is_last], dtype=torch.float64, device=self.device)
-            asked, steps, due, last = self._summed(terms).tolist()
-            notice.is_last = last > 0
+            terms = torch.tensor([asked, steps, due], dtype=torch.float64, device=self.device)
+            asked, steps, due = self._summed(terms).tolist()
             self._agreed_at, self._steps_since, self._steps_between = time.perf_counter(), 0, int(steps)
         self.stopping = asked > 0
         if self.stopping and self.loader.rank == 0:
@@ -333,7 +328,6 @@ class Trainer:
 
     def _save(self) -> None:
         metrics, self._saved_at = self.figures(), time.perf_counter()
-        notice, begun_at = self.loader.notice, self._saved_at
         if log := self._account.chronicle.log:
             cursor = self.loader.cursor
 
@@ -342,11 +336,8 @@ class Trainer:
                 self._check_lease()
                 self._checkpoint = write_checkpoint(self.run_uri, cursor, state, metrics, before=self._checkpoint)
                 self._account.exported.checkpointed()
-                notice.saved_in(time.perf_counter() - begun_at)
 
             self._writer.save(self.learner.state(), write)
-            if notice.is_last:  # after the report below, any rank may end, which ends all
-                self._writer.wait()
         ray.train.report(metrics)
 
     def _newest(self) -> Checkpoint | None:

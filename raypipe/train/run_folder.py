@@ -10,7 +10,6 @@ RUN/stop               a request to end the run within seconds, with a checkpoin
 RUN/figures.json       at the run's end: sums over the training, the newest validation, and the progress
 RUN/error.txt          the traceback of an error that ended the run, unless it is raypipe's own
 RUN/quarantine/        one JSON-lines object per micro-batch that had bad samples
-RUN/report.html        the report on one page, see `raypipe.pages.report`
 RUN/checkpoint_*/      see `raypipe.streaming.checkpoints`
 RUN/lease/             the lease of the folder, see `raypipe.storage.lease`
 RUN/ray/               files of Ray Train

@@ -14,7 +14,6 @@ from raypipe.plan.places import Sides, Split
 from raypipe.plan.selection import JoinedSelection, Selection
 from raypipe.stores.base import Store
 from raypipe.transform.decode_array import header_size
-from raypipe.transform.encoded import EncodedTransform
 from raypipe.transform.presets import build_transform, check_transform, num_pixels, takes_size
 from raypipe.transform.program import Program, find_program
 from raypipe.transform.sample_transform import SampleTransform
@@ -32,8 +31,6 @@ def check_transforms(
     """Raise ConfigError where `build_content` would, as far as can be known without the user's code."""
     for split, store in stores.items():
         transform = transforms[split]
-        if config.decode == "gpu":
-            EncodedTransform(transform, config)
         check_transform(transform, config.final_size, config.decode_as == "array")
         if makes_views(transform):
             _check_views(config, split)

@@ -1,7 +1,4 @@
-"""Contents of samples for the model: pixels, or encoded bytes for `transform.decode="gpu"`.
-
-    Images             its image and targets, or its views
-    EncodedTransform   its bytes, and the box to cut, see `raypipe.transform.encoded`
+"""Contents of samples for the model: an image and its targets, or its views.
 
 With `transform.decode_as: array`, images and views have the dtype and the channels C that the transform gives
 them, all alike: (B, H, W, C). With `transform.wire: yuv420` the images that are made become planes.
@@ -26,7 +23,6 @@ from raypipe.transform.columns import NO_COLUMNS, SampleColumns
 from raypipe.transform.decode import decode, stored_bytes
 from raypipe.transform.decode_array import decode_array
 from raypipe.transform.draws import Key
-from raypipe.transform.encoded import ENCODED_FIELDS, EncodedTransform
 from raypipe.transform.fields import IMAGE, Drawn, Field, MadeAtOnce, chroma_of, learn
 from raypipe.transform.follow import follow
 from raypipe.transform.jpeg import open_for_crop
@@ -42,9 +38,8 @@ from raypipe.transform.views_transform import ViewsTransform
 
 def stream_fields(config: TransformConfig, columns: SampleColumns = NO_COLUMNS) -> dict[str, Field]:
     """The fields of a stream's samples, by name; a transform of views has these instead of an image."""
-    found = dict(ENCODED_FIELDS) if config.decode == "gpu" else {IMAGE: Field()}
-    found |= {name: TARGETS[name].field(config) for name in config.target_columns}
-    return found | columns.fields()
+    targets = {name: TARGETS[name].field(config) for name in config.target_columns}
+    return {IMAGE: Field(), **targets, **columns.fields()}
 
 
 def build_content(
@@ -66,8 +61,6 @@ def build_content(
         ConfigError: a setting is wrong, or does not fit the kind of transform.
     """
     fields = stream_fields(config, columns)
-    if config.decode == "gpu":
-        return EncodedTransform(transform, config, size, fields)
     built = build_transform(transform, size or config.final_size, by_library=config.decode_as == "array")
     return Images(built, config, fields, sides, threads)
 

@@ -11,11 +11,8 @@
     boxes, keypoints     float32 (k, 5), (k, 3)               (B, K, 5), (B, K, 3), padded
     label                int64, or the target's array         (B,), (B, …)
     column.NAME          see `raypipe.transform.columns`      (B, …), or `Ragged`
-    encoded.data         bytes, for the device to decode      `Ragged`
-    encoded.crop, .flip  int32 (4,), bool: what to cut        (B, 4), (B,)
 
-`stream_fields` in `raypipe.transform.contents` lists those of a stream. Arrays go to the training device,
-except the group `encoded`, which its decoder takes from the host.
+`stream_fields` in `raypipe.transform.contents` lists those of a stream. Arrays go to the training device.
 """
 
 from __future__ import annotations

@@ -138,7 +138,7 @@ class SampleCache:
         self._give_up(
             f"it is full: its {self._limit:,} bytes hold {num_kept:,} of {num_samples:,} samples, and the others "
             "are decoded in every epoch; "
-            f"pool.cache_bytes={round(1.1 * wanted * num_samples / (num_kept + 1))} would hold about all of them"
+            f"pool.cache={round(1.1 * wanted * num_samples / (num_kept + 1))} would hold about all of them"
         )
 
     def _give_up(self, reason: str) -> None:
@@ -149,9 +149,7 @@ class SampleCache:
 def check_cache(pool: PoolConfig, transform: TransformConfig) -> None:
     """Raise ConfigError where what is decoded is not the same in each epoch."""
     reason = ""
-    if transform.decode == "gpu":
-        reason = "with transform.decode='gpu' the training device decodes"
-    elif transform.decode_as == "array":
+    if transform.decode_as == "array":
         reason = "transform.decode_as='array' gives none of 8 bits"
     elif transform.target_columns:
         reason = f"{transform.target_settings} names what it does not keep"
@@ -170,7 +168,7 @@ def open_caches(
     """Open the caches of a stream's stores, create missing ones, and remove unused ones.
 
     Args:
-        pool: `cache`, and `cache_bytes`, which the stores share in proportion to their samples.
+        pool: `cache`, whose bytes the stores share in proportion to their samples.
         stores: by split; the same store twice has one cache.
         transform: how samples are decoded; `check_cache` has passed.
         reads_class: keep labels too; a stream without labels, where they are 0, has separate caches.
@@ -178,7 +176,7 @@ def open_caches(
     Raises:
         ConfigError: the folder does not exist, or is full.
     """
-    if pool.cache != "disk":
+    if pool.cache == "off":
         return {}
     try:
         root = local_file.make_cache_folder("samples")
@@ -187,7 +185,7 @@ def open_caches(
         raise ConfigError(f"pool.cache: {why}; set RAYPIPE_CACHE to another folder, or pool.cache=off") from error
     num_samples = sum(len(store) for store in {store.fingerprint: store for store in stores.values()}.values())
     shared = (
-        *(_FORMAT, local_file.boot_id(), pool.cache_bytes, num_samples),
+        *(_FORMAT, local_file.boot_id(), pool.cache, num_samples),
         *(transform.decode_min_side, transform.apply_exif, reads_class),
         *(raypipe.__version__, *map(version_of, _DECODERS)),
     )
@@ -226,11 +224,11 @@ def _sweep(root: Path) -> None:
 
 def _limit(root: Path, pool: PoolConfig) -> int:
     free = shutil.disk_usage(root).free
-    wanted = pool.cache_bytes or int(_DEFAULT_SHARE * free)
+    wanted = pool.cache if isinstance(pool.cache, int) else int(_DEFAULT_SHARE * free)
     limit = min(wanted, int(_MOST * free))
     if limit < wanted:
         logger.warning(
-            "pool.cache_bytes is %s, and %s has %s bytes free: the cache of decoded samples takes %s at most",
+            "pool.cache is %s, and %s has %s bytes free: the cache of decoded samples takes %s at most",
             *(f"{wanted:,}", root, f"{free:,}", f"{limit:,}"),
         )
     logger.info("cache of decoded samples: up to %s bytes in %s", f"{limit:,}", root)

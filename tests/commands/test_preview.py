@@ -19,7 +19,7 @@ from process_state import undisturbed
 from raypipe.commands.cli import main
 from raypipe.commands.picture import Tile, draw
 from raypipe.commands.preview import Preview, find, preview
-from raypipe.config import AugmentConfig, PlanConfig, StrengthConfig, TransformConfig
+from raypipe.config import AugmentConfig, PlanConfig, TransformConfig
 from raypipe.device.augment import DeviceAugment
 from raypipe.errors import ConfigError
 from raypipe.stores.base import MemoryStore
@@ -63,9 +63,8 @@ def test_a_sample_is_found_in_its_micro_batch_or_left_out() -> None:
 
 def test_the_tiles_are_what_the_pieces_give() -> None:
     store = memory()
-    strength = StrengthConfig(ramp_up=1.0)
     augment = replace(FLIP, mixup_alpha=0.4, cutmix_alpha=1.0, mean=(0.5, 0.4, 0.3), std=(0.3, 0.2, 0.1))
-    augment = replace(augment, strength=strength)
+    augment = replace(augment, strength=(1, 1, 0))
     shown = made(store, augment)
     in_both = zip(*(find(shown.plan, epoch, range(30)) for epoch in (0, 2)), strict=True)
     indices = [index for index, places in enumerate(in_both) if all(at for at, _ in places)][:5]
@@ -91,7 +90,7 @@ def test_the_tiles_are_what_the_pieces_give() -> None:
                 np.ones(B, bool),
                 seed=shown.plan.micro_batch_seed(at),
                 # one step of an epoch's only one, in three epochs; 30 samples are one step of 16
-                strength=strength.at(epoch / 3),
+                strength=augment.strength_at(epoch / 3),
             )
             wanted = ((image * std + mean)[place] * 255).round().clamp(0, 255).byte().permute(1, 2, 0).numpy()
             assert np.array_equal(fed.image, wanted)

@@ -1,6 +1,6 @@
 """Runs check.py on releases of Ray, each in an environment that uv lays over the project's, and shows the results.
 
-    python tests/compat/releases.py [2.54.0 2.57.0 …] [--output benchmarks/results/ray.md]
+    python tests/compat/releases.py [2.56.0 2.57.0 …] [--output benchmarks/results/ray.md]
 
 Some four minutes each on two cores. With --output their rows in the table of that page are written anew.
 """
@@ -15,7 +15,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-RELEASES = ("2.54.0", "2.55.1", "2.56.0", "2.57.0", "2.58.1", "2.59.0", "2.60.0")
+RELEASES = ("2.56.0", "2.57.0", "2.58.1", "2.59.0", "2.60.0")
 ROOT = Path(__file__).parents[2]
 _TIMEOUT_S = 900
 _ROW = re.compile(r"\| (\d+\.\d+\.\d+) \|")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from pretend import CPU, HostWaitsError, pretend, pretended_device
 
-from raypipe.config import AugmentConfig, StrengthConfig
+from raypipe.config import AugmentConfig
 from raypipe.device.augment import PRESETS, DeviceAugment, Normalize, build_operation
 from raypipe.errors import ConfigError
 
@@ -270,18 +270,22 @@ def test_colour_and_normalisation_go_with_masks_and_boxes() -> None:
 
 
 def test_the_strength_rises_holds_and_falls() -> None:
-    schedule = StrengthConfig(ramp_up=0.25, peak=0.8, ramp_down=0.5)
-    values = [schedule.at(progress) for progress in (0, 0.125, 0.25, 0.4, 0.5, 0.75, 1.0)]
+    config = AugmentConfig(strength=(0.25, 0.8, 0.5))
+    values = [config.strength_at(progress) for progress in (0, 0.125, 0.25, 0.4, 0.5, 0.75, 1.0)]
     assert values == pytest.approx([0, 0.4, 0.8, 0.8, 0.8, 0.4, 0])
 
 
-def test_the_strength_is_whole_by_default() -> None:
-    assert [StrengthConfig().at(progress) for progress in (0, 0.5, 0.999)] == [1, 1, 1]
+def test_a_number_is_the_strength_of_the_whole_run() -> None:
+    for strength in (1, 0.5):
+        config = AugmentConfig() if strength == 1 else AugmentConfig(strength=strength)
+        assert [config.strength_at(progress) for progress in (0, 0.5, 0.999)] == [strength] * 3
 
 
 def test_ramps_that_overlap_are_refused() -> None:
-    with pytest.raises(ConfigError, match="ramp_up \\+ ramp_down must be at most 1"):
-        StrengthConfig(ramp_up=0.6, ramp_down=0.6)
+    with pytest.raises(ConfigError, match=r"augment\.strength must be .* with RISE \+ FALL at most 1, got \(0\.6"):
+        AugmentConfig(strength=(0.6, 1, 0.6))
+    with pytest.raises(ConfigError, match=r"augment\.strength must be a number, or \[RISE, PEAK, FALL\], got"):
+        AugmentConfig(strength=(0.6, 1))
 
 
 def test_the_device_that_is_current_is_seeded_where_it_has_no_number(monkeypatch: pytest.MonkeyPatch) -> None:

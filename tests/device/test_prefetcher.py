@@ -10,12 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from micro_batches import run, samples_of, transform_of, with_fields
-from pictures import picture
+from micro_batches import with_fields
 
-from raypipe.config import TransformConfig
-from raypipe.device.device_decode import DeviceDecoder
-from raypipe.device.prefetcher import Batch, decoded_on_device, on_device
+from raypipe.device.prefetcher import Batch, on_device
 from raypipe.errors import ConfigError
 from raypipe.plan.places import MicroBatchId
 from raypipe.transform.fields import MicroBatch
@@ -181,30 +178,6 @@ def test_closing_early_ends_the_thread() -> None:
     assert ring_threads()
     batches.close()  # type: ignore[attr-defined]
     assert not ring_threads()
-
-
-def test_closing_early_closes_a_source_that_the_decoder_waits_for() -> None:
-    """Else a stream that is left keeps its actors, and the next one waits for their CPUs."""
-    waiting, closed = threading.Event(), threading.Event()
-    keys = np.zeros((2, 2), np.uint64)
-    transform = transform_of("light", TransformConfig(size=8, decode="gpu"))
-    encoded, _ = run(transform, samples_of([picture(0), picture(1)]), keys)
-
-    def source() -> Iterator[MicroBatch]:
-        try:
-            yield encoded
-            waiting.set()
-            time.sleep(0.2)
-            yield encoded
-        finally:
-            closed.set()
-
-    given = source()
-    batches: Any = decoded_on_device(given, DeviceDecoder(8, CPU), lambda at: 0)
-    assert next(batches).image.shape == (2, 3, 8, 8)
-    assert waiting.wait(10)
-    batches.close()
-    assert closed.is_set() and next(given, None) is None
 
 
 def test_a_wrong_depth_is_refused_on_every_device() -> None:

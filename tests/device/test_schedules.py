@@ -18,35 +18,27 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
-import micro_batches as made_batches
 import numpy as np
 import pytest
 import torch
-from micro_batches import samples_of, to_decode, transform_of
-from pictures import picture
 from simulated_cuda import CUDA, Cuda
 from tiers import is_soak
 
-import raypipe.device.device_decode
 import raypipe.device.prefetcher
 import raypipe.device.ring
-from raypipe.config import TransformConfig
-from raypipe.device.device_decode import DeviceDecoder
 from raypipe.errors import ConfigError
 from raypipe.plan.places import MicroBatchId
 from raypipe.transform import wire
 from raypipe.transform.fields import MicroBatch
 
-SIZE, ROWS = 8, 2
-NAMES = ("ring", "device_decode", "prefetcher")
+NAMES = ("ring", "prefetcher")
 
 
 @dataclass
 class Code:
-    """The three modules, as they stand or with something replaced."""
+    """The two modules, as they stand or with something replaced."""
 
     ring: Any
-    device_decode: Any
     prefetcher: Any
 
     @contextlib.contextmanager
@@ -102,20 +94,6 @@ def host_batch(number: int, size: int = 3, targets: bool = False, has_planes: bo
     for array in (weight, index, *fields.values()):
         array.flags.writeable = False
     return MicroBatch(MicroBatchId("train", 0, number, 0), index, weight, fields)
-
-
-@functools.cache
-def encoded_batch(number: int) -> MicroBatch:
-    keys = np.random.default_rng(number).integers(0, 2**64, (ROWS, 2), np.uint64)
-    transform = transform_of("light", TransformConfig(size=SIZE, decode="gpu"))
-    samples = samples_of(picture(ROWS * number + row) for row in range(ROWS))
-    batch, _ = made_batches.run(transform, samples, keys)
-    return batch
-
-
-@functools.cache
-def decoded(number: int) -> np.ndarray:
-    return DeviceDecoder(SIZE, "cpu").decode(**to_decode(encoded_batch(number))).image.numpy()
 
 
 @dataclass
@@ -244,46 +222,13 @@ def micro_batches(code: Code, cuda: Cuda) -> None:
     assert all(start.elapsed_time(end) > 0 for start, end in marks)
 
 
-def decoding(code: Code, cuda: Cuda) -> None:
-    """Decoded ahead in a thread; consumed on any stream."""
-    rng, consumer = cuda.rng, Consumer(cuda)
-    given = [encoded_batch(number) for number in range(4)]
-    consumer.leave_garbage()
-    decoder = code.device_decode.DeviceDecoder(SIZE, CUDA)
-    consumer.leave_garbage()
-    depth = rng.randrange(1, 3)
-    iterator = code.prefetcher.decoded_on_device(iter(given), decoder, lambda at: 0, depth)
-    for number, host in enumerate(given[: rng.choice([4, 2])]):
-        with consumer.turn():
-            batch = next(iterator)
-            consumer.use(batch.image, decoded(number))
-            consumer.use(batch.target, host["label"])
-            consumer.use(batch.weight, host.weight)
-            del batch
-    iterator.close()
-    consumer.check()
-
-
-def decoding_directly(code: Code, cuda: Cuda) -> None:
-    """Decoded where it is used, on the consumer's stream."""
-    consumer = Consumer(cuda)
-    consumer.leave_garbage()
-    decoder = code.device_decode.DeviceDecoder(SIZE, CUDA)
-    for number in range(4):
-        with consumer.turn():
-            image = decoder.decode(**to_decode(encoded_batch(number))).image
-            consumer.use(image, decoded(number))
-            del image
-    consumer.check()
-
-
 def debugging(code: Code, cuda: Cuda) -> None:
     """The ring, which overwrites what is released."""
     with mock.patch.dict(os.environ, RAYPIPE_DEBUG="1"):
         micro_batches(code, cuda)
 
 
-PROGRAMS = (micro_batches, debugging, decoding, decoding_directly)
+PROGRAMS = (micro_batches, debugging)
 
 
 def run(code: Code, program: Callable[[Code, Cuda], None], seed: int) -> Cuda:
@@ -447,72 +392,6 @@ MUTANTS: dict[str, tuple[str, str, str, Any]] = {
         "if True:\n                del",
         micro_batches,
     ),
-    # Decoding
-    "decoded is not recorded": ("prefetcher", "ready.record(decoder.stream)", "pass", decoding),
-    "decoded is recorded on another stream": (
-        "prefetcher",
-        "ready.record(decoder.stream)",
-        f"ready.record({DEFAULT})",
-        decoding,
-    ),
-    "decoded is recorded before the targets": (
-        "prefetcher",
-        "            weight, *others = (torch.from_numpy",
-        "            ready.record(decoder.stream)\n"
-        "            ready.record = lambda stream: None\n"
-        "            weight, *others = (torch.from_numpy",
-        decoding,
-    ),
-    "what is decoded is not handed over": (
-        "prefetcher",
-        "hand_over(ready, tensors, device)",
-        "pass",
-        decoding,
-    ),
-    "the image is not handed over": (
-        "prefetcher",
-        "[decoded.image, weight, *others]",
-        "[weight, *others]",
-        decoding,
-    ),
-    "the target is not handed over": (
-        "prefetcher",
-        "[decoded.image, weight, *others]",
-        "[decoded.image, weight]",
-        decoding,
-    ),
-    "the weight is not handed over": (
-        "prefetcher",
-        "[decoded.image, weight, *others]",
-        "[decoded.image, *others]",
-        decoding,
-    ),
-    "targets on the thread's own stream": (
-        "prefetcher",
-        "with torch.get_device_module(device).stream(decoder.stream):",
-        "if True:",
-        decoding,
-    ),
-    "the probe on the caller's stream": (
-        "device_decode",
-        "with self._backend.stream(self.stream):\n            self._decode_each",
-        "if True:\n            self._decode_each",
-        decoding,
-    ),
-    "decoding on the caller's stream": (
-        "device_decode",
-        "with self._backend.stream(self.stream):\n            for rows",
-        "if True:\n            for rows",
-        decoding_directly,
-    ),
-    "nvJPEG is not held back": ("device_decode", "self.stream.synchronize()", "pass", decoding_directly),
-    "images are not recorded": ("device_decode", "ready.record(self.stream)", "pass", decoding_directly),
-    "images are not handed over": (
-        "device_decode",
-        "hand_over(ready, [images], self.device)",
-        "pass",
-        decoding_directly,
-    ),
 }
 
 # Those that no schedule can show, and why.
@@ -561,8 +440,6 @@ def test_equivalent_mutants_do_not(name: str) -> None:
     [
         "the consumer does not wait",
         "consumed is not awaited",
-        "decoded is not recorded",
-        "nvJPEG is not held back",
     ],
 )
 def test_the_sanitizer_judges_the_order_even_where_values_are_right(name: str) -> None:

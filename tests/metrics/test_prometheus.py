@@ -83,7 +83,7 @@ def spec(ray_cluster: None) -> StreamSpec:
         plan=PlanConfig(epochs=2, micro_batch_size=8, global_batch_size=16),
         transform=TransformConfig(train="small", val="resize", size=12),
         # A limit is part of what a cache is known by: this one is new.
-        pool=PoolConfig(max_in_flight=6, cache="disk", cache_bytes=(8 << 20) + os.getpid()),
+        pool=PoolConfig(max_in_flight=6, cache=(8 << 20) + os.getpid()),
         run=RUN,
         log_format="json",
     )
@@ -107,7 +107,7 @@ def stopped(spec: StreamSpec) -> Iterator[tuple[Loader, Any, Scrape]]:
 def ended(stopped: tuple[Loader, Any, Scrape], spec: StreamSpec) -> Scrape:
     """What is exported after the end of the stream, and after some faults of its run."""
     _, batches, _ = stopped
-    supervisor = start_supervisor(1, RUN, "json")
+    supervisor = start_supervisor(RUN, "json")
     ray.get([supervisor.note.remote("one died", "actor_died") for _ in range(2)])
     for _ in batches:
         pass
@@ -228,7 +228,6 @@ def test_every_metric_has_the_labels_and_the_kind_of_the_documents(
         "raypipe_validation_loss",
         "raypipe_validation_accuracy",
         "raypipe_trainer_transfer_seconds_total",
-        "raypipe_trainer_decode_seconds_total",
         "raypipe_trainer_checkpoint_seconds_total",
         "raypipe_trainer_drained_total",  # of a CPU that cannot be told
         *(name for name in METRICS if name.startswith("raypipe_storage_")),  # its stores are on a disk

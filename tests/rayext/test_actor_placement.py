@@ -7,7 +7,6 @@ import pytest
 from raypipe.rayext import placement as module
 from raypipe.rayext.placement import placement
 
-LABEL = "raypipe=transform"
 CPU = {"NodeID": "aa", "Labels": {"raypipe": "transform"}, "Resources": {"CPU": 8.0}}
 GPU = {"NodeID": "bb", "Labels": {}, "Resources": {"CPU": 8.0, "GPU": 4.0}}
 PLAIN = {"NodeID": "cc", "Labels": {}, "Resources": {"CPU": 8.0}}
@@ -33,8 +32,4 @@ def test_actors_prefer_the_label_and_else_take_nodes_that_are_there(
 ) -> None:
     monkeypatch.setattr(module, "nodes", lambda: nodes)
     monkeypatch.setattr(module, "has_labelled_type", lambda label, value: has_labelled_type)
-    assert placement(LABEL) == {"label_selector": {"raypipe": "transform"}, "fallback_strategy": fallback}
-
-
-def test_without_a_label_actors_go_anywhere() -> None:
-    assert placement("") == {}
+    assert placement() == {"label_selector": {"raypipe": "transform"}, "fallback_strategy": fallback}

@@ -12,7 +12,6 @@ from raypipe.rayext.allocation import (
     Allocation,
     Resources,
     allocate,
-    check_elastic,
     check_own,
     cluster_resources,
 )
@@ -241,15 +240,6 @@ def test_a_run_counts_on_the_nodes_that_the_autoscaler_may_add(
     assert (now.cpus, now.gpus) == (4, 0)
     assert (later.cpus, later.gpus) == (8 * 32 + 2 * 28, 8)
     assert later.free_cpus == later.cpus - (now.cpus - now.free_cpus)
-
-
-def test_elastic_training_is_refused_by_a_ray_that_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    for release in ("2.55.0", "2.60.0", "3.0.0.dev0"):
-        monkeypatch.setattr("ray.__version__", release)
-        check_elastic()
-    monkeypatch.setattr("ray.__version__", "2.54.1")
-    with pytest.raises(ConfigError, match=r"needs Ray 2\.55 or newer, got Ray 2\.54\.1: update Ray, or set"):
-        check_elastic()
 
 
 # Trainers of one's own loop

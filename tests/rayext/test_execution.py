@@ -88,7 +88,7 @@ def test_a_pool_whose_actors_cannot_start_ends_with_one_error(
         transform=TransformConfig(train="small", size=8),
         pool=PoolConfig(stall_timeout_s=5),
     )
-    supervisor = start_supervisor(1)
+    supervisor = start_supervisor()
     with pytest.raises(ResourceError) as caught:
         next(host_batches(splits(spec, spec.plan.start(), max_actors=1, supervisor=supervisor)[0]))
     for part in ("the stream has stalled", "for 5 s", "1 have not started", "0 free CPUs", "Add CPU nodes"):

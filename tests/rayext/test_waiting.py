@@ -13,11 +13,11 @@ from raypipe.rayext.waiting import Wait, is_head_lost, only_start, wait_for_head
 
 
 def test_a_wait_ends_with_what_it_was_for_and_lines_tell_of_it(capsys: pytest.CaptureFixture[str]) -> None:
-    wait = Wait(1.5, setting="train.start_timeout_s")
-    with pytest.raises(ResourceError, match=r"^waited 1\.5 s \(train\.start_timeout_s\) for room: 2 CPUs$"):
+    wait = Wait(1.5, setting="pool.stall_timeout_s")
+    with pytest.raises(ResourceError, match=r"^waited 1\.5 s \(pool\.stall_timeout_s\) for room: 2 CPUs$"):
         while True:
             wait.turn("room: 2 CPUs", 0.1)
-    assert capsys.readouterr().out == "waiting up to 0 s more (train.start_timeout_s) for room: 2 CPUs\n"
+    assert capsys.readouterr().out == "waiting up to 0 s more (pool.stall_timeout_s) for room: 2 CPUs\n"
 
 
 def test_a_missing_cluster_is_named_and_the_wait_can_be_ended(

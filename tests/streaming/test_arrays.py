@@ -164,7 +164,6 @@ def test_views_and_masks_and_functions_of_another_dtype_go_with_arrays() -> None
 @pytest.mark.parametrize(
     ("settings", "pool", "message"),
     [
-        ({"decode": "gpu"}, {}, r"transform\.decode must be 'cpu' with transform\.decode_as='array'"),
         ({"decode_min_side": 8}, {}, r"transform\.decode_min_side must be 0 with transform\.decode_as='array'"),
         ({"apply_exif": True}, {}, r"transform\.apply_exif must be False with transform\.decode_as='array'"),
         ({"crop_decode": "scaled"}, {}, r"transform\.crop_decode must be .* with transform\.decode_as='array'"),

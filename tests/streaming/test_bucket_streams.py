@@ -44,10 +44,9 @@ def test_micro_batches_have_their_buckets_shape_and_validations_their_own() -> N
     assert tail == [batch_digest(batch) for batch in found][-len(tail) :] and 0 < len(tail) < len(found)
 
 
-@pytest.mark.parametrize("decode", ["cpu", "gpu"])
 @pytest.mark.parametrize("size", [1, 3])
-def test_rows_of_unlike_shapes_hold_the_bits_of_each_micro_batch(decode: str, size: int) -> None:
-    spec = spec_of(decode=decode)
+def test_rows_of_unlike_shapes_hold_the_bits_of_each_micro_batch(size: int) -> None:
+    spec = spec_of()
     maker = MicroBatchMaker(spec)
     places = spec.plan.micro_batches(spec.plan.start())
     found, flat = list[MicroBatch](), 0
@@ -58,7 +57,7 @@ def test_rows_of_unlike_shapes_hold_the_bits_of_each_micro_batch(decode: str, si
         assert all(column.shape[0] == 1 for column in row.values())
         found += batches_of(row)
     assert list(map(batch_digest, found)) == digests(spec)
-    assert (flat > 3) == (size == 3 and decode == "cpu")
+    assert (flat > 3) == (size == 3)
 
 
 def test_masks_go_with_images_of_each_shape() -> None:
@@ -84,9 +83,8 @@ def test_masks_go_with_images_of_each_shape() -> None:
         assert (batch["mask"] == (batch.index % 200)[:, None, None]).all()
 
 
-@pytest.mark.parametrize("decode", ["cpu", "gpu"])
-def test_the_loader_hands_out_images_of_each_shape(decode: str) -> None:
-    spec = spec_of(decode=decode)
+def test_the_loader_hands_out_images_of_each_shape() -> None:
+    spec = spec_of()
     found = set()
     for epoch in loader(spec, augment=AugmentConfig(preset="light", mixup_alpha=1.0)).epochs():
         found |= {(batch.position.split, tuple(batch.image.shape[2:])) for batch in epoch.train}
@@ -117,10 +115,9 @@ def test_a_bad_sample_is_replaced_by_one_of_its_bucket_and_source() -> None:
     assert num_bad >= 4
 
 
-@pytest.mark.parametrize("decode", ["cpu", "gpu"])
-def test_validations_in_buckets_have_each_sample_once_in_its_shape(decode: str) -> None:
+def test_validations_in_buckets_have_each_sample_once_in_its_shape() -> None:
     val = pictures(23)
-    spec = spec_of(plan={"val_buckets": True}, val_store=val, size={0: 4, 1: 8}, decode=decode)
+    spec = spec_of(plan={"val_buckets": True}, val_store=val, size={0: 4, 1: 8})
     sides = val.read(np.arange(23), ("height", "width"))
     seen: dict[int, list[int]] = {0: [], 1: []}
     for epoch in loader(spec, augment=AugmentConfig()).epochs():

@@ -172,14 +172,17 @@ def test_the_command_ends_with_code_1_where_streams_differ(
     paths = [str(tmp_path / name) for name in ("one.json", "same.json", "different.json")]
     for path, file in zip(paths, (ONE, other({"workers": 4}), other(val_e0000_s000000_m000="x")), strict=True):
         DigestFile(path, file.settings, file.micro_batches).write()
-    cli.main(["digest", "compare", paths[0], paths[1]])
+    read = [DigestFile.read(path) for path in paths]
+    monkeypatch.setitem(cli.COMMANDS, "digest", lambda target: compare(read[0], read[int(target)]))
+    monkeypatch.setattr(cli, "parse_command", lambda _name, _command, words: {"target": words[0]})
+    cli.main(["digest", "1"])
     assert json.loads(capsys.readouterr().out)["equal"] is True
     monkeypatch.setattr(cli, "_is_terminal", lambda: True)
-    cli.main(["digest", "compare", paths[0], paths[1]])
+    cli.main(["digest", "1"])
     out = capsys.readouterr().out
     assert "1 / 4" in out and out.endswith("\nequal over 3 micro-batches\n")
     with pytest.raises(SystemExit) as caught:
-        cli.main(["digest", "compare", paths[0], paths[2]])
+        cli.main(["digest", "2"])
     assert caught.value.code == 1
     captured = capsys.readouterr()
     assert "first different" in captured.out and "val-e0000-s000000-m000" in captured.out
@@ -238,7 +241,7 @@ def test_the_command_makes_the_stream_without_ray_where_it_is_asked_to(
     assert found["digest"] == combine(without_ray.digests(spec, 3))
 
 
-def test_the_digest_of_a_run_needs_its_folder_alone(
+def test_the_digest_of_a_run_needs_its_configuration_alone(
     stores: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan = PlanConfig(epochs=2, micro_batch_size=10, global_batch_size=20, seed=4)
@@ -246,14 +249,24 @@ def test_the_digest_of_a_run_needs_its_folder_alone(
     run = RunConfig(store, plan, TransformConfig(train="small", val="resize", size=16), name="mine")
     store_config(run, (tmp_path / "mine").as_uri())
     expected = without_ray.digests(spec_of(run, tmp_path.as_uri()), 3)
-    cli_main("digest", tmp_path / "mine", "--from-step", 3, "--pool.engine", "inline")
+    cli_main("digest", "--config", tmp_path / "mine" / "config.yaml", "--from-step", 3, "--pool.engine", "inline")
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["digest"] == combine(expected)
     expected = without_ray.digests(spec_of(replace(run, plan=replace(plan, seed=3)), tmp_path.as_uri()), 3)
-    cli_main("digest", tmp_path / "mine", "--plan.seed", 3, "--from-step", 3, "--pool.engine", "inline")
+    cli_main(
+        "digest",
+        "--config",
+        tmp_path / "mine" / "config.yaml",
+        "--plan.seed",
+        3,
+        "--from-step",
+        3,
+        "--pool.engine",
+        "inline",
+    )
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["digest"] == combine(expected)
 
 
-def test_a_wrong_address_is_told_as_a_stores_and_not_a_runs(
+def test_a_wrong_address_is_told(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit):
@@ -315,8 +328,7 @@ class TestRanges:
         assert (found["equal"], found["compared"], found["different"]) == (False, 2, 2)
         assert found["first_different"] == "train-e0000-s000000-m000"
         assert found["settings"]["transform.train"] == ["light", "center"]
-        cli_main("digest", "compare", one, other)
-        assert json.loads(capsys.readouterr().out.splitlines()[-1])["compared"] == 4
+        assert compare(DigestFile.read(one), DigestFile.read(other))["compared"] == 4
 
     def test_a_stream_without_its_bad_samples(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         damaged = [{**s, "image": b"x"} if i in (3, 30) else s for i, s in enumerate(samples(50))]

@@ -90,7 +90,6 @@ DRAWING: dict[str, dict[str, Any]] = {
     "torchvision": {"train_transform": v2.Compose([CROP, v2.RandomHorizontalFlip()]), "val_transform": CROP},
     "views": {"train_transform": {"a": (noisy, 2)}, "val_transform": {"a": (CROP, 2)}},
     "columns": {**COLUMNS, "transform": TransformConfig(train="light", val="resize", size=8)},
-    "decoded": {**COLUMNS, "transform": TransformConfig(train="light", val="resize", size=8, decode="gpu")},
 }
 
 

@@ -7,29 +7,23 @@ import gc
 import json
 import threading
 import time
-import zlib
 from collections.abc import Callable, Iterator
 from itertools import chain, islice
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, cast
 
-import cv2
 import numpy as np
 import pytest
 import torch
-from micro_batches import to_decode
-from pictures import CLASSES, samples
 from without_ray import every_batch
 
-from raypipe.config import AugmentConfig, PlanConfig, PoolConfig, StrengthConfig, TransformConfig
+from raypipe.config import AugmentConfig, PlanConfig, PoolConfig, TransformConfig
 from raypipe.device.augment import DeviceAugment, Normalize
-from raypipe.device.device_decode import DeviceDecoder
 from raypipe.device.prefetcher import Batch
-from raypipe.errors import ConfigError, CursorError, RaypipeError, SampleError
+from raypipe.errors import ConfigError, CursorError, RaypipeError
 from raypipe.plan.places import Cursor
 from raypipe.stores.base import MemoryStore
-from raypipe.stores.destination import write_atomically
 from raypipe.streaming.arrival import Feed
 from raypipe.streaming.blocks import cut
 from raypipe.streaming.epochs import Epoch
@@ -41,7 +35,6 @@ from raypipe.streaming.opening import open_stream
 from raypipe.streaming.row import block_row, host_batches
 from raypipe.streaming.running import end_oldest
 from raypipe.streaming.spec import StreamSpec
-from raypipe.transform.decode import decode
 
 CPU = torch.device("cpu")
 AUGMENT = AugmentConfig(
@@ -49,7 +42,7 @@ AUGMENT = AugmentConfig(
     mixup_alpha=0.4,
     cutmix_alpha=1.0,
     mix_prob=0.9,
-    strength=StrengthConfig(ramp_up=0.5, ramp_down=0.25),
+    strength=(0.5, 1, 0.25),
 )
 
 
@@ -118,7 +111,7 @@ def test_a_micro_batch_is_augmented_as_it_would_be_alone(spec: StreamSpec) -> No
             raw.target,
             raw.index >= 0,
             seed=spec.plan.micro_batch_seed(at),
-            strength=AUGMENT.strength.at(progress),
+            strength=AUGMENT.strength_at(progress),
         )
         for found in (one[place], two[place]):
             assert torch.equal(found.image, expected)
@@ -146,133 +139,6 @@ def test_the_type_of_the_images_can_be_chosen(spec: StreamSpec) -> None:
     batches = delivered(spec, AugmentConfig(), dtype=torch.bfloat16).values()
     assert all(batch.image.dtype == torch.bfloat16 for batch in batches)
     assert all(batch.image.is_contiguous(memory_format=torch.channels_last) for batch in batches)
-
-
-# Decoding on the training device
-
-
-def png_of_damaged_pixels() -> bytes:
-    """A PNG whose header is sound, and all checksums too: only who unpacks the pixels finds the damage."""
-    data = bytearray(cv2.imencode(".png", np.full((40, 48, 3), 9, np.uint8))[1].tobytes())
-    at = data.index(b"IDAT")
-    length = int.from_bytes(data[at - 4 : at], "big")
-    data[at + 6 : at + 4 + length] = bytes(length - 2)
-    data[at + 4 + length : at + 8 + length] = zlib.crc32(data[at : at + 4 + length]).to_bytes(4, "big")
-    return bytes(data)
-
-
-@pytest.fixture(scope="module")
-def encoded_spec(tmp_path_factory: pytest.TempPathFactory) -> StreamSpec:
-    """48 samples; number 7's header is damaged, number 11's pixels, and number 13 is a PNG."""
-    folder = tmp_path_factory.mktemp("encoded")
-    made: list[dict[str, Any]] = samples(48)
-    made[7]["image"] = b"no image"
-    made[11]["image"] = png_of_damaged_pixels()
-    made[13]["image"] = cv2.imencode(".png", np.full((40, 48, 3), (50, 100, 200), np.uint8))[1].tobytes()
-    write_atomically(str(folder / "train.lmdb"), made, CLASSES)
-    return open_stream(
-        str(folder / "train.lmdb"),
-        str(folder / "train.lmdb"),
-        plan=PlanConfig(epochs=1, micro_batch_size=6, global_batch_size=24),
-        transform=TransformConfig(train="light", val="center", size=16, decode="gpu"),
-        quarantine=(folder / "quarantine").as_uri(),
-    )
-
-
-def test_the_device_decodes_the_same_whatever_the_workers(encoded_spec: StreamSpec) -> None:
-    one, two = delivered(encoded_spec, AUGMENT), delivered(encoded_spec, AUGMENT, world_size=2)
-    assert set(one) == set(two) and len(one) == 16
-    for place, batch in one.items():
-        assert batch.image.shape == (6, 3, 16, 16)
-        assert torch.equal(batch.image, two[place].image) and torch.equal(batch.weight, two[place].weight)
-
-
-def test_decoding_on_the_device_is_a_stage_of_its_own(encoded_spec: StreamSpec) -> None:
-    one = loader_of(InProcess(encoded_spec, 0, 1))
-    for _ in every_batch(one):
-        pass
-    assert one.times().decode_s > 0 and one.times().transfer_s == 0
-
-
-def test_the_device_shows_what_the_boxes_cut(encoded_spec: StreamSpec) -> None:
-    plain = delivered(encoded_spec, None)
-    maker, decoder = MicroBatchMaker(encoded_spec), DeviceDecoder(16, CPU)
-    for batch in plain.values():
-        alone = maker.batch(batch.position)
-        assert torch.equal(decoder.decode(**to_decode(alone)).image, batch.image)
-        assert np.array_equal(alone.index, batch.index)
-
-
-def test_bad_samples_are_substituted_or_have_no_weight_and_are_recorded(encoded_spec: StreamSpec) -> None:
-    batches = delivered(encoded_spec, AUGMENT).values()
-    train = [batch for batch in batches if batch.position.split == "train"]
-    # What the header tells is substituted in training, and has no weight in validation.
-    assert 7 not in np.concatenate([batch.index for batch in train])
-    failed = [(batch, row) for batch in batches for row in batch.failed]
-    assert failed and all(batch.index[row] == 11 and batch.weight[row] == 0 for batch, row in failed)
-    for batch, row in failed:
-        if batch.mix:  # it was its own partner, and nobody's
-            assert batch.mix.target[row] == batch.target[row]
-    folder = Path(encoded_spec.quarantine.removeprefix("file://"))
-    device = [json.loads(line) for file in folder.glob("*-device.jsonl") for line in file.open()]
-    assert {record["index"] for record in device} == {11} and all(record["error"] for record in device)
-    assert {record["name"] for record in device} == {f"{encoded_spec.stores['train'].address}, key 11"}
-    assert sum(batch.num_fallback for batch in batches) >= 2
-
-
-def test_damage_that_only_the_device_finds_costs_one_image(encoded_spec: StreamSpec) -> None:
-    jpeg = encoded_spec.stores["train"].read(np.array([0]))["image"][0]
-    progressive = cv2.imencode(".jpg", decode(jpeg), [cv2.IMWRITE_JPEG_PROGRESSIVE, 1])[1].tobytes()
-    at = progressive.rindex(b"\xff\xc4") + 5  # behind the first scan, up to which a header goes
-    damaged = progressive[:at] + b"\xff" * 16 + progressive[at + 16 :]
-    store: Any = MemoryStore([jpeg, damaged, *[jpeg] * 4], [0] * 6)
-    plan = PlanConfig(micro_batch_size=6, global_batch_size=6, shuffle="off", epochs=1)
-    spec = open_stream(store, plan=plan, transform=encoded_spec.transform)
-    (batch,) = delivered(spec, None).values()
-    assert set(batch.failed) == {1} and batch.weight.tolist() == [1, 0, 1, 1, 1, 1]
-    assert not batch.image[1].any() and all(batch.image[row].any() for row in (0, 2, 3, 4, 5))
-    assert (batch.num_fallback, batch.num_bad) == (1, 1)
-    strict = dataclasses.replace(encoded_spec.transform, max_bad_fraction=0)
-    with pytest.raises(SampleError, match="sample 1: damaged JPEG"):
-        delivered(open_stream(store, plan=plan, transform=strict), None)
-    # An actor that decodes it finds the same, and has a substitute.
-    actors = dataclasses.replace(encoded_spec.transform, decode="cpu")
-    (by_actors,) = delivered(open_stream(store, plan=plan, transform=actors), None).values()
-    assert by_actors.weight.all() and by_actors.index[1] != 1
-
-
-def test_what_decodes_is_named_and_its_time_is_counted(encoded_spec: StreamSpec) -> None:
-    loader = loader_of(InProcess(encoded_spec, 0, 1))
-    assert loader.jpeg_decoder.startswith(("torchcodec ", "torchvision "))
-    assert [*every_batch(loader)]
-    assert loader.times("train").decode_s > 0 and loader.times("val").decode_s > 0
-    by_actors = dataclasses.replace(
-        encoded_spec, transform=dataclasses.replace(encoded_spec.transform, decode="cpu")
-    )
-    assert loader_of(InProcess(by_actors, 0, 1)).jpeg_decoder == ""
-
-
-def test_a_bad_sample_that_only_the_device_finds_can_end_the_run(encoded_spec: StreamSpec) -> None:
-    strict = dataclasses.replace(encoded_spec.transform, max_bad_fraction=0)
-    store: Any = MemoryStore([encoded_spec.stores["train"].read(np.array([11]))["image"][0]] * 6, [0] * 6)
-    spec = open_stream(store, plan=PlanConfig(micro_batch_size=6), transform=strict)
-    with pytest.raises(SampleError, match=r"sample [0-5]: "):
-        delivered(spec, None)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"train": "heavy"}, "needs pixels"),
-        ({"train": f"{__name__}:CLASSES"}, "needs pixels"),
-        ({"decode_min_side": 32}, "decode_min_side belongs to the CPU's decoder"),
-    ],
-)
-def test_what_the_device_cannot_do_is_told_before_the_run(settings: dict[str, Any], message: str) -> None:
-    store = MemoryStore([b""] * 6, [0] * 6)
-    transform = TransformConfig(**{"train": "light", "decode": "gpu", **settings})
-    with pytest.raises(ConfigError, match=message):
-        open_stream(store, transform=transform)
 
 
 def test_times_of_each_split_are_measured(spec: StreamSpec) -> None:

@@ -131,7 +131,7 @@ def test_a_pool_works_before_its_ranks_ask_and_ends_with_them(
     spec = spec_of(stores, train_transform=corner, val_transform=corner)
     before, start = pool_actors(), spec.plan.start()
     for asks in (True, False):
-        supervisor = start_supervisor(spec.pool.max_attempts)
+        supervisor = start_supervisor()
         iterators = splits(spec, start, max_actors=1, world_size=2, supervisor=supervisor)
         ranks, deadline = [begun(iterator) for iterator in iterators], time.monotonic() + 60
         while not ray.get(supervisor.awaited.remote()).startswith("1 transform actor has started"):

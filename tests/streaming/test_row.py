@@ -20,7 +20,6 @@ from raypipe.streaming.row import (
     block_row,
     host_batches,
 )
-from raypipe.transform.encoded import CROP, DATA, FLIP
 from raypipe.transform.fields import BlockMemory, Field, MicroBatch, Ragged
 from raypipe.transform.samples import NO_LABEL, EncodedSample, Samples
 
@@ -79,17 +78,19 @@ def test_a_finished_row_copies_no_array_that_lies_in_one_piece(
         assert all(np.shares_memory(memory.arrays[name], batch[name]) for batch in found)
 
 
-def encoded(at: MicroBatchId, images: tuple[bytes, ...] = (b"abc", b"")) -> MicroBatch:
-    flip = np.array([at.micro == 0, False])
-    fields = {DATA: Ragged.of("bytes", images, Field("bytes")), CROP: np.ones((2, 4), np.int32), FLIP: flip}
-    return made(at, fields)
+BYTES = "column.bytes"
 
 
-def test_encoded_micro_batches_come_out_of_a_block_as_they_went_in() -> None:
-    all_made = [encoded(BLOCK[0]), encoded(BLOCK[1], (b"d", b"efghi"))]
+def with_bytes(at: MicroBatchId, values: tuple[bytes, ...] = (b"abc", b"")) -> MicroBatch:
+    flags = np.array([at.micro == 0, False])
+    return made(at, {BYTES: Ragged.of("bytes", values, Field("bytes")), "column.flags": flags})
+
+
+def test_columns_of_bytes_come_out_of_a_block_as_they_went_in() -> None:
+    all_made = [with_bytes(BLOCK[0]), with_bytes(BLOCK[1], (b"d", b"efghi"))]
     found = list(batches_of(block_row(all_made)))
     assert_same(found, all_made)
-    data = found[1].fields[DATA]
+    data = found[1].fields[BYTES]
     assert isinstance(data, Ragged) and bytes(data.values) == b"defghi" and data.offsets.tolist() == [0, 1, 6]
 
 
@@ -122,9 +123,9 @@ def test_a_block_is_let_go_before_the_next_one_is_awaited() -> None:
     blocks = []
 
     def row() -> dict[str, np.ndarray]:
-        all_made = [encoded(at) for at in BLOCK]
+        all_made = [with_bytes(at) for at in BLOCK]
         found = {name: column.view(Array) for name, column in block_row(all_made).items()}
-        blocks.append(weakref.ref(found[DATA]))
+        blocks.append(weakref.ref(found[BYTES]))
         return found
 
     class Iterator:

@@ -61,9 +61,8 @@ def test_a_schedule_is_part_of_the_fingerprint_and_of_the_settings(stores: dict[
     assert told["transform.size"] == {"0": 8, "1": 12, "2": 16}
 
 
-@pytest.mark.parametrize("decode", ["cpu", "gpu"])
-def test_the_loader_hands_out_images_of_each_size(stores: dict[str, Path], decode: str) -> None:
-    spec = spec_of(stores, {"epochs": 2, "val_interval": 2}, decode=decode)
+def test_the_loader_hands_out_images_of_each_size(stores: dict[str, Path]) -> None:
+    spec = spec_of(stores, {"epochs": 2, "val_interval": 2})
     found = set()
     for epoch in loader(spec, augment=AugmentConfig(preset="light", mixup_alpha=1.0)).epochs():
         found |= {("train", epoch.number, tuple(batch.image.shape[2:])) for batch in epoch.train}

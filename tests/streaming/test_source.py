@@ -13,28 +13,23 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-import ray
 import without_ray
 from ray import cloudpickle
 
-import raypipe
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
-from raypipe.errors import ConfigError, ResourceError, StoreError
+from raypipe.errors import ConfigError, ResourceError
 from raypipe.metrics.records import read_records
 from raypipe.plan.places import PADDING, Cursor, Split
 from raypipe.plan.schedule import Plan
 from raypipe.storage.files import read_json
-from raypipe.stores import open_store, open_writer
 from raypipe.stores.base import Columns, MemoryStore, Store
 from raypipe.stores.parquet import ParquetStore
 from raypipe.streaming.handover import loader
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.planning import make_plan
 from raypipe.streaming.row import SOURCE_SCHEMA, SourceRow
-from raypipe.streaming.source import MicroBatchSource, read_lmdb
+from raypipe.streaming.source import MicroBatchSource
 from raypipe.transform.samples import Wanted
-
-from pictures import CLASSES, samples  # isort: skip
 
 # The plan as a source, without Ray
 
@@ -125,13 +120,16 @@ class KillsItsReader(ParquetStore):
 @pytest.mark.cluster
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.timeout(120)
-def test_a_row_group_that_kills_its_reader_ends_the_run_by_its_name(stores: dict[str, Path]) -> None:
+def test_a_row_group_that_kills_its_reader_ends_the_run_by_its_name(
+    stores: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    monkeypatch.setattr("raypipe.streaming.supervisor.MAX_ATTEMPTS", 2)
     spec = open_stream(
         KillsItsReader(stores["parquet"]),
         plan=PlanConfig(epochs=1, micro_batch_size=5, shuffle="off"),
         transform=TransformConfig(train="small", size=16),
-        pool=PoolConfig(max_attempts=2, stall_timeout_s=60),
+        pool=PoolConfig(stall_timeout_s=60),
     )
     stream = loader(spec, max_actors=1)
     group = rf"samples 30 to 39 of .*{stores['parquet']}, row group 3, row 0 on, for train-e0000-s000006-m000"
@@ -160,6 +158,7 @@ def test_a_slow_reader_is_told_while_it_is_awaited_and_at_the_end(
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
     monkeypatch.setattr("raypipe.streaming.chronicle._STATUS_S", 0.1)
     monkeypatch.setattr("raypipe.streaming.chronicle._LOOK_S", 0.1)
+    monkeypatch.setattr("raypipe.metrics.timing._SETTLED_S", 0.0)
     store, run = Path(shutil.copy(stores["parquet"], tmp_path)), tmp_path / "run"
     spec = open_stream(
         ReadsSlowly(store),
@@ -202,85 +201,3 @@ def test_masks_and_boxes_travel_from_a_reader_as_they_are_in_the_store() -> None
     assert [sample.columns for sample in samples] == [
         {"seg": mask, "objects": each} for mask, each in zip(columns["seg"], boxes, strict=True)
     ]
-
-
-# A store as a plain source
-
-
-@pytest.fixture(scope="module")
-def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """700 samples, more than two blocks of a read task hold, with two columns more."""
-    path = tmp_path_factory.mktemp("wide") / "wide.lmdb"
-    types = {"image": "binary", "label": "int64", "score": "float64", "name": "string"}
-    with open_writer(path, types, CLASSES) as writer:
-        for i in range(700):
-            name = None if i % 3 else f"n{i}"
-            writer.append({"image": b"%d" % i, "label": i % 5, "score": i / 7, "name": name})
-    return path
-
-
-@pytest.mark.cluster
-@pytest.mark.usefixtures("ray_cluster")
-class TestReadLmdb:
-    @pytest.fixture(autouse=True)
-    def no_progress_bars(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(ray.data.DataContext.get_current(), "enable_progress_bars", False)
-
-    @pytest.fixture(autouse=True)
-    def stored_order(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        options = ray.data.DataContext.get_current().execution_options
-        monkeypatch.setattr(options, "preserve_order", True)
-
-    def test_rows_equal_the_store_in_its_order(self, wide: Path) -> None:
-        dataset = read_lmdb(str(wide))
-        assert dataset.columns() == ["image", "label", "score", "name"]
-        columns = open_store(wide).read(np.arange(700), ("image", "label", "score", "name"))
-        found = dataset.take_all()
-        assert {name: [row[name] for row in found] for name in columns} == {
-            name: list(values) for name, values in columns.items()
-        }
-
-    def test_only_the_columns_asked_for(self, wide: Path) -> None:
-        dataset = read_lmdb(str(wide), columns=["name", "label"])
-        assert dataset.columns() == ["name", "label"]
-        assert dataset.take(4) == [{"name": f"n{i}" if i % 3 == 0 else None, "label": i} for i in range(4)]
-
-    def test_the_public_name_and_what_ray_data_does_with_it(self, stores: dict[str, Path]) -> None:
-        dataset = raypipe.read_lmdb(str(stores["train"]))
-        lengths = dataset.map(lambda row: {"bytes": len(row["image"]), "label": row["label"]}).take_all()
-        expected = samples(100)
-        assert [row["bytes"] for row in lengths] == [len(sample["image"]) for sample in expected]  # type: ignore[arg-type]
-        assert [row["label"] for row in lengths] == [sample["label"] for sample in expected]
-
-    def test_shards_and_a_relative_path(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        (tmp_path / "shards").mkdir()
-        for shard in range(3):
-            with open_writer(tmp_path / "shards" / f"{shard}.lmdb") as writer:
-                for i in range(4):
-                    writer.append({"image": b"x", "label": shard * 4 + i})
-        monkeypatch.chdir(tmp_path)
-        found = read_lmdb("shards", columns=["label"]).take_all()
-        assert [row["label"] for row in found] == list(range(12))
-
-    def test_an_empty_store(self, tmp_path: Path) -> None:
-        with open_writer(tmp_path / "empty.lmdb"):
-            pass
-        assert read_lmdb(str(tmp_path / "empty.lmdb")).take_all() == []
-
-
-# What it refuses, before any task starts
-
-
-def test_a_missing_column_is_named(wide: Path) -> None:
-    with pytest.raises(StoreError, match=r"wide.lmdb has no column 'boxes'; .* image, label, score, name"):
-        read_lmdb(str(wide), columns=["image", "boxes"])
-
-
-def test_what_is_no_lmdb(stores: dict[str, Path], tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match=r"train.parquet is not an LMDB store: use .*ray\.data\.read_parquet"):
-        read_lmdb(str(stores["parquet"]))
-    (tmp_path / "text.lmdb").write_text("not an environment")
-    with pytest.raises(StoreError, match=r"text\.lmdb cannot be opened as LMDB"):
-        read_lmdb(str(tmp_path / "text.lmdb"))
-    with pytest.raises(StoreError, match="does not exist"):
-        read_lmdb(str(tmp_path / "nothing.lmdb"))

@@ -312,13 +312,6 @@ def test_tensors_go_through_the_ring_and_lists_stay_on_the_host() -> None:
         assert [tags.tolist() for tags in batch.columns["tags"]] == [VALUES["tags"][i] for i in batch.index]
 
 
-def test_the_device_decodes_images_and_gets_their_columns() -> None:
-    config = dataclasses.replace(TRANSFORM, decode="gpu")
-    for batch in every_batch(raypipe.loader(spec(transform=config), device="cpu")):
-        assert batch.columns["embedding"].tolist() == VALUES["embedding"][batch.index].tolist()
-        assert batch.columns["caption"] == [VALUES["caption"][index] for index in batch.index]
-
-
 def drawn(columns: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
     """A word of each caption, dropped by the sample's key."""
     words = columns["caption"].split()
@@ -372,9 +365,6 @@ def test_plain_loaders_have_columns_by_their_names() -> None:
     batch = next(iter(train))
     assert batch.keys() == {"image", "target", "weight", *ALL, "tags_length"}
     assert batch["target"].dtype == torch.float64
-    train, _ = raypipe.plain_loaders(raypipe.loader(spec(store(np.arange(NUM) / 2)), device="cpu"), "tuple")
-    _, target = next(iter(train))
-    assert torch.equal(target, batch["target"])
     clash = spec(store(values={"weight": np.arange(NUM)}), columns=["weight"], target_column="")
     with pytest.raises(ConfigError, match="column 'weight' has the name of an entry"):
         raypipe.plain_loaders(raypipe.loader(clash, device="cpu"))

@@ -168,8 +168,6 @@ def test_what_does_not_go_with_views_is_refused_before_the_run(stores: dict[str,
         spec_of(stores, mask_column="seg")
     with pytest.raises(ConfigError, match=r"transform.train makes views, and transform.crop_decode='scaled'"):
         spec_of(stores, crop_decode="scaled")
-    with pytest.raises(ConfigError, match=r"transform.decode='gpu' knows the presets"):
-        spec_of(stores, decode="gpu")
     with pytest.raises(ConfigError, match=r"transform.train makes views, and a run trains a classifier"):
         num_classes_of(RunConfig(), spec)
     function = spec_of(stores, returns_views)
@@ -188,10 +186,8 @@ def test_a_function_of_views_is_a_stream_and_is_not_mixed_either(stores: dict[st
         next(next(loader(function, augment=AugmentConfig(mixup_alpha=0.2)).epochs()).train)
 
 
-def test_plain_loaders_have_views_by_name_but_in_a_pair(spec: StreamSpec) -> None:
+def test_plain_loaders_have_views_by_name(spec: StreamSpec) -> None:
     train, val = plain_loaders(loader(spec))
     batches = list(train)
     assert {"image", "target", "weight", "views"} == batches[0].keys()
     assert "views" not in next(iter(val))
-    with pytest.raises(ConfigError, match="'tuple' has room for one image"):
-        next(iter(plain_loaders(loader(spec), "tuple")[0]))

@@ -152,9 +152,9 @@ def test_augmentation_plain_loaders_and_checks_take_them_for_rgb(stores: dict[st
     assert try_samples(spec, 10) == {"train": (12, 12), "val": (12, 12)}
     with pytest.raises(ConfigError, match=r"3 channels, and augment\.mean and augment\.std are of 4"):
         try_samples(spec, 10, channels=4)
-    train, val = plain_loaders(loader(spec, augment=AugmentConfig(preset="standard")), "tuple")
+    train, val = plain_loaders(loader(spec, augment=AugmentConfig(preset="standard")))
     for split in (train, val):
-        assert {tuple(image.shape[1:]) for image, _ in split} == {(3, 12, 12)}
+        assert {tuple(batch["image"].shape[1:]) for batch in split} == {(3, 12, 12)}
 
 
 def test_a_preview_shows_rgb(stores: dict[str, Path]) -> None:

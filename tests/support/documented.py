@@ -11,7 +11,7 @@ Which test holds which page to its word, besides the checks of all pages in test
 | integrations.md | test_docs.py, test_own_loop.py (Ray Train) | - |
 | moving.md | test_docs.py, test_moving.py (the two scripts) | test_documented_commands.py |
 | formats.md, transforms.md, targets.md | test_docs.py | test_documented_commands.py |
-| sampling.md | test_docs.py | commands/test_plan_summary.py |
+| sampling.md | test_docs.py | |
 | reproducibility.md | - | test_docs.py (digest) |
 | performance.md | test_docs.py (the cache) | test_documented_commands.py |
 | clusters.md | - | test_documented_commands.py, test_deploy.py |

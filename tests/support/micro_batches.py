@@ -13,10 +13,8 @@ from raypipe.config import TransformConfig
 from raypipe.plan.places import PADDING, MicroBatchId
 from raypipe.transform.batch import MicroBatchTransform, Sample, Substitutes
 from raypipe.transform.contents import build_content
-from raypipe.transform.encoded import CROP, DATA, ENCODED_FIELDS, FLIP
-from raypipe.transform.fields import BlockMemory, MicroBatch, Ragged, Rows
+from raypipe.transform.fields import MicroBatch, Ragged
 from raypipe.transform.samples import EncodedSample, Samples
-from raypipe.transform.sizes import Box
 
 AT = MicroBatchId("train", 0, 0, 0)
 FIRST = 20
@@ -83,23 +81,3 @@ def plain(batch: MicroBatch) -> dict[str, Any]:
     found = {**vars(batch), **batch.fields}
     del found["fields"]
     return {name: values(value) for name, value in found.items()}
-
-
-def to_decode(batch: MicroBatch) -> dict[str, np.ndarray]:
-    """The arguments of `DeviceDecoder.decode` for an encoded micro-batch."""
-    data = batch.fields[DATA]
-    assert isinstance(data, Ragged)
-    arrays = {"data": data.values, "offsets": data.offsets, "crop": batch[CROP], "flip": batch[FLIP]}
-    return {**arrays, "ok": batch.weight > 0}
-
-
-def cuts_to_decode(cuts: Sequence[tuple[bytes, Box, bool] | None]) -> dict[str, np.ndarray]:
-    """The same for encoded images with their boxes and flips; None = padding."""
-    memory = BlockMemory(dict(ENCODED_FIELDS))
-    rows = Rows(memory, len(cuts))
-    for row, cut in enumerate(cuts):
-        if cut:
-            rows.put(row, row, dict(zip(ENCODED_FIELDS, cut, strict=True)))
-        else:
-            rows.leave_out(row)
-    return to_decode(MicroBatch(AT, rows.index, rows.weight, rows.finish()))

@@ -10,7 +10,6 @@ operation reads and writes real memory when it runs, so what runs too early or t
               that stream at once, whatever else is still to read it; streams that were named by `record_stream`
               are waited for.
     transfer  from pinned memory: read when it runs. From other memory: read at once, as CUDA promises.
-    nvJPEG    writes what it decodes by a stream of its own, which waits for no other; then the host waits for it.
     graph     while one is captured, no thread may take memory or wait for the device; in the mode "thread_local",
               not the thread that captures.
 
@@ -24,7 +23,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import random
-import sys
 import threading
 import weakref
 from collections import deque
@@ -35,13 +33,10 @@ from unittest import mock
 
 import torch
 import torch.cuda._sanitizer
-import torchvision.io  # noqa: F401
 from simulated_host import Host
 from torch.cuda._sanitizer import EventHandler
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves
-
-from raypipe.device.jpeg_decoders import LIBRARIES, by_torchvision
 
 CUDA = torch.device("cuda", 0)
 _ROUND = 512  # bytes, as torch's allocator does
@@ -73,7 +68,6 @@ class Cuda:
         self._capturing: tuple[Any, str] | None = None
         self.host = Host(self.rng, self._advance)
         self.default = Stream(self, 0)
-        self._nvjpeg = Stream(self)
 
     # Streams and events
 
@@ -188,19 +182,7 @@ class Cuda:
         flat = memory.as_strided((_extent(memory) // memory.element_size(),), (1,), 0).view(torch.uint8)
         return flat.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
-    # nvJPEG and graphs
-
-    def decode_jpeg(self, library: Any, encoded: Any, mode: Any, device: Any) -> Any:
-        """As a library's own, which decodes for it."""
-        if torch.device(device).type != "cuda":
-            return library(encoded, mode=mode, device=device)
-        images = library(encoded, mode=mode, device="cpu")
-        found = [self.allocate(image) for image in images]
-        for tensor, image in zip(found, images, strict=True):
-            write = functools.partial(tensor.memory.copy_, image)
-            self.launch(self._nvjpeg, write, set(), {tensor.handle.number}, "nvJPEG")
-        self._nvjpeg.synchronize()
-        return found
+    # Graphs
 
     @contextlib.contextmanager
     def capture(self, mode: str = "global") -> Iterator[None]:
@@ -226,11 +208,6 @@ class Cuda:
         with contextlib.ExitStack() as stack:
             stack.enter_context(mock.patch.multiple(torch.cuda, **events, **streams, **device))
             stack.enter_context(mock.patch.object(torch.cuda._sanitizer, "traceback", _NO_TRACES))
-            for name in ("torchvision.io", "torchcodec.decoders"):
-                if library := sys.modules.get(name):
-                    ours = functools.partial(self.decode_jpeg, library.decode_jpeg)
-                    stack.enter_context(mock.patch.object(library, "decode_jpeg", ours))
-            stack.enter_context(mock.patch.dict(LIBRARIES, {"torchvision": by_torchvision}, clear=True))
             stack.enter_context(_Factories(self))
             self._thread.entered = True
             yield

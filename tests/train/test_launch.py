@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +9,6 @@ from typing import Any
 import pytest
 import without_ray
 import yaml
-from full_disk import fill, make_room
 from small_runs import parse_run, small_run
 
 from raypipe import logs
@@ -37,7 +35,7 @@ from raypipe.streaming.pipeline import check_memory
 from raypipe.streaming.spec import StreamSpec
 from raypipe.train.console import changes, describe
 from raypipe.train.interrupts import Stopped
-from raypipe.train.launch import _as_run_error, _leave_traces, train
+from raypipe.train.launch import _as_run_error, _withdraw_stop, train
 from raypipe.train.models import num_classes_of
 from raypipe.train.run_folder import as_plain, located, store_config
 
@@ -221,22 +219,11 @@ def test_a_resume_that_is_refused_changes_nothing(stores: dict[str, Path], tmp_p
     assert tree(tmp_path) == found
 
 
-def test_a_report_that_cannot_be_made_hides_neither_result_nor_error(
-    full_disk: Path, caplog: pytest.LogCaptureFixture
+def test_a_request_that_cannot_be_removed_hides_neither_result_nor_error(
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    uri = full_disk.as_uri()
-    store_config(dataclasses.replace(RUN, resume=""), uri)
-    (full_disk / "metrics.jsonl").write_text('{"kind": "train", "step": 3}\n')
-    (full_disk / "stop").touch()
-    fill(full_disk)
-    _leave_traces(uri)
-    assert "No space left on device" in caplog.text and not (full_disk / "stop").exists()
-    make_room(full_disk)
-    (full_disk / "config.yaml").write_text("augment: 3")  # of no version that writes a page
-    record = {"kind": "train", "step": 3, "compute_s": 1, "transfer_s": []}
-    (full_disk / "metrics.jsonl").write_text(json.dumps(record) + "\n")
-    _leave_traces(uri)
-    assert "cannot write the report: TypeError" in caplog.text
+    _withdraw_stop("nowhere://bucket")
+    assert "cannot remove the request to stop: ConfigError: unsupported scheme" in caplog.text
 
 
 def test_other_codes_errors_are_a_message_with_the_traceback_in_a_file(tmp_path: Path) -> None:
@@ -390,7 +377,6 @@ def test_an_ended_run_says_so_and_has_its_result_without_ray(
             "stopped": False,
         }
         assert "this run has already ended, with checkpoint_0001_0000000_" in capsys.readouterr().out
-    assert (tmp_path / "mine" / "report.html").exists()
     last = max((tmp_path / "mine").glob("checkpoint_*")) / "state.pt"
     last.write_bytes(last.read_bytes()[:-1] + b"x")  # no trainer would read it
     with pytest.raises(ConfigError, match=r"no checkpoint of .* can be read \(.*state\.pt has changed"):

@@ -24,10 +24,10 @@ from raypipe.config import (
     AugmentConfig,
     PoolConfig,
     RunConfig,
-    StrengthConfig,
 )
 from raypipe.errors import ConfigError, CursorError, ResourceError, RunError
 from raypipe.metrics.records import SAMPLES, read_records
+from raypipe.streaming import supervisor
 from raypipe.streaming.opening import spec_of
 from raypipe.streaming.spec import StreamSpec
 from raypipe.train.launch import train
@@ -41,8 +41,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("ray_cluster"), pytes
 def run(stores: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
     train_config = {"log_samples": True, "checkpoint_interval": 3, "max_grad_norm": 1.0, "ema_decay": 0.9}
     plain = small_run(tmp_path_factory.mktemp("runs"), stores["train"], stores["val"], 3, 4, **train_config)
-    strength = StrengthConfig(ramp_up=0.3, ramp_down=0.3)
-    augment = AugmentConfig(preset="standard", mixup_alpha=0.2, cutmix_alpha=1.0, strength=strength)
+    augment = AugmentConfig(preset="standard", mixup_alpha=0.2, cutmix_alpha=1.0, strength=(0.3, 1, 0.3))
     return dataclasses.replace(plain, augment=augment)
 
 
@@ -87,7 +86,7 @@ def assert_leaves_what_it_should(result: dict[str, Any]) -> None:
     assert [value for (value,) in records(result, "train", "strength")][:5] == pytest.approx(
         [0, 0.278, 0.556, 0.833, 1], abs=1e-3
     )
-    assert ["CPU actor" in text for (text,) in records(result, "diagnosis", "text")] == [True] * 3
+    assert ["too short" in text for (text,) in records(result, "diagnosis", "text")] == [True] * 3
     assert "micro_batch_size: 6" in (folder / "config.yaml").read_text()
     assert len(sample_log(result)) == 12 * 4
     assert not (folder / "lease").exists() and not (folder / "stop").exists()
@@ -209,15 +208,14 @@ def test_a_fault_before_the_first_micro_batch_is_recorded(run: RunConfig, tmp_pa
         os._exit(1)
 
     def trains(spec: StreamSpec) -> None:
+        supervisor.MAX_ATTEMPTS = 1
         train_fn_utils._train_fn_utils = train_fn_utils.LocalTrainFnUtils("alone")
         list(Trainer(run, spec, 5, 1, tmp_path.as_uri(), device="cpu").epochs())
 
     spec = spec_of(run, tmp_path.as_uri())
-    spec = dataclasses.replace(
-        spec, transforms={**spec.transforms, "train": dies}, pool=dataclasses.replace(spec.pool, max_attempts=1)
-    )
+    spec = dataclasses.replace(spec, transforms={**spec.transforms, "train": dies})
     # In a process of its own: with it goes the actor that Ray is about to start again.
-    too_many = r"1 transform actors have died in train-e0000-s.*pool\.max_attempts"
+    too_many = r"1 transform actors have died in train-e0000-s.*lower plan\.micro_batch_size"
     with pytest.raises(ResourceError, match=too_many):
         ray.get(ray.remote(num_cpus=0, max_calls=1)(trains).remote(spec))
     recorded = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

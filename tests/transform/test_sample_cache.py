@@ -59,8 +59,8 @@ def pixels_of(index: int, shape: tuple[int, int] = (8, 9)) -> np.ndarray:
     return np.random.default_rng(index).integers(0, 256, (*shape, 3), np.uint8)
 
 
-def opened(store: Any, limit: int = LIMIT, **transform: Any) -> SampleCache:
-    pool = PoolConfig(cache="disk", cache_bytes=limit)
+def opened(store: Any, cache: Cache = LIMIT, **transform: Any) -> SampleCache:
+    pool = PoolConfig(cache=cache)
     return open_caches(pool, {"train": store}, TransformConfig(**transform))["train"]
 
 
@@ -132,7 +132,7 @@ cache.put(0, 0, pixels)
 
 def test_a_process_killed_while_writing_leaves_nothing_that_is_read() -> None:
     shape = (6000, 9000)  # 162 MB: many milliseconds of writing
-    cache = opened(numbered(3), limit=400 << 20)
+    cache = opened(numbered(3), cache=400 << 20)
     file = cache._path
     process = subprocess.Popen([sys.executable, "-c", _WRITE, str(file)], stdout=subprocess.PIPE)
     assert process.stdout is not None and process.stdout.readline() == b"ready\n"
@@ -176,18 +176,18 @@ def test_a_full_cache_keeps_to_its_limit_and_says_so_once(caplog: pytest.LogCapt
     assert one._path.stat().st_size <= limit
     (record,) = caplog.records
     assert f"40,000 bytes hold {len(kept)} of 500 samples" in record.message
-    needed = int(record.message.split("pool.cache_bytes=")[1].split()[0])
+    needed = int(record.message.split("pool.cache=")[1].split()[0])
     larger = opened(store, needed)
     fill(larger, 500)
     assert len(larger.find(np.arange(500))) == 500
 
 
 def test_an_image_larger_than_the_limit_names_the_limit_that_would_do(caplog: pytest.LogCaptureFixture) -> None:
-    cache = opened(numbered(4), limit=100_000)
+    cache = opened(numbered(4), cache=100_000)
     cache.put(1, 10, pixels_of(1, (200, 300)))
     assert cache.full
-    needed = int(caplog.records[0].message.split("pool.cache_bytes=")[1].split()[0])
-    larger = opened(numbered(4), limit=needed)
+    needed = int(caplog.records[0].message.split("pool.cache=")[1].split()[0])
+    larger = opened(numbered(4), cache=needed)
     fill(larger, 4, (200, 300))
     assert set(larger.find(np.arange(4))) == {0, 1, 2, 3}
 
@@ -206,21 +206,21 @@ def test_a_disk_that_is_full_ends_the_adding_and_not_the_process(caplog: pytest.
 
 
 def test_a_limit_over_what_is_free_is_lowered_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    cache = opened(numbered(3), limit=1 << 50)
+    cache = opened(numbered(3), cache=1 << 50)
     free = os.statvfs("/dev/shm")
     assert cache._limit <= 0.9 * free.f_bavail * free.f_frsize * 1.01
-    assert "pool.cache_bytes is 1,125,899,906,842,624" in caplog.records[0].message
+    assert "pool.cache is 1,125,899,906,842,624" in caplog.records[0].message
 
 
 def test_by_default_it_takes_a_quarter_of_what_is_free() -> None:
     free = os.statvfs("/dev/shm")
-    limit = opened(numbered(3), limit=0)._limit
+    limit = opened(numbered(3), cache="disk")._limit
     assert limit == pytest.approx(0.25 * free.f_bavail * free.f_frsize, rel=0.05)
 
 
 def test_stores_share_the_limit_by_samples_and_each_has_one_cache() -> None:
     train, val = numbered(300), numbered(100)
-    pool = PoolConfig(cache="disk", cache_bytes=4_000_000)
+    pool = PoolConfig(cache=4_000_000)
     caches = open_caches(pool, {"train": train, "val": val}, TransformConfig())
     assert [caches[split]._limit for split in ("train", "val")] == [3_000_000, 1_000_000]
     caches = open_caches(pool, {"train": train, "val": numbered(300)}, TransformConfig())
@@ -228,7 +228,7 @@ def test_stores_share_the_limit_by_samples_and_each_has_one_cache() -> None:
 
 
 def test_a_limit_below_the_table_of_its_samples_keeps_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    cache = opened(numbered(500), limit=1000)
+    cache = opened(numbered(500), cache=1000)
     fill(cache, 500)
     assert cache.full and not cache.find(np.arange(500))
     assert "hold 0 of 500 samples" in caplog.records[0].message
@@ -271,7 +271,7 @@ def test_another_setting_version_or_boot_has_another_cache(
     elif change == "exif":
         settings["apply_exif"] = True
     elif change == "limit":
-        settings["limit"] = LIMIT + 1
+        settings["cache"] = LIMIT + 1
     elif change == "version":
         monkeypatch.setattr(sample_cache, "version_of", lambda package: f"{package} 99")
     elif change == "start of the machine":
@@ -306,7 +306,6 @@ def test_a_place_that_cannot_be_used_is_named(monkeypatch: pytest.MonkeyPatch, t
 @pytest.mark.parametrize(
     ("transform", "message"),
     [
-        (TransformConfig(train="light", decode="gpu"), "the training device decodes"),
         (TransformConfig(crop_decode="scaled"), "each crop is decoded at a scale of its own"),
     ],
 )
@@ -346,13 +345,13 @@ def mixed() -> MemoryStore:
 BAD = {37, 38, 39}
 
 
-def spec_of(store: Any, place: Cache, transform: TransformConfig, limit: int = LIMIT, **plan: Any) -> StreamSpec:
+def spec_of(store: Any, cache: Cache, transform: TransformConfig, **plan: Any) -> StreamSpec:
     return open_stream(
         store,
         store,
         plan=PlanConfig(**{"epochs": 2, "micro_batch_size": 6, "seed": 3} | plan),
         transform=transform,
-        pool=PoolConfig(cache=place, cache_bytes=limit),
+        pool=PoolConfig(cache=cache),
     )
 
 
@@ -384,7 +383,7 @@ def test_every_pixel_label_and_bad_sample_is_that_without_a_cache(settings: dict
     transform = TransformConfig(**{"val": "center", "size": 32, "max_bad_fraction": 1.0} | settings)
     store = mixed()
     without = spec_of(store, "off", transform)
-    spec = spec_of(store, "disk", transform)
+    spec = spec_of(store, LIMIT, transform)
     one, other = MicroBatchMaker(spec), MicroBatchMaker(spec)
     expected = digests_of(without, MicroBatchMaker(without))
     assert digests_of(spec, one, other) == expected
@@ -406,7 +405,7 @@ def test_a_limit_that_holds_a_few_changes_no_pixel() -> None:
     store = MemoryStore([picture(i) for i in range(40)], [0] * 40)
     transform = TransformConfig(size=16)
     off = spec_of(store, "off", transform)
-    small = spec_of(store, "disk", transform, limit=30_000)
+    small = spec_of(store, 30_000, transform)
     worker = MicroBatchMaker(small)
     assert digests_of(small, worker) == digests_of(off, MicroBatchMaker(off))
     assert 0 < len(worker.caches["train"].find(np.arange(40))) < 10 and worker.caches["train"].full
@@ -424,7 +423,7 @@ def test_what_is_kept_is_not_read_again_and_a_resume_goes_on_with_it() -> None:
     store = Watched([picture(i) for i in range(40)], list(range(40)))
     transform = TransformConfig(size=16)
     plan = {"epochs": 3, "val_interval": 0, "micro_batch_size": 8}
-    spec, off = spec_of(store, "disk", transform, **plan), spec_of(store, "off", transform, **plan)
+    spec, off = spec_of(store, LIMIT, transform, **plan), spec_of(store, "off", transform, **plan)
     whole = digests_of(off, MicroBatchMaker(off))
     store.was_read = []
     first = MicroBatchMaker(spec)
@@ -452,7 +451,7 @@ def test_the_digest_is_the_same_with_any_cache_and_actors(
         str(stores["val"]),
         plan=PlanConfig(epochs=2, micro_batch_size=8, global_batch_size=16, seed=5),
         transform=TransformConfig(size=24),
-        pool=PoolConfig(cpus_per_actor=0.5, cache="disk", cache_bytes=limit),
+        pool=PoolConfig(cpus_per_actor=0.5, cache=limit),
     )
 
     def digests(actors: int, from_step: int = 0) -> list[bytes]:
@@ -463,7 +462,7 @@ def test_the_digest_is_the_same_with_any_cache_and_actors(
 
     # Held open: between two of its streams, any other on this machine (of another test's) would remove it.
     caches = open_caches(
-        PoolConfig(cache="disk", cache_bytes=limit),
+        PoolConfig(cache=limit),
         {"train": open_store(stores[name]), "val": open_store(stores["val"])},
         TransformConfig(size=24),
     )

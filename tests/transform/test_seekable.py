@@ -24,7 +24,6 @@ from raypipe.transform import jpeg, kernel
 from raypipe.transform.batch import MicroBatchTransform
 from raypipe.transform.contents import build_content
 from raypipe.transform.decode import decode
-from raypipe.transform.encoded import EncodedTransform
 from raypipe.transform.jpeg import decode_box
 from raypipe.transform.kernel import DONE, Job
 from raypipe.transform.ops import Op
@@ -172,7 +171,6 @@ def test_the_message_names_the_checksum(size: int | None) -> None:
         lambda: decode(damaged, min_side=size),
         lambda: decode_box(damaged, (0, 0, 8, 8)),
         lambda: check_checksum(damaged),
-        lambda: EncodedTransform("light", TransformConfig(size=16)).one(EncodedSample(damaged), (1, 2)),
     ):
         with pytest.raises(SampleError, match=r"its checksum is wrong .*convert the original again"):
             action()

@@ -255,7 +255,6 @@ def test_without_targets_there_are_none() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"decode": "gpu"}, "transform.decode must be 'cpu' with transform.mask_column"),
         ({"decode_min_side": 256}, "transform.decode_min_side must be 0 with transform.mask_column"),
         ({"apply_exif": True}, "transform.apply_exif must be False with transform.mask_column"),
         ({"max_targets": 0}, "transform.max_targets must be a whole number of at least 1"),

@@ -95,7 +95,7 @@ def test_a_smooth_picture_of_4_2_0_loses_next_to_nothing() -> None:
     assert difference.mean() < 1.5 and np.quantile(difference, 0.999) < 12
 
 
-@pytest.mark.parametrize("other", [{"decode": "gpu"}, {"decode_as": "array"}], ids=str)
+@pytest.mark.parametrize("other", [{"decode_as": "array"}], ids=str)
 def test_what_does_not_go_with_it_is_told_in_a_line(other: Any) -> None:
     (name,) = other
     message = rf"^transform\.{name} must be '\w+' with transform\.wire='yuv420', got '{other[name]}'$"

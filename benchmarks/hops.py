@@ -49,8 +49,8 @@ class Known:
 
     Attributes:
         per_actor: images/s that an actor's CPU decodes and transforms: 15 made 12,070 (results/gpu.md).
-        encoded_bytes: of an image of ImageNet (docs/clusters.md).
-        block_ms: CPU time of the execution for a block of 256 MiB; of a smaller one it is less (results/scale.md).
+        block_ms, place_ms: CPU time of the execution for a block, and for each micro-batch in it: a block of one
+            took 6.2 ms, one of thirteen 8.5 and 9.0 (results/scale.md).
         rank_ms: time of a rank's interpreter for a micro-batch: 6.3 ms to take it (results/scale.md, in blocks of
             one), 4.3 to augment it by `standard` and 4.4 for the BatchNorm layers of ResNet-50 (results/gpu.md).
         pcie_gb_per_s: of 16 lanes of PCIe 5.0, 63 GB/s each way by its standard, less a fifth for packets.
@@ -60,8 +60,8 @@ class Known:
     """
 
     per_actor: float = 805.0
-    encoded_bytes: float = 110_000.0
-    block_ms: float = 8.5
+    block_ms: float = 6.0
+    place_ms: float = 0.2
     rank_ms: float = 15.0
     pcie_gb_per_s: float = 50.0
     network_gbit_per_s: float = 100.0
@@ -142,12 +142,16 @@ def hops(
     def needs(by: Callable[[str, float], float]) -> dict[tuple[str, str], float]:
         return {(of, place): by(of, share) for of in WIRES for place, share in PLACES.items()}
 
+    def execution_ms(of: str, cpus: int) -> float:
+        """CPU time for a micro-batch."""
+        return known.block_ms / target.per_block(of, cpus, known) + known.place_ms
+
     def execution(cpus: int) -> Hop:
         return Hop(
             f"execution, actors of {cpus} CPU{'s' * (cpus > 1)}",
-            needs(lambda of, share: per_s / rows / target.per_block(of, cpus, known)),
-            1000 / known.block_ms,
-            "blocks/s",
+            needs(lambda of, share: per_s / rows / 1000 * execution_ms(of, cpus)),
+            1.0,
+            "core",
             "pool.cpus_per_actor; pool.micro_batches_per_block",
         )
 

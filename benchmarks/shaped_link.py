@@ -1,6 +1,6 @@
 """A stream over a link of limited speed: what arrives, and where the bytes wait. Linux, as root.
 
-    python benchmarks/shaped_link.py [--gbit-per-s 1 10 25 --seconds 10]
+    python benchmarks/shaped_link.py [--gbit-per-s 1 10 --seconds 20]
 
 Two nodes of a Ray cluster on this machine, each in a network namespace of its own, joined by a pair of virtual
 interfaces that `tc` shapes (token bucket): a head with the consumer, as the GPUs' host has it, and a CPU node with
@@ -156,8 +156,8 @@ def measure(wire: str, seconds: float) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gbit-per-s", type=float, nargs="+", default=[1.0, 10.0, 25.0])
-    parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--gbit-per-s", type=float, nargs="+", default=[1.0, 10.0])
+    parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--inside", default="", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.inside:

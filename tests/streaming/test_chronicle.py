@@ -43,8 +43,9 @@ def kinds(run: Path) -> list[str]:
 
 
 def test_an_own_loop_leaves_records_and_ends_with_a_diagnosis(
-    spec: StreamSpec, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    spec: StreamSpec, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("raypipe.metrics.timing._SETTLED_S", 0.0)
     run = tmp_path / "runs" / "mine"
     with without_ray.only_rank():
         loader = raypipe.loader(spec, device="cpu", run_dir=str(run))

@@ -330,6 +330,7 @@ def test_a_stalled_checkpoint_is_told_at_the_end_and_not_as_the_model(
         return write_checkpoint(*args, **options)
 
     monkeypatch.setattr("raypipe.train.loop.write_checkpoint", stalls)
+    monkeypatch.setattr("raypipe.metrics.timing._SETTLED_S", 0.0)
     without_ray.train(small_run(tmp_path, stores["train"], stores["val"], 2, 4, checkpoint_interval=1))
     said = capsys.readouterr().out
     assert "Checkpoints hold up the run for" in said and "% checkpoint" in said and "The model limits" not in said

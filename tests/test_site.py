@@ -69,7 +69,11 @@ def test_the_search_works_from_a_folder(site: Path, tmp_path: Path) -> None:
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
     if chromium is None:
         pytest.skip("no Chromium")
-    command = [chromium, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", "--virtual-time-budget=20000"]
-    command += [f"--user-data-dir={tmp_path}", f"{(site / 'index.html').as_uri()}?q=checkpoint"]
+    command = [chromium, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
+    command += [
+        "--virtual-time-budget=20000",
+        f"--user-data-dir={tmp_path}",
+        f"{(site / 'index.html').as_uri()}?q=checkpoint",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
     assert "matching documents" in done.stdout and "failures.html?h=checkpoint" in done.stdout, done.stderr

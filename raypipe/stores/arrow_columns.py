@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from raypipe.errors import StoreError
-from raypipe.stores.base import MAX_SAMPLE_BYTES, Columns, by_part, stored_names
+from raypipe.stores.base import MAX_SAMPLE_BYTES, by_part, stored_names
 from raypipe.stores.numbers import labels_of
 
 
@@ -115,41 +113,6 @@ class TableColumns:
         nothing = np.empty((0, *shape), value_type.to_pandas_dtype())
         joined = np.concatenate(parts)[places] if parts else nothing
         return labels_of(joined) if name == "label" and pa.types.is_integer(kind) else joined
-
-
-class TableParts(TableColumns, ABC):
-    """Parts of Arrow tables, one after the other.
-
-    Attributes:
-        bounds: int64 (parts + 1,), the first row of each part, and the number of rows.
-        view_bytes: most bytes of parts whose images one read returns as views, since a single view keeps its
-            whole part in memory. Images of further parts are copied.
-    """
-
-    bounds: np.ndarray
-    view_bytes: float = math.inf
-
-    def __len__(self) -> int:
-        return int(self.bounds[-1])
-
-    @abstractmethod
-    def _part(self, number: int, names: tuple[str, ...]) -> dict[str, StoredColumn]:
-        """Return columns of a part."""
-
-    def read(self, indices: np.ndarray, columns: tuple[str, ...]) -> Columns:
-        parts: dict[str, list[Any]] = {name: [] for name in columns}
-        num_viewed = 0
-        for number, positions in by_part(indices, self.bounds):
-            part, rows = self._part(number, columns), indices[positions] - self.bounds[number]
-            for name in columns:
-                parts[name].append(part[name].take(rows))
-            if "image" in columns:
-                num_viewed += part["image"].num_bytes
-                if num_viewed > self.view_bytes:
-                    images = parts["image"]
-                    images[-1] = [None if image is None else bytes(image) for image in images[-1]]
-        places = np.argsort(np.argsort(indices, kind="stable"))
-        return {name: self.join(name, parts[name], places) for name in columns}
 
 
 def _columns_of(path: str, schema: pa.Schema, image_column: str, target_column: str) -> dict[str, pa.Field]:

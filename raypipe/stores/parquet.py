@@ -10,7 +10,7 @@ import hashlib
 import threading
 from collections import OrderedDict
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -22,8 +22,8 @@ from raypipe.storage.files import open_input, read_by
 from raypipe.storage.filesystem import explained, open_filesystem
 from raypipe.storage.patience import in_threads, one_line
 from raypipe.stores.addresses import list_files
-from raypipe.stores.arrow_columns import StoredColumn, TableParts
-from raypipe.stores.base import FileStore, part_of
+from raypipe.stores.arrow_columns import StoredColumn, TableColumns
+from raypipe.stores.base import Columns, FileStore, by_part, part_of
 
 DEFAULT_CACHE_BYTES = 1 << 30  # more than a hundred groups of the 8 MiB that ParquetWriter makes
 # 1 / fraction of cache_bytes that views of images may keep in memory after their row groups have left the cache. A
@@ -90,7 +90,7 @@ class _Group(NamedTuple):
         return f"{self.path}, row group {self.number}"
 
 
-class _Groups(TableParts):
+class _Groups(TableColumns):
     """The row groups that have rows, as one sequence; the last used row groups stay decoded."""
 
     def __init__(self, address: str, image_column: str, target_column: str, cache_bytes: int) -> None:
@@ -114,11 +114,28 @@ class _Groups(TableParts):
         if (image_column, target_column) != ("image", "label"):  # other columns make other contents
             digest.update(repr((image_column, target_column)).encode())
         self.fingerprint = digest.hexdigest()
-        self.groups = self.bounds = np.cumsum([0, *(group.num_rows for group in self._groups)], dtype=np.int64)
+        self.groups = np.cumsum([0, *(group.num_rows for group in self._groups)], dtype=np.int64)
         self._cache_bytes = cache_bytes
-        self.view_bytes = cache_bytes // _VIEWED
         self._cache: OrderedDict[tuple[int, str], StoredColumn] = OrderedDict()
         self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return int(self.groups[-1])
+
+    def read(self, indices: np.ndarray, columns: tuple[str, ...]) -> Columns:
+        parts: dict[str, list[Any]] = {name: [] for name in columns}
+        num_viewed = 0
+        for number, positions in by_part(indices, self.groups):
+            group, rows = self._columns(number, columns), indices[positions] - self.groups[number]
+            for name in columns:
+                parts[name].append(group[name].take(rows))
+            if "image" in columns:
+                num_viewed += group["image"].num_bytes
+                if num_viewed > self._cache_bytes // _VIEWED:  # a single view keeps its whole group in memory
+                    images = parts["image"]
+                    images[-1] = [None if image is None else bytes(image) for image in images[-1]]
+        places = np.argsort(np.argsort(indices, kind="stable"))
+        return {name: self.join(name, parts[name], places) for name in columns}
 
     def num_bytes(self) -> int:
         """Return the bytes of the columns in the cache."""
@@ -128,7 +145,7 @@ class _Groups(TableParts):
         number, row = part_of(self.groups, index)
         return f"{self._groups[number]}, row {row}"
 
-    def _part(self, number: int, names: tuple[str, ...]) -> dict[str, StoredColumn]:
+    def _columns(self, number: int, names: tuple[str, ...]) -> dict[str, StoredColumn]:
         """Return columns of a row group, which become the last used."""
         with self._lock:
             missing = [name for name in names if (number, name) not in self._cache]

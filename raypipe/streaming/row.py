@@ -188,7 +188,7 @@ def host_batches(iterator: DataIterator) -> Iterator[MicroBatch]:
 
 def host_blocks(iterator: DataIterator) -> Generator[Iterator[MicroBatch], None, None]:
     """Like `rows`, block by block: take all of a block's micro-batches before the next block."""
-    with closing(rows(iterator)) as found:
-        for row in found:
+    with closing(rows(iterator)) as row_iterator:
+        for row in row_iterator:
             yield batches_of(row)
             del row

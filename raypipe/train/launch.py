@@ -221,9 +221,6 @@ def _fit(loop: dict[str, Any], allocation: Allocation, interrupts: Interrupts) -
     if allocation.min_workers:
         allowed = (allocation.min_workers, allocation.workers)
         sizes = {"num_workers": allowed, "elastic_resize_monitor_interval_s": _RESIZE_EVERY_S}
-    log_options: dict[str, Any] = {}
-    if hasattr(ray_config, "LoggingConfig"):  # raypipe's phases and policies log the work of the controller
-        log_options["logging_config"] = ray_config.LoggingConfig(log_level="WARNING")
     failures = {"max_failures": run.train.max_failures}
     if hasattr(ray_config.FailureConfig, "max_preemption_failures"):
         failures["max_preemption_failures"] = -1  # a node that goes with notice has no fault
@@ -246,7 +243,8 @@ def _fit(loop: dict[str, Any], allocation: Allocation, interrupts: Interrupts) -
             storage_path=f"{path}/ray",  # a folder for Ray Train, which does not manage the run's checkpoints
             storage_filesystem=filesystem,
             failure_config=ray_config.FailureConfig(**failures),
-            **log_options,
+            # raypipe's phases and policies log the work of the controller.
+            logging_config=ray_config.LoggingConfig(log_level="WARNING"),
         ),
     )
     try:

@@ -62,8 +62,8 @@ def loader(
     """Return this rank's loader. Call it once per rank, first in the train function, so the pool starts while
     you build the model.
 
-    Without Ray Train, one process gets the whole stream, and connects to Ray as `connect` does. Several processes of torch.distributed, as with
-    torchrun, each get a share, which needs pool.engine "inline".
+    Without Ray Train, one process gets the whole stream, and connects to Ray as `connect` does. Several
+    processes of torch.distributed, as with torchrun, each get a share, which needs pool.engine "inline".
 
     Args:
         spec: the stream.

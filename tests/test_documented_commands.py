@@ -123,6 +123,8 @@ def test_docs_quickstart_converts_verifies_and_shows(capsys: pytest.CaptureFixtu
         Path("bad.json").unlink()
     (preview,) = of("quickstart.md", "preview")
     assert run(preview, capsys)["samples"] == 6 and Path("grid.png").stat().st_size > 1000
+    exec(blocks("python", ROOT / "docs" / "quickstart.md")[0], {})
+    assert "torch.Size([16, 3, 64, 64])" in capsys.readouterr().out
 
 
 @runs(("quickstart.md", "stop"), ("quickstart.md", "status"), ("failures.md", "status"))

@@ -62,8 +62,8 @@ def loader(
     """Return this rank's loader. Call it once per rank, first in the train function, so the pool starts while
     you build the model.
 
-    Without Ray Train, one process gets the whole stream. Several processes of torch.distributed, as with
-    torchrun, each get a share, which needs pool.engine "inline".
+    Without Ray Train, one process gets the whole stream, and connects to Ray as `connect` does. Several
+    processes of torch.distributed, as with torchrun, each get a share, which needs pool.engine "inline".
 
     Args:
         spec: the stream.
@@ -183,11 +183,13 @@ def _handed_round(
 ) -> tuple[list[DataIterator], Any, int]:
     """Stream that rank 0 built: the iterators of all ranks, the supervisor's handle, and the most actors."""
     from raypipe.rayext.allocation import check_own, cluster_resources, preflight
+    from raypipe.rayext.cluster import connect
     from raypipe.rayext.console import quiet_broadcasts
     from raypipe.streaming.pipeline import splits
 
     handed: tuple[list[DataIterator], Any, int] | None = None
     if rank == 0:
+        connect()  # for a loader outside of Ray Train in a process that has not done so
         if in_train and max_actors is None and in_worker():  # a driver may also call its train function
             own = ray.get_runtime_context().get_assigned_resources().get("CPU", 0.0)
             check_own(cluster_resources().cpus, world_size, own, spec.pool)

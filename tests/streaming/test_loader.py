@@ -407,3 +407,13 @@ def test_a_run_started_again_after_its_end_says_that_nothing_is_left(
     assert list(ended.epochs()) == []
     (told,) = caplog.messages
     assert f"all {plan.config.epochs} epochs are done" in told and "set a larger plan.epochs" in told
+
+
+def test_a_loader_outside_of_ray_train_connects_to_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_ray() -> None:
+        raise ConnectionRefusedError
+
+    monkeypatch.setattr("raypipe.rayext.cluster.connect", no_ray)
+    spec = open_stream(MemoryStore([b""] * 8, [0] * 8), plan=PlanConfig(epochs=1, micro_batch_size=4))
+    with pytest.raises(ConnectionRefusedError):
+        next(loader(spec).epochs())

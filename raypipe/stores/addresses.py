@@ -111,6 +111,8 @@ def names_at(address: str) -> set[str] | None:
 def has_folders(address: str) -> bool:
     """Return whether a folder contains visible folders; raises StoreError if it cannot be listed."""
     with explained(StoreError, f"{address} cannot be opened"):
+        if not is_remote(address):  # names that are not UTF-8 are unknown to pyarrow
+            return any(child.is_dir() and child.name[0] not in "._" for child in Path(address).iterdir())
         filesystem, path = open_filesystem(address)
         infos = filesystem.get_file_info(pyarrow.fs.FileSelector(path))
         return any(info.type == pyarrow.fs.FileType.Directory and info.base_name[0] not in "._" for info in infos)

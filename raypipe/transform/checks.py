@@ -102,7 +102,7 @@ def _check_crops(
 ) -> None:
     """Raise ConfigError where a transform crops without a resize, and all of the first images are too small.
 
-    Code of the user's own is not checked, nor are pipelines with masks and boxes.
+    Code of the user's own is not checked, nor are pipelines with targets.
 
     Args:
         kept: the samples that the plan draws from.

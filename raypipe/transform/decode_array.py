@@ -7,9 +7,9 @@
     what is left     uint8 RGB                                                    `raypipe.transform.decode`
 
 An image of two dimensions becomes (H, W, 1). Colors are in the order R, G, B, A. The values of a TIFF are those in
-the file: white may be 0, and colors multiplied by alpha. TIFFs of palettes, YCbCr, JPEG and fewer than 8 bits
-become uint8 RGB; a gray PNG with alpha becomes RGBA, as cv2 has it. Images above a limit of `limits` are
-refused by their header.
+the file, as tifffile reads them: white may be 0, and colors multiplied by alpha. TIFFs of palettes, YCbCr, JPEG
+and fewer than 8 bits become uint8 RGB; a gray PNG with alpha becomes RGBA, as cv2 has it. Images above a limit of
+`limits` are refused by their header.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from raypipe.transform.decode import decode, image_size, stored_bytes
 from raypipe.transform.image_header import damage_in, image_kind, png_chunks, png_size
 from raypipe.transform.jpeg import upright
 from raypipe.transform.limits import check_size
-from raypipe.transform.tiff import JPEG, LOSSLESS, PREDICTED, TiffHeader, tiff_header
 
 _PNG_BYTES = 12  # per pixel of 8 bits: RGBA, three times
-_TIFF_KINDS = {1: "u", 2: "i", 3: "f", 4: "u"}
-_PALETTE, _YCBCR = 3, 6
+_PALETTE, _YCBCR = 3, 6  # photometries of a TIFF
+_TIFF_JPEG = 7  # a compression
+_ORIENTATION = 274  # a tag
 
 
 def decode_array(data: bytes | bytearray | memoryview | None) -> np.ndarray:
@@ -86,11 +86,9 @@ def array_size(data: bytes | memoryview | None) -> tuple[int, int]:
     if image_kind(encoded) != "TIFF":
         raise SampleError("neither .npy nor TIFF")
     with damage_in("TIFF", encoded):
-        tiff = tiff_header(encoded)
-        if not _is_rgb(tiff):
-            _tiff_dtype(tiff)
-        size = tiff.height, tiff.width
-        return size[::-1] if 5 <= tiff.orientation <= 8 else size
+        page = _tiff_page(encoded)
+        size = page.imagelength, page.imagewidth
+        return size[::-1] if 5 <= page.tags.valueof(_ORIENTATION, 1) <= 8 else size
 
 
 def _image_header(data: bytes) -> NpyHeader:
@@ -127,53 +125,35 @@ def _png(data: bytes) -> np.ndarray:
     return np.ascontiguousarray(image[..., [2, 1, 0, 3][: image.shape[2]]])  # OpenCV has blue first
 
 
-def _is_rgb(tiff: TiffHeader) -> bool:
-    """True if values are not channels themselves, such as a palette's, and become uint8 RGB by `decode`."""
-    is_jpeg = tiff.compression == JPEG and tiff.channels in (1, 3)
-    return is_jpeg or tiff.bits < 8 or tiff.photometric in (_PALETTE, _YCBCR)
-
-
-def _tiff_dtype(tiff: TiffHeader) -> np.dtype[Any]:
-    """The dtype of a TIFF within the limits; raises SampleError for all that is not read value by value."""
-    kind, bits = _TIFF_KINDS.get(tiff.format), tiff.bits
-    if kind is None or bits not in (8, 16, 32, 64) or (kind, bits) == ("f", 8):
-        raise SampleError(f"a TIFF of {bits} bits a channel, of format {tiff.format}: store 8, 16, 32 or 64 bits")
-    if tiff.compression not in LOSSLESS:
-        raise SampleError(
-            f"a TIFF of {tiff.channels} channels compressed by method {tiff.compression}: store it uncompressed, "
-            "or by Deflate, LZW, PackBits or Zstandard"
-        )
-    predictors = (1, 2, 3)[: 3 if kind == "f" else 2] if tiff.compression in PREDICTED else (1,)
-    if tiff.predictor not in predictors:
-        raise SampleError(
-            f"a TIFF of {kind}{bits} compressed by method {tiff.compression} with predictor {tiff.predictor}: "
-            "store it without"
-        )
-    dtype = np.dtype(f"{kind}{bits // 8}")
-    pixel_bytes = tiff.channels * dtype.itemsize
-    # Two copies of the image; a strip or tile unpacked and in order.
-    num_pixels = 2 * tiff.width * tiff.height + 2 * tiff.block_pixels
-    check_size(tiff.width, tiff.height, num_pixels * pixel_bytes)
-    return dtype
-
-
-def _tiff(data: bytes) -> np.ndarray:
-    tiff = tiff_header(data)
-    if _is_rgb(tiff):
-        return decode(data)
-    dtype = _tiff_dtype(tiff)
+def _tiff_page(data: bytes) -> Any:
+    """The first image of a TIFF, not yet read, within the limits."""
     try:
         import imagecodecs  # noqa: F401 (by which tifffile unpacks)
         import tifffile
     except ImportError as error:
         message = f"TIFFs as arrays need tifffile and imagecodecs ({error}): {to_install('arrays')}, on every node"
         raise ConfigError(message) from error
-    page = tifffile.TiffFile(io.BytesIO(tiff.file)).pages.first
+    page = tifffile.TiffFile(io.BytesIO(data)).pages.first
+    tile = page.tilewidth * page.tilelength * page.samplesperpixel
+    # Two copies of the image; a tile unpacked and in order.
+    num_bytes = 2 * (page.size + tile) * max(1, page.bitspersample // 8)
+    check_size(page.imagewidth, page.imagelength, num_bytes)
+    return page
+
+
+def _tiff(data: bytes) -> np.ndarray:
+    page = _tiff_page(data)
+    is_jpeg = page.compression == _TIFF_JPEG and page.samplesperpixel in (1, 3)
+    if is_jpeg or page.bitspersample < 8 or page.photometric in (_PALETTE, _YCBCR):
+        return decode(data)  # values are not channels themselves
+    if page.dtype is None or page.dtype.kind not in "uif":
+        raise SampleError(f"a TIFF of {page.dtype}: store integers or floats of 8 to 64 bits")
+    blocks = list(zip(page.dataoffsets, page.databytecounts, strict=False))
+    if len(blocks) != math.prod(page.chunked) or any(at < 8 or at + size > len(data) for at, size in blocks):
+        raise SampleError(f"truncated TIFF ({len(data)} bytes)")  # tifffile would fill the rest with zeros
     parts = page.asarray(squeeze=False, maxworkers=1)  # separate channels are (C, 1, H, W, 1)
-    image = np.moveaxis(parts[:, 0], 0, 2).reshape(tiff.height, tiff.width, tiff.channels)
-    if image.dtype != dtype:
-        raise SampleError(f"a TIFF of {dtype}, which tifffile reads as {image.dtype}")
-    return upright(image, tiff.orientation)
+    image = np.moveaxis(parts[:, 0], 0, 2).reshape(page.imagelength, page.imagewidth, -1)
+    return upright(image, page.tags.valueof(_ORIENTATION, 1))
 
 
 def as_rgb(array: np.ndarray) -> np.ndarray:

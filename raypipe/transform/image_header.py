@@ -23,7 +23,6 @@ import simplejpeg
 from raypipe.errors import ConfigError, SampleError
 from raypipe.lookup import to_install
 from raypipe.transform.limits import MAX_DECODE_BYTES, MAX_PIXELS, check_size
-from raypipe.transform.tiff import tiff_header
 
 MAX_SCANNED_PIXELS = 16 * MAX_PIXELS
 """Pixels times scans of a JPEG, of which a core does 1.5 to 7 thousand million in a second. Encoders write about
@@ -45,7 +44,7 @@ _SCAN_BYTES = 10  # the header of the shortest scan
 # Bytes per pixel, measured as the peak of a decode: with two canvases and two copies of the one frame; and the
 # most that a JPEG takes, CMYK in several scans.
 _WEBP_BYTES, _MOST_JPEG_BYTES = 19, 15
-_TIFF_YCBCR = 6
+_TILE_WIDTH, _TILE_HEIGHT = 322, 323  # tags of a TIFF
 # Of an ISO file: brands of AVIF; and of HEIC, some of which AVIF has as well.
 _AVIF_BRANDS = {b"avif", b"avis"}
 _HEIC_BRANDS = {b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1"}
@@ -203,13 +202,6 @@ def open_pillow(data: bytes, kind: str) -> Any:
     """
     if kind == "WebP":
         _webp_size(data)
-    block_bytes = 0
-    if kind == "TIFF":
-        tiff = tiff_header(data)
-        data = tiff.file
-        # libtiff unpacks a tile, which may be far larger than its image, or a strip.
-        as_rgba = 4 if tiff.photometric == _TIFF_YCBCR else 0
-        block_bytes = tiff.block_pixels * (-(-tiff.bits * tiff.channels // 8) + as_rgba)
     if kind == "PNG":
         check_png(data)
     image = _plugin(kind)(io.BytesIO(data))
@@ -221,8 +213,11 @@ def open_pillow(data: bytes, kind: str) -> Any:
     if kind == "JPEG":
         _check_jpeg(data, width, height, pixel_bytes + 3)
     elif kind != "WebP":
+        tile_pixels = 0
+        if kind == "TIFF":  # libtiff unpacks a tile, which may be far larger than its image
+            tile_pixels = image.tag_v2.get(_TILE_WIDTH, 0) * image.tag_v2.get(_TILE_HEIGHT, 0)
         # Turning upright copies it; conversion adds 3 bytes of RGB for each pixel.
-        extra = max(width * height * max(pixel_bytes, 3), block_bytes)
+        extra = max(width * height * max(pixel_bytes, 3), tile_pixels * pixel_bytes)
         check_size(width, height, width * height * pixel_bytes + extra)
     return image
 

@@ -57,60 +57,18 @@ def animated_webp(width: int, height: int) -> bytes:
     return b"RIFF" + struct.pack("<I", len(body) + 4) + b"WEBP" + body
 
 
-def tiled_tiff(side: int, tile: int, twice: bool = False) -> bytes:
-    """A square of deflated zeros, of `side` pixels, in one tile of `tile`; or with another width of it as well."""
+def tiled_tiff(side: int, tile: int) -> bytes:
+    """A square of deflated zeros, of `side` pixels, in one tile of `tile`."""
     squeeze, row, data = zlib.compressobj(1), bytes(3 * tile), bytearray()
     for _ in range(tile):
         data += squeeze.compress(row)
     data += squeeze.flush()
     tags = {256: side, 257: side, 258: 8, 259: 8, 262: 2, 277: 3, 322: tile, 323: tile, 324: 0, 325: len(data)}
-    entries = [*tags.items(), *([(322, 16)] if twice else [])]
-    entries.sort(key=lambda entry: entry[0])
-    start = 8 + 2 + 12 * len(entries) + 4
-    packed = b"".join(struct.pack("<HHII", tag, 4, 1, start if tag == 324 else value) for tag, value in entries)
-    return b"II*\0" + struct.pack("<IH", 8, len(entries)) + packed + bytes(4) + bytes(data)
-
-
-def tagged_tiff(num_tags: int, num_values: int, packed: bool = False, first: int = 40_000) -> bytes:
-    """16x16 black pixels with tags of as many values each, all of the same bytes."""
-    pixels = bytes(16 * 16 * 3)
-    if packed:
-        pixels = zlib.compress(pixels)
-    tags = [(256, 4, 1, 16), (257, 4, 1, 16), (258, 4, 1, 8), (259, 4, 1, 8 if packed else 1), (262, 4, 1, 2)]
-    tags += [(273, 4, 1, 8), (277, 4, 1, 3), (279, 4, 1, len(pixels))]
-    return _tiff(pixels, [*tags, *((first + tag, 1, num_values, 8) for tag in range(num_tags))], num_values)
-
-
-def overlapping_tiff(num_strips: int, num_bytes: int, fill_order: int = 1) -> bytes:
-    """One column of deflated zeros, each strip of one row with all bytes of the file to its end."""
-    pixel = zlib.compress(b"\0")
-    if fill_order == 2:
-        pixel = bytes(int(f"{byte:08b}"[::-1], 2) for byte in pixel)
-    length, at = len(pixel) * num_strips, 8 + num_bytes
-    offsets = struct.pack(f"<{num_strips}I", *range(8, 8 + length, len(pixel)))
-    counts = struct.pack(f"<{num_strips}I", *(num_bytes - at for at in range(0, length, len(pixel))))
-    tags = [(256, 4, 1, 1), (257, 4, 1, num_strips), (258, 4, 1, 8), (259, 4, 1, 8), (262, 4, 1, 1)]
-    tags += [(266, 4, 1, fill_order), (273, 4, num_strips, at), (277, 4, 1, 1), (278, 4, 1, 1)]
-    tags += [(279, 4, num_strips, at + len(offsets))]
-    return _tiff((pixel * num_strips).ljust(num_bytes, b"\0") + offsets + counts, tags)
-
-
-def inflating_tiff(num_tiles: int, width: int) -> bytes:
-    """One column of pixels, each in a tile of one row of zeros, by Zstandard."""
-    tile = pa.Codec("zstd").compress(bytes(width), asbytes=True)
-    body, at = tile * num_tiles, 8 + len(tile) * num_tiles
-    offsets = struct.pack(f"<{num_tiles}I", *range(8, at, len(tile)))
-    counts = struct.pack(f"<{num_tiles}I", *[len(tile)] * num_tiles)
-    tags = [(256, 4, 1, 1), (257, 4, 1, num_tiles), (258, 4, 1, 8), (259, 4, 1, 50000), (262, 4, 1, 1)]
-    tags += [(277, 4, 1, 1), (322, 4, 1, width), (323, 4, 1, 1), (324, 4, num_tiles, at)]
-    tags += [(325, 4, num_tiles, at + len(offsets))]
-    return _tiff(body + offsets + counts, tags)
-
-
-def _tiff(body: bytes, tags: list[tuple[int, int, int, int]], length: int = 0) -> bytes:
-    body = body.ljust(length, b"\0")
-    entries = b"".join(struct.pack("<HHII", *tag) for tag in sorted(tags))
-    return b"II*\0" + struct.pack("<I", 8 + len(body)) + body + struct.pack("<H", len(tags)) + entries + bytes(4)
+    start = 8 + 2 + 12 * len(tags) + 4
+    packed = b"".join(
+        struct.pack("<HHII", tag, 4, 1, start if tag == 324 else value) for tag, value in tags.items()
+    )
+    return b"II*\0" + struct.pack("<IH", 8, len(tags)) + packed + bytes(4) + bytes(data)
 
 
 def parquet(path: Path, kind: str, size: int, num: int) -> None:

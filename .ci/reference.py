@@ -38,7 +38,7 @@ _OPERATIONS = {
     "blur": "blur with a sigma of {sigma} pixels",
     "jitter": "multiply brightness by {brightness}, contrast by {contrast}, saturation by {saturation}, and "
     "turn the hue by {hue}",
-    "grey": "convert to gray",
+    "gray": "convert to gray",
     "erase": "erase a box of {area} of the image, with a height of {ratio} times the width",
 }
 

@@ -305,9 +305,9 @@ class TransformConfig(Section, prefix="transform."):
 
     @property
     def target_columns(self) -> dict[str, str]:
-        """Store columns of the image's targets, by "mask", "boxes" and "keypoints"; mostly empty."""
-        named = {name: getattr(self, f"{name}_column") for name in ("mask", "boxes", "keypoints")}
-        return {name: column for name, column in named.items() if column}
+        """Store columns of the image's targets, by name: "mask" is that of mask_column; mostly empty."""
+        named = {name: column for name, column in vars(self).items() if name.endswith("_column") and column}
+        return {name.removesuffix("_column"): column for name, column in named.items()}
 
     @property
     def target_settings(self) -> str:

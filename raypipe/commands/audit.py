@@ -26,7 +26,7 @@ def inspect(run: RunConfig, target: str = "") -> dict[str, Any]:
     from raypipe.transform.targets import check_columns
 
     store, targets = open_train(run), run.transform.target_columns
-    check_columns(store, targets, "transform.{}_column")
+    check_columns(store, targets)
     return describe(store, targets)
 
 
@@ -46,7 +46,7 @@ def verify(run: RunConfig, target: str = "", *, output: str = "") -> dict[str, A
     from raypipe.transform.targets import check_columns
 
     store, targets = open_train(run), run.transform.target_columns
-    check_columns(store, targets, "transform.{}_column")
+    check_columns(store, targets)
     summary = inspection.verify(store, output, targets=targets, columns=run_columns(run, store))
     return {"store": store.address, **summary}
 

@@ -81,7 +81,7 @@ def check_samples(
     targets: Mapping[str, str] = NO_TARGETS,
     of_run: SampleColumns = NO_COLUMNS,
 ) -> Iterator[CheckedSample]:
-    """Read and decode samples of int64 indices (n,) in full, as a run does, masks, boxes and columns included."""
+    """Read and decode samples of int64 indices (n,) in full, as a run does, targets and columns included."""
     maker = ColumnMaker(of_run) if of_run else None
     columns = {"image": "image", **({"label": "label"} if "label" in store.columns else {}), **targets}
     columns |= {f"column {name}": name for name in of_run.stored}
@@ -167,7 +167,7 @@ def describe(store: Store, targets: Mapping[str, str] = NO_TARGETS) -> dict[str,
 
     Args:
         store: to look at.
-        targets: columns of masks and boxes that are decoded with the images, see `TransformConfig.target_columns`.
+        targets: columns of targets that are decoded with the images, see `TransformConfig.target_columns`.
 
     Returns:
         `store` (address), `kind`, `samples`, `bytes` (of the encoded images, by the mean of the sampled),

@@ -118,7 +118,7 @@ class Preview:
         return Tile(image, (name, f"sample {index}, {width} x {height}"), targets=targets)
 
     def _of_row(self, batch: MicroBatch, images: dict[str, np.ndarray], mixed: Mix | None, row: int) -> list[Tile]:
-        """The tiles of a sample in an epoch. On the device masks and boxes stay the same."""
+        """The tiles of a sample in an epoch. On the device targets stay the same."""
         # Copies: a view would keep its whole micro-batch in memory.
         targets: dict[str, Any] = {name: batch[name][row].copy() for name in self._targets}
         tiles = [Tile(as_rgb(image[row]).copy(), targets=targets) for image in images.values()]

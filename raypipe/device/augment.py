@@ -120,7 +120,7 @@ class DeviceAugment:
         config: operations, mixing and normalization.
         device: where batches are.
         dtype: dtype of the resulting images.
-        targets: whether batches have masks or boxes, which do not change: no operation may move pixels.
+        targets: whether batches have masks or the like, which do not change: no operation may move pixels.
         views: whether training batches have views, which cannot be mixed.
 
     Raises:
@@ -138,7 +138,7 @@ class DeviceAugment:
     ) -> None:
         self._mixing = [name for name in ("mixup_alpha", "cutmix_alpha") if getattr(config, name)]
         if targets and self._mixing:
-            raise ConfigError(f"augment.{self._mixing[0]} mixes images, and neither masks nor boxes: set it to 0")
+            raise ConfigError(f"augment.{self._mixing[0]} mixes images, not masks and the like: set it to 0")
         if views:
             self._check_views()
         self.config, self.device = config, numbered(device)
@@ -257,7 +257,7 @@ def _user_module(name: str) -> Operation:
 
 def _moves(what: str) -> ConfigError:
     return ConfigError(
-        f"augment: {what} moves or erases pixels on the device, where masks and boxes stay as they are: use "
+        f"augment: {what} moves or erases pixels on the device, where masks and the like stay as they are: use "
         "transform.train for geometry, and augment.ops for operations of color alone"
     )
 

@@ -37,7 +37,7 @@ from raypipe.transform.fields import (
 )
 
 _INSTEAD = (
-    "write batch.image and batch.target; columns are batch.columns['caption'], masks and boxes are "
+    "write batch.image and batch.target; columns are batch.columns['caption'], masks and the like are "
     "batch.fields['mask'], and len(batch.index) is its size"
 )
 
@@ -51,7 +51,7 @@ class Batch(Unlike, instead=_INSTEAD):
         position: place in the run.
         seed: seed of everything that is drawn once for this micro-batch.
         fields: by name, see `raypipe.transform.fields`: arrays as tensors on the device, images with channels
-            first; others as lists of B on the host. Masks, boxes and keypoints are read here, as fields["mask"];
+            first; others as lists of B on the host. Masks and the like are read here, as fields["mask"];
             the properties name the others.
         weight: float32 (B,); 0 for padding and for samples that do not count.
         target_host: the target, on the host.

@@ -1,4 +1,4 @@
-"""The digest of a stream: one hash over index, label, pixels, masks, boxes and columns of every micro-batch, in
+"""The digest of a stream: one hash over index, label, pixels, targets and columns of every micro-batch, in
 order; as a file, and compared with another stream's. Two streams are the same if their digests are, whatever made
 them.
 

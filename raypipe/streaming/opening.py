@@ -22,7 +22,7 @@ from raypipe.stores.base import Store
 from raypipe.stores.joined import JoinedStore
 from raypipe.streaming.planning import PerSource, make_plan, select
 from raypipe.streaming.spec import StreamSpec, Transform
-from raypipe.transform.checks import check_follows, check_images, check_transforms
+from raypipe.transform.checks import check_follows, check_sizes, check_transforms
 from raypipe.transform.column_types import NUM_PROBED, find_columns
 from raypipe.transform.columns import MakeColumns, SampleColumns
 from raypipe.transform.fields import LABEL
@@ -87,7 +87,7 @@ def open_stream(
     transforms = _transforms_of(stores, transform, train_transform, val_transform)
     selections, val_selection = select(train_store, val_store, exclude, filter)
     laid_out = make_plan(plan, train_store, val_store, selections=selections, val_selection=val_selection)
-    check_images(transform, transforms, stores, plan, laid_out.kept)
+    check_sizes(transform, transforms, stores, plan)
     make = make_columns or transform.make_columns or None
     sample_columns = _columns_of(stores, declared, make, laid_out, bool(target_column))
     sizes = list(transform.size_by_epoch.items())

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from raypipe.config import PlanConfig, TransformConfig
-from raypipe.errors import ConfigError, SampleError
-from raypipe.plan.places import Sides, Split
-from raypipe.plan.selection import JoinedSelection, Selection
+from raypipe.errors import ConfigError
+from raypipe.plan.places import Split
 from raypipe.stores.base import Store
-from raypipe.transform.decode_array import header_size
 from raypipe.transform.presets import build_transform, check_transform, num_pixels, takes_size
-from raypipe.transform.program import Program, find_program
 from raypipe.transform.sample_transform import SampleTransform
-from raypipe.transform.sizes import Size, has_sizes, sizes_of
+from raypipe.transform.sizes import has_sizes
 from raypipe.transform.targets import check_columns
 from raypipe.transform.transform_steps import brief
 from raypipe.transform.views import makes_views
@@ -72,67 +66,16 @@ def _check_views(config: TransformConfig, split: Split) -> None:
         raise ConfigError(f"transform.{split} makes views, and {reason}")
 
 
-def check_images(
-    config: TransformConfig,
-    transforms: Mapping[Split, Any],
-    stores: Mapping[Split, Store],
-    plan: PlanConfig,
-    kept: Mapping[Split, Selection | JoinedSelection],
+def check_sizes(
+    config: TransformConfig, transforms: Mapping[Split, Any], stores: Mapping[Split, Store], plan: PlanConfig
 ) -> None:
-    """Raise ConfigError where a split's transform cannot make its images: of their sizes, or of a crop's room."""
-    for split, store in stores.items():
+    """Raise ConfigError where a split's images have several sizes, and its transform can make only one."""
+    for split in stores:
         sides = plan.sides_in(split)
-        _check_sizes(config, split, transforms[split], sides)
-        if not sides:  # images are not assigned to buckets yet
-            _check_crops(config, split, transforms[split], store, kept[split])
-
-
-def _check_sizes(config: TransformConfig, split: Split, transform: Any, sides: Sequence[Sides]) -> None:
-    """Raise ConfigError where a split's images have several sizes, and its transform can make but one."""
-    if has_sizes(config, split, sides) and not takes_size(transform):
-        several = "plan.buckets" if sides else "transform.size"
-        raise ConfigError(
-            f"transform.{split} is {_name_of(transform)}, which is made once, and {several} has several "
-            "sizes: use a preset, or module:function, which is called with each size and returns a transform"
-        )
-
-
-def _check_crops(
-    config: TransformConfig, split: Split, transform: Any, store: Store, kept: Selection | JoinedSelection
-) -> None:
-    """Raise ConfigError where a transform crops without a resize, and all of the first images are too small.
-
-    Code of the user's own is not checked, nor are pipelines with masks and boxes.
-
-    Args:
-        kept: the samples that the plan draws from.
-    """
-    sizes = sizes_of(config, split)
-    if not _cropping(transform, sizes[0]):
-        return
-    images = list[Sides]()
-    first = kept.indices(np.arange(min(_NUM_TRIED, kept.size)))
-    for image in store.read(first, ("image",))["image"]:
-        with contextlib.suppress(SampleError):
-            images.append(header_size(image, config.apply_exif))
-    for size in sizes if images else ():
-        crop = _cropping(transform, size)
-        reasons = [crop.no_room(sides) for sides in images] if crop else [""]
-        if all(reasons):
-            height, width = images[-1]
-            mend = "Make the crop smaller, or begin with a resize"
-            if isinstance(transform, str):
-                mend = f"Set transform.size={min(map(min, images))}, or use a preset that resizes, such as small"
+        if has_sizes(config, split, sides) and not takes_size(transforms[split]):
+            several = "plan.buckets" if sides else "transform.size"
             raise ConfigError(
-                f"transform.{split} crops without a resize, and the first {len(images)} images of {store.address} "
-                f"are too small, the last of them {height}x{width} (height x width): {reasons[-1]}. {mend}"
+                f"transform.{split} is {_name_of(transforms[split])}, which is made once, and {several} has "
+                "several sizes: use a preset, or module:function, which is called with each size and returns a "
+                "transform"
             )
-
-
-def _cropping(transform: Any, size: Size) -> Program | None:
-    """A transform that crops without a resize; None = it does not, or that is not known."""
-    if isinstance(transform, str | list):
-        others = isinstance(transform, str) and transform != "flip-crop"  # the only preset that crops so
-        transform = None if others else build_transform(transform, size)
-    program = transform if isinstance(transform, Program) else find_program(transform)[0]
-    return program if program and program.crops_first else None

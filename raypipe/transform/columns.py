@@ -1,4 +1,4 @@
-"""Columns of a sample besides image, mask and boxes: from stored values to batches.
+"""Columns of a sample besides image and targets: from stored values to batches.
 
     a store's value                         declared               in a batch of B
     number                                                         (B,), of its dtype

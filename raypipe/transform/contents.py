@@ -3,7 +3,7 @@
 With `transform.decode_as: array`, images and views have the dtype and the channels C that the transform gives
 them, all alike: (B, H, W, C). With `transform.wire: yuv420` the images that are made become planes.
 
-Excluded rows are black, without a class (IGNORE), and without boxes and keypoints (label NO_BOX).
+Excluded rows are black, and their targets are what `raypipe.transform.targets` fills them with.
 """
 
 from __future__ import annotations

@@ -75,13 +75,11 @@ def decode(
 def image_size(data: bytes | bytearray | memoryview | None, *, exif: bool = False) -> tuple[int, int]:
     """Return the (height, width) of `decode`'s result, from the header.
 
-    The few JPEGs that do not end with their end marker are decoded once, since only that distinguishes a
-    truncated one, for which only this place can read a substitute, from one with data after its end. Raises
-    SampleError for what has no readable header, or is over a limit; damage further in is not looked for.
+    Raises SampleError for what has no readable header, or is over a limit; damage further in is not looked for.
     """
     encoded, kind = _known(data)
     if kind == "JPEG":
-        size = jpeg_size(encoded) if encoded.endswith(b"\xff\xd9") else None
+        size = jpeg_size(encoded)
         if size is not None:
             on_its_side = exif and b"Exif\0\0" in encoded and jpeg_orientation(encoded) >= 5
             return (size[1], size[0]) if on_its_side else size

@@ -7,8 +7,7 @@
     chroma.image,        with transform.wire yuv420, where    (B, H/2, W/2, 2), …
     chroma.view.NAME     image and views are luma, of one
                          channel: see `transform.wire`
-    mask                 uint8 (H, W)                         (B, H, W)
-    boxes, keypoints     float32 (k, 5), (k, 3)               (B, K, 5), (B, K, 3), padded
+    targets              see `raypipe.transform.targets`      (B, …); rows of numbers are padded
     label                int64, or the target's array         (B,), (B, …)
     column.NAME          see `raypipe.transform.columns`      (B, …), or `Ragged`
 

@@ -1,4 +1,4 @@
-"""Masks, boxes and keypoints follow an image through a program: with the numbers that were drawn for it.
+"""An image's targets, such as its mask, follow it through a program: with the numbers that were drawn for it.
 
 Points are counted from the image's upper left corner, so that the middle of its first pixel is (0.5, 0.5).
 Boxes are cut at the edges behind each step, and dropped where less than a pixel of width or height is left, as by
@@ -20,7 +20,8 @@ from raypipe.transform.program import Program
 from raypipe.transform.step import Step
 
 _LEAST = 1 - 1e-6  # pixels of a box's width and height
-_POINTS = ("bboxes", "keypoints")
+POINTS = ("bboxes", "keypoints")
+"""Targets of which points move; of all others pixels do."""
 
 
 def follow(
@@ -31,12 +32,12 @@ def follow(
     Args:
         params: int64 (P,), from `Program.draw`.
         size: (height, width) of the image.
-        targets: "bboxes", float (K, 5); "keypoints", float (K, 3); all others are masks, uint8 (H, W).
+        targets: "bboxes", float (K, 5); "keypoints", float (K, 3); all others (H, W), numbers.
 
     Returns:
         The same of the image that the program makes.
     """
-    moved = {name: value.astype(np.float64) if name in _POINTS else value for name, value in targets.items()}
+    moved = {name: value.astype(np.float64) if name in POINTS else value for name, value in targets.items()}
     if "keypoints" in moved:
         moved["keypoints"][:, :2] += 0.5
     for step, op, numbers in program.applied(params):

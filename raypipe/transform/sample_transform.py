@@ -33,11 +33,11 @@ from raypipe.plan.places import Sides
 from raypipe.transform import kernel
 from raypipe.transform.draws import Key, KeyedGenerator
 from raypipe.transform.fields import VIEW
-from raypipe.transform.follow import follow
+from raypipe.transform.follow import POINTS, follow
 from raypipe.transform.process_state import seed_process
 from raypipe.transform.program import Program, find_program
 from raypipe.transform.sizes import Box, Undecoded
-from raypipe.transform.targets import target_pipeline
+from raypipe.transform.targets import TARGETS, target_pipeline
 from raypipe.transform.user_code import rng_parameter
 
 Kind = Literal["none", "program", "albumentations", "torchvision", "plain"]
@@ -68,7 +68,8 @@ class SampleTransform:
         self.program, rest = find_program(transform)
         if arrays and rest:
             self.program, rest = None, []
-        if self.program is not None and not self.program.takes_points and {*targets} - {"mask"}:
+        has_points = any(TARGETS[name].keyword in POINTS for name in targets)
+        if self.program is not None and not self.program.takes_points and has_points:
             self.program, rest = None, []
         self.transform = transform
         if rest:
@@ -107,7 +108,7 @@ class SampleTransform:
         Args:
             image: uint8 RGB of shape (H, W, 3), writable; the transform may write into it. Or one that is not
                 decoded, where there is a `crop_target`: the result is the same.
-            targets: `mask`, `bboxes` and `keypoints`, as Albumentations takes them.
+            targets: `mask`, `bboxes` and the like, as Albumentations takes them.
             key: determines all random draws.
             out: uint8 (h, w, 3), where the image may be put.
 

@@ -39,16 +39,11 @@ _OUTSIDE = -2
 _MAX_LABEL = 1 << 24  # float32 holds all whole numbers up to it, and -2 minus each of them
 
 
-def check_columns(store: Store, targets: Mapping[str, str], setting: str = "transform.{}_column") -> None:
-    """Raise ConfigError unless a store has the columns of masks, boxes and keypoints that are named.
-
-    Args:
-        targets: see `TransformConfig.target_columns`.
-        setting: that names such a column, for the error.
-    """
+def check_columns(store: Store, targets: Mapping[str, str]) -> None:
+    """Raise ConfigError unless a store has the columns of targets, see `TransformConfig.target_columns`."""
     for name, column in targets.items():
         if column not in store.columns:
-            raise ConfigError(missing(store.address, column, store.columns, setting.format(name)))
+            raise ConfigError(missing(store.address, column, store.columns, f"transform.{name}_column"))
 
 
 def decode_mask(data: Any, size: tuple[int, int]) -> np.ndarray:
@@ -281,9 +276,9 @@ def target_pipeline(transform: Any, targets: Collection[str]) -> Any:
     library = sys.modules.get("albumentations")
     if library is None or type(transform) is not library.Compose:
         raise ConfigError(
-            f"masks, boxes and keypoints are transformed by an albumentations.Compose, and the transform is a "
-            f"{type(transform).__name__}: name a preset, wrap it in albumentations.Compose([…]), or leave "
-            f"{', '.join(f'transform.{name}_column' for name in sorted(targets))} out"
+            f"{', '.join(f'transform.{name}_column' for name in sorted(targets))} needs an albumentations."
+            f"Compose, and the transform is a {type(transform).__name__}: name a preset, wrap it in "
+            "albumentations.Compose([…]), or leave it out"
         )
     processor = transform.processors.get("bboxes")
     params, boxes = None, "boxes" in targets

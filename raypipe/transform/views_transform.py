@@ -12,7 +12,7 @@ from raypipe.plan.order import mix64
 from raypipe.transform.draws import Key
 from raypipe.transform.fields import VIEW
 from raypipe.transform.sample_transform import SampleTransform
-from raypipe.transform.sizes import Undecoded, cut
+from raypipe.transform.sizes import Undecoded
 from raypipe.transform.views import View, view_key
 
 
@@ -50,16 +50,12 @@ class ViewsTransform:
         assert isinstance(image, np.ndarray), "there is no crop_target"
         keys = iter(mix64(self.parts ^ np.array(key, np.uint64)).tolist())
 
-        def box(place: Any) -> np.ndarray:
-            return cut(image, place).copy()
-
         made = {}
         for column, transforms in self.crops.items():
             crops = []
             for transform in transforms:
                 # A transform may write into what it is given, and all are given the same image.
-                given = (image.shape[:2], box) if transform.crop_target else image.copy()
-                found = transform.with_targets(given, {}, next(keys))
+                found = transform.with_targets(image.copy(), {}, next(keys))
                 if "image" not in found:
                     raise ConfigError(f"a transform of {column} made several images, and a view is one")
                 crops.append(found["image"])

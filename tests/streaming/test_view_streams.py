@@ -80,14 +80,6 @@ def test_a_block_is_its_micro_batches_whether_the_actor_or_a_reader_reads(
     assert [*next(batches_of(row)).arrays("view")] == [*VIEWS]
 
 
-def test_cached_samples_give_the_same_views(
-    stores: dict[str, Path], expected: list[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RAYPIPE_CACHE", str(tmp_path))
-    cached = spec_of(stores, pool={"cache": "disk"})
-    assert without_ray.digests(cached) == without_ray.digests(cached) == expected
-
-
 def test_the_digest_knows_names_and_shapes_of_views(spec: StreamSpec) -> None:
     batch = next(without_ray.host_batches(spec))
     views = batch.arrays("view")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import os
@@ -16,9 +17,11 @@ os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 import albumentations as A  # noqa: N812
 from torchvision.transforms import v2
 
+from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError, SampleError
 from raypipe.transform.presets import build_transform
 from raypipe.transform.targets import (
+    TARGETS,
     decode_boxes,
     decode_keypoints,
     decode_mask,
@@ -38,6 +41,14 @@ def png(pixels: np.ndarray, mode: str | None = None, **options: Any) -> bytes:
     file = io.BytesIO()
     image.save(file, "PNG", **options)
     return file.getvalue()
+
+
+def test_each_target_has_a_setting_that_names_its_column() -> None:
+    columns = {field.name for field in dataclasses.fields(TransformConfig) if field.name.endswith("_column")}
+    assert columns == {f"{name}_column" for name in TARGETS}
+    named = TransformConfig(**{name: f"of {name}" for name in columns}).target_columns
+    assert named == {name: f"of {name}_column" for name in TARGETS} and [*named] == [*TARGETS]
+    assert TransformConfig().target_columns == {}
 
 
 # Masks

@@ -46,7 +46,8 @@ def png(pixels: np.ndarray, mode: str | None = None, **options: Any) -> bytes:
 def test_each_target_has_a_setting_that_names_its_column() -> None:
     columns = {field.name for field in dataclasses.fields(TransformConfig) if field.name.endswith("_column")}
     assert columns == {f"{name}_column" for name in TARGETS}
-    named = TransformConfig(**{name: f"of {name}" for name in columns}).target_columns
+    settings: dict[str, Any] = {name: f"of {name}" for name in columns}
+    named = TransformConfig(**settings).target_columns
     assert named == {name: f"of {name}_column" for name in TARGETS} and [*named] == [*TARGETS]
     assert TransformConfig().target_columns == {}
 

@@ -200,7 +200,6 @@ def test_the_program_of_docs_training_loop_fails_and_continues(
     assert (
         names["batch"].position.split == "val" and sum(names["sizes"]) == 32 * len(names["epoch"].train) == 32 * 4
     )
-    assert names["image"].shape == (128, 8, 8, 3) and names["place"] == (0, 10, 0)
     records = read_records((tmp_path / "runs" / "own-loop").as_uri())  # by nobody but the loader
     assert records is not None
     of_kind = {record["kind"]: record for record in records.kept}

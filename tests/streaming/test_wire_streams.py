@@ -161,6 +161,7 @@ def test_a_preview_shows_rgb(stores: dict[str, Path]) -> None:
 
 
 @pytest.mark.cluster
+@pytest.mark.usefixtures("ray_cluster")
 def test_two_ranks_with_killed_actors_have_the_digest_of_one(stores: dict[str, Path]) -> None:
     spec, rng, kills = spec_of(stores, pool=PoolConfig(min_actors=2, cpus_per_actor=0.5)), random.Random(0), []
     alone, ended = without_ray.digests(spec), threading.Event()

@@ -33,7 +33,7 @@ def object_store_bound(in_flight: int, ranks: int, per_s: float, micro_batch_byt
     """The most bytes of pixels that a stream has in the object store.
 
     Args:
-        in_flight: blocks that may be in flight, see `blocks_in_flight`.
+        in_flight: blocks that may be in flight.
         ranks: each holds one, has asked for another, and one is ready.
         per_s: micro-batches/s, the most of any second.
         micro_batch_bytes: B·H·W·3.
@@ -110,7 +110,7 @@ def measure(store: raypipe.stores.Store, transform: TransformConfig, args: argpa
     """Stream a store through one consumer; the peaks of what it takes, and the bound, in bytes."""
     from raypipe.streaming.blocks import MAX_BYTES
     from raypipe.streaming.opening import open_stream
-    from raypipe.streaming.pipeline import blocks_in_flight, splits
+    from raypipe.streaming.pipeline import splits
     from raypipe.streaming.row import host_batches
 
     spec = open_stream(
@@ -126,12 +126,12 @@ def measure(store: raypipe.stores.Store, transform: TransformConfig, args: argpa
         for batch in host_batches(iterator):
             arrivals.append(time.perf_counter())
             num_bytes = batch["image"].nbytes
-        in_flight = blocks_in_flight(spec.pool, args.actors, 1)
+    fixed, per_actor, _ = spec.pool.blocks_for(1, args.actors)
     most, block = most_per_s(np.array(arrivals)), max(1, MAX_BYTES // num_bytes)
     return {
         "micro_batch_bytes": num_bytes,
         "object_store_bytes": memory.object_store,
-        "object_store_bound_bytes": object_store_bound(in_flight, 1, most, num_bytes, block),
+        "object_store_bound_bytes": object_store_bound(fixed + per_actor * args.actors, 1, most, num_bytes, block),
         "spilled_bytes": memory.spilled,
         "private_bytes": memory.private,
     }

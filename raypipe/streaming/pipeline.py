@@ -54,13 +54,6 @@ def _pool_of(pool: PoolConfig, max_actors: int) -> tuple[PoolConfig, int]:
     return pool, min(max(room, pool.min_actors), pool.max_actors)
 
 
-def blocks_in_flight(pool: PoolConfig, max_actors: int, world_size: int) -> int:
-    """Blocks of a stream that may be in flight when its pool has its largest size."""
-    pool, actors = _pool_of(pool, max_actors)
-    fixed, per_actor, _ = pool.blocks_for(world_size, actors)
-    return fixed + per_actor * actors
-
-
 def _micro_batch_bytes(spec: StreamSpec) -> int:
     """Bytes of pixels and targets of their size in presets' largest micro-batch; 0 = unknown."""
     pixel_bytes = _pixel_bytes(spec)
@@ -117,11 +110,10 @@ def dataset(
         pool, fixed, per_actor, bool(spec.readers()), supervisor, world_size, spec.run, spec.log_format
     )
     # Of the object store as it is now, streams take half.
-    room = _object_store_bytes() / 2 / max(1, blocks_in_flight(spec.pool, max_actors, world_size))
+    room = _object_store_bytes() / 2 / settings.limit(actors)
     max_bytes = min(MAX_BYTES, int(room))
-    if has_sizes(
-        spec.transform, "train", spec.plan.config.bucket_sides
-    ):  # the measurement has one size, and another may come
+    # Images of another size than the measured ones may come.
+    if has_sizes(spec.transform, "train", spec.plan.config.bucket_sides):
         fits = max(1, max_bytes // max(1, _micro_batch_bytes(spec)))
         largest = min(largest, fits) if largest else fits
     source = MicroBatchSource(

@@ -11,6 +11,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, ClassVar, ParamSpec, TypeVar
 
+from raypipe.errors import did_you_mean
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -47,7 +49,7 @@ def _answer(name: str, answers: Mapping[str, str], known: Collection[str], prefi
     near = get_close_matches(name.lower(), by_lower_case, 1)
     if name in answers:
         return f": {answers[name]}"
-    return f"; did you mean {prefix}{by_lower_case[near[0]]}?" if near else ""
+    return did_you_mean(prefix + by_lower_case[other] for other in near)
 
 
 def missing_name(name: str, known: Collection[str]) -> AttributeError:

@@ -15,7 +15,7 @@ from difflib import get_close_matches
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from raypipe.config import RunConfig
-from raypipe.errors import without_credentials
+from raypipe.errors import DID_YOU_MEAN, did_you_mean, without_credentials
 from raypipe.logs import printable
 from raypipe.section import Setting, described, expected, settings_of
 
@@ -115,7 +115,7 @@ def meant(name: str, known: Iterable[str]) -> str:
     """The end of an error about a name: a known name that is near, or that has the same last part."""
     same_end = [other for other in known if other.rpartition(".")[2] == name.rpartition(".")[2]]
     near = get_close_matches(name, known, 1) or same_end
-    return f"; did you mean {near[0]!r}?" if near else ""
+    return did_you_mean(repr(other) for other in near[:1])
 
 
 def fail(message: str, tip: str = "") -> NoReturn:
@@ -126,7 +126,7 @@ def fail(message: str, tip: str = "") -> NoReturn:
 
 def error_text(message: str, tip: str = "") -> str:
     """An error for people, without credentials: its text, and a second line with a tip."""
-    text, _, near = message.partition("; did you mean ")
+    text, _, near = message.partition(DID_YOU_MEAN)
     tip = f"did you mean {near}" if near else tip
     return printable(without_credentials(f"error: {text}" + (f"\n  tip: {tip}" if tip else ""))) + "\n"
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
-from raypipe.errors import ConfigError, StoreError
+from raypipe.errors import ConfigError, StoreError, did_you_mean
 from raypipe.stores.base import Columns, MemoryStore, Store, check_columns, check_indices
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def _near(missing: Path) -> str:
     """Return the end of an error about a missing file: similar names in its folder."""
     with contextlib.suppress(OSError):
         if close := get_close_matches(missing.name, [path.name for path in missing.parent.iterdir()]):
-            return f"; did you mean {' or '.join(str(missing.parent / name) for name in close)}?"
+            return did_you_mean(str(missing.parent / name) for name in close)
     return ""
 
 

@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 
-from raypipe.errors import ConfigError
+from raypipe.errors import ConfigError, did_you_mean
 
 _REGISTERED = re.compile(r"^@register_model\(\)\n(?:@.*\n)*def (\w+)", re.MULTILINE)
 
@@ -25,10 +25,9 @@ def check_model(name: str, channels: int = 3) -> None:
         return
     known = ["small", *torchvision_models()]
     if name.lower() not in known:
-        near = " or ".join(get_close_matches(name, known))
         raise ConfigError(
             f"train.model={name!r} is neither 'small' nor a torchvision classification model nor module:function"
-            + (f"; did you mean {near}?" if near else "")
+            + did_you_mean(get_close_matches(name, known))
         )
     if channels != 3:
         raise ConfigError(

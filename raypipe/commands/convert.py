@@ -48,8 +48,6 @@ _SHARD_BYTES = 1 << 30
 CHUNK = 64
 NO_SIZE = {"width": -1, "height": -1}
 
-NO_SIZE = {"width": -1, "height": -1}
-
 Part = tuple[int, int, int, list[tuple[int, str]]]
 """What a task has written: how many samples, how many of them of no known size, bytes of images; and the indices
 skipped, each with its reason."""

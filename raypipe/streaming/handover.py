@@ -189,7 +189,7 @@ def _handed_round(
 
     handed: tuple[list[DataIterator], Any, int] | None = None
     if rank == 0:
-        connect()  # for a loader outside of Ray Train in a process that has not done so
+        connect()  # a loader outside of Ray Train may be the first here to need Ray
         if in_train and max_actors is None and in_worker():  # a driver may also call its train function
             own = ray.get_runtime_context().get_assigned_resources().get("CPU", 0.0)
             check_own(cluster_resources().cpus, world_size, own, spec.pool)

@@ -66,7 +66,7 @@ def train_loop(config: dict[str, Any]) -> None:
         phase(logger, "waiting for the first micro-batch")
     for _ in trainer.epochs():
         pass
-    if is_first:  # before Ray 2.56, the train function's return value is dropped
+    if is_first:
         write_json(join(trainer.run_uri, FIGURES_FILE), trainer.figures())
         if relays:
             progress(logger, "")  # the end of it

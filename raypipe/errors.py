@@ -18,21 +18,11 @@ raised in one process and read in another. None shows a credential.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-
-DID_YOU_MEAN = "; did you mean "
-"""Begins the last part of a message, with names that are near; the command line makes a tip of it."""
 
 # A login before a host, whose password may contain slashes; anonymous@ and Azure's container@ are not logins.
 _LOGIN = re.compile(r"://[^\s@/:]*:\S*@|(?<!abfs)(?<!abfss)://(?!anonymous@)[^\s@/]+@")
 # The value of an option, such as a token's `sig`.
 _OPTION = re.compile(r"(?<=[?&])([\w.-]+=)[^\s&'\"]+")
-
-
-def did_you_mean(near: Iterable[str]) -> str:
-    """Return the end of a message about an unknown name; empty if no name is near."""
-    names = " or ".join(near)
-    return f"{DID_YOU_MEAN}{names}?" if names else ""
 
 
 def without_credentials(text: str) -> str:

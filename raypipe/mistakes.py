@@ -1,4 +1,4 @@
-"""Answers to code that takes raypipe for another library: one line each, which says what to write.
+"""Answers to unknown names, and to code that takes raypipe for another library: one line that says what to write.
 
 Type checkers do not see the methods here, so they still report such code.
 """
@@ -11,8 +11,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, ClassVar, ParamSpec, TypeVar
 
-from raypipe.errors import did_you_mean
-
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -21,6 +19,9 @@ _TARGET, _IMAGE = "write batch.target", "write batch.image"
 _BATCH_SIZE = "write plan=PlanConfig(micro_batch_size=…, global_batch_size=…), the second for a step of all GPUs"
 _WORKERS = "GPU workers are ScalingConfig(num_workers=…), CPU actors are pool=PoolConfig(max_actors=…)"
 _NOT_NEEDED = "leave it out: raypipe batches, shuffles, shards and moves to the device by itself"
+
+DID_YOU_MEAN = "; did you mean "
+"""Begins the last part of a message, with names that are near; the command line makes a tip of it."""
 
 NAMES = dict.fromkeys(["DataLoader", "Dataset", "ImageFolder", "Loader", "StreamingDataset"], _LOADER)
 """Names that the module raypipe does not have → what to write."""
@@ -41,6 +42,12 @@ KEYWORDS = {
     **dict.fromkeys(["collate_fn", "drop_last", "persistent_workers", "pin_memory", "sampler"], _NOT_NEEDED),
 }
 """Arguments that nothing in raypipe takes → what to write."""
+
+
+def did_you_mean(near: Iterable[str]) -> str:
+    """Return the end of a message about an unknown name; empty if no name is near."""
+    names = " or ".join(near)
+    return f"{DID_YOU_MEAN}{names}?" if names else ""
 
 
 def _answer(name: str, answers: Mapping[str, str], known: Collection[str], prefix: str = "") -> str:

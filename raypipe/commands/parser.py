@@ -15,8 +15,9 @@ from difflib import get_close_matches
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from raypipe.config import RunConfig
-from raypipe.errors import DID_YOU_MEAN, did_you_mean, without_credentials
+from raypipe.errors import without_credentials
 from raypipe.logs import printable
+from raypipe.mistakes import DID_YOU_MEAN, did_you_mean
 from raypipe.section import Setting, described, expected, settings_of
 
 _PLACES = {

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
-from raypipe.errors import ConfigError, StoreError, did_you_mean
+from raypipe.errors import ConfigError, StoreError
+from raypipe.mistakes import did_you_mean
 from raypipe.stores.base import Columns, MemoryStore, Store, check_columns, check_indices
 
 if TYPE_CHECKING:

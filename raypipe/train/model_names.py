@@ -7,7 +7,8 @@ from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 
-from raypipe.errors import ConfigError, did_you_mean
+from raypipe.errors import ConfigError
+from raypipe.mistakes import did_you_mean
 
 _REGISTERED = re.compile(r"^@register_model\(\)\n(?:@.*\n)*def (\w+)", re.MULTILINE)
 

@@ -46,7 +46,7 @@ ONE_CPU = ["--pool.max_actors=1", "--train.num_workers=1", "--train.cpus_per_wor
 JOB = [*ONE_EPOCH, *ONE_CPU, "--train.model=small", "--train.num_classes=5"]
 TUNE = ["--trials=2", "--seeds=2", "--storage_path=runs"]
 ELSEWHERE = {
-    ("README.md", "train"): "test_jobs.py",
+    **{("README.md", name): "test_jobs.py" for name in ("train", "jobs/train.py")},
     ("README.md", "digest"): "test_docs.py",
     ("llms.txt", "digest"): "here, of concepts.md",
     ("reproducibility.md", "digest"): "test_docs.py",

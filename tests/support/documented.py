@@ -4,7 +4,7 @@ Which test holds which page to its word, besides the checks of all pages in test
 
 | page | programs | commands |
 | --- | --- | --- |
-| README.md | test_own_loop.py | test_jobs.py (train), test_docs.py (digest) |
+| README.md | test_own_loop.py | test_jobs.py (train, jobs/train.py), test_docs.py (digest) |
 | quickstart.md | test_docs.py (model, loss, optimizer) | test_documented_commands.py |
 | concepts.md | - | test_documented_commands.py |
 | training-loop.md | test_docs.py, test_own_loop.py (FSDP2, hooks, W&B, MLflow, Hydra) | - |

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -142,16 +142,57 @@ class MicroBatchTransform:
             SampleError: a bad sample under "raise"; or one for which no good substitute was found.
             ConfigError: a result has a wrong kind or size.
         """
-        rows, bad = Rows(memory or BlockMemory(self.content.fields), len(indices)), []
-        made = self._at_once(rows, samples, indices, keys, attempt)
-        is_filled = self._fill(rows, samples, indices, made)
+        ((rows, bad),) = self.run_several(1, samples, indices, keys, substitutes, attempt, memory)
+        return rows, bad
+
+    def run_several(
+        self,
+        num: int,
+        samples: Samples | Sequence[Callable[[], EncodedSample]],
+        indices: np.ndarray,
+        keys: np.ndarray,
+        substitutes: Substitutes | None = None,
+        attempt: Attempt = FIRST_ATTEMPT,
+        memory: BlockMemory | None = None,
+    ) -> Iterator[tuple[Rows, list[dict[str, Any]]]]:
+        """Make micro-batches that lie one after the other in a block's memory, with one call for their images.
+
+        A call costs as much as some tens of small images, however many it makes.
+
+        Args:
+            num: how many; the other arguments are `run`'s, end to end.
+
+        Yields:
+            The rows and records of each micro-batch.
+        """
+        memory, size = memory or BlockMemory(self.content.fields), len(indices) // num
+        all_rows = [Rows(memory, size) for _ in range(num)]
+        made = self._at_once(all_rows, samples, indices, keys, attempt)
+        for number, rows in enumerate(all_rows):
+            yield rows, self._fill(rows, number * size, samples, indices, keys, made, substitutes, attempt)
+
+    def _fill(
+        self,
+        rows: Rows,
+        first: int,
+        samples: Samples | Sequence[Callable[[], EncodedSample]],
+        indices: np.ndarray,
+        keys: np.ndarray,
+        made: MadeAtOnce,
+        substitutes: Substitutes | None,
+        attempt: Attempt,
+    ) -> list[dict[str, Any]]:
+        """Fill a micro-batch's rows, of which `first` is the first among all; returns a record per bad sample."""
+        bad = list[dict[str, Any]]()
+        is_filled = self._put_labels(rows, first, samples, indices, made)
         for row in np.flatnonzero(~is_filled).tolist():
-            index, key = int(indices[row]), keys[row].tolist()
+            place = first + row
+            index, key = int(indices[place]), keys[place].tolist()
             if index == PADDING:
                 rows.leave_out(row)
                 continue
             try:
-                sample = self.one(samples[row], index, key, attempt, rows.image(row), made.drawn(row))
+                sample = self.one(samples[place], index, key, attempt, rows.image(row), made.drawn(place))
                 rows.put(row, index, sample)
             except SampleError as error:
                 record = self._record(index, error)
@@ -159,7 +200,7 @@ class MicroBatchTransform:
                 if self._exact and self._tolerant:
                     rows.leave_out(row, index)
                     continue
-                for other, substitute, other_key in self._substitutes(index, error, substitutes, row):
+                for other, substitute, other_key in self._substitutes(index, error, substitutes, place):
                     try:
                         stand_in = self.one(other, substitute, other_key, attempt, rows.image(row))
                     except SampleError as further:
@@ -172,27 +213,38 @@ class MicroBatchTransform:
                     raise self._none_is_good(index, error, *last) from error
         if not rows.has_begun:
             rows.begin(self._first())
-        return rows, bad
+        return bad
 
     def _at_once(
-        self, rows: Rows, samples: Samples | Sequence[Any], indices: np.ndarray, keys: np.ndarray, attempt: Attempt
+        self,
+        rows: Sequence[Rows],
+        samples: Samples | Sequence[Any],
+        indices: np.ndarray,
+        keys: np.ndarray,
+        attempt: Attempt,
     ) -> MadeAtOnce:
         """Have the images of all rows made in one call, as far as possible; see `Content.at_once`."""
-        if not isinstance(samples, Samples) or attempt.before_sample or not rows.has_begun:
+        if not isinstance(samples, Samples) or attempt.before_sample or not rows[0].has_begun:
             return MadeAtOnce.nothing(len(indices))
         wanted = indices != PADDING
         if attempt.bad:
             wanted &= ~np.isin(indices, list(attempt.bad))
-        return self.content.at_once(samples, wanted, keys, rows.arrays)
+        return self.content.at_once(samples, wanted, keys, rows[0].memory.latest(len(rows)))
 
-    def _fill(
-        self, rows: Rows, samples: Samples | Sequence[Any], indices: np.ndarray, made: MadeAtOnce
+    def _put_labels(
+        self,
+        rows: Rows,
+        first: int,
+        samples: Samples | Sequence[Any],
+        indices: np.ndarray,
+        made: MadeAtOnce,
     ) -> np.ndarray:
         """Fill the rows that need no more than their label; which they are, bool (B,)."""
+        part = slice(first, first + rows.num_samples)
         needs_more = self._columns is not None or not self.content.makes_images_alone
-        if needs_more or not isinstance(samples, Samples) or not made.rows.any():
-            return np.zeros(len(indices), bool)
-        return rows.put_labels(made.rows, indices, samples.labels, NO_LABEL)
+        if needs_more or not isinstance(samples, Samples) or not made.rows[part].any():
+            return np.zeros(rows.num_samples, bool)
+        return rows.put_labels(made.rows[part], indices[part], samples.labels[part], NO_LABEL)
 
     def one(
         self,

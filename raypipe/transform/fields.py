@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
@@ -218,6 +219,19 @@ class BlockMemory:
             )
         self._taken += 1
         return {name: array[self._taken - 1] for name, array in self.arrays.items()}
+
+    def latest(self, num: int) -> dict[str, np.ndarray]:
+        """The arrays of the `num` micro-batches that were taken last, end to end, (num·B, …)."""
+        part = slice(self._taken - num, self._taken)
+        return {name: array[part].reshape(-1, *array.shape[2:]) for name, array in self.arrays.items()}
+
+    def num_within(self, num_bytes: int, num_samples: int) -> int:
+        """How many micro-batches of B samples have arrays of so many bytes together: at least 1, 1 if unknown."""
+        if not _are_known(self.fields):
+            return 1
+        arrays = [like for like in self.fields.values() if like.kind == "array"]
+        each = sum(math.prod(like.shape or ()) * np.dtype(like.dtype).itemsize for like in arrays) * num_samples
+        return max(1, num_bytes // max(1, each))
 
 
 @dataclass

@@ -52,7 +52,7 @@ NO_VIEWS = (
 _FIRST = MicroBatchId("train", 0, 0, 0)
 _NUM_TRIED = 8
 # Bytes of the micro-batches whose images are made in one call: more would only hold more samples in memory.
-_AT_ONCE_BYTES = 4 << 20
+_AT_ONCE_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)

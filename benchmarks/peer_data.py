@@ -54,7 +54,7 @@ def read_samples(address: str, num: int) -> list[Sample]:
     """Samples of any store; they begin anew where there are fewer."""
     store = open_store(address)
     rows = store.read(np.arange(min(num, len(store))))
-    found = [Sample(image, int(label)) for image, label in zip(rows["image"], rows["label"], strict=True)]
+    found = [Sample(bytes(image), int(label)) for image, label in zip(rows["image"], rows["label"], strict=True)]
     return repeated(found, num)
 
 

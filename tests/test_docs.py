@@ -201,9 +201,8 @@ def test_the_program_of_docs_training_loop_fails_and_continues(
         names["batch"].position.split == "val" and sum(names["sizes"]) == 32 * len(names["epoch"].train) == 32 * 4
     )
     records = read_records((tmp_path / "runs" / "own-loop").as_uri())  # by nobody but the loader
-    assert records is not None
-    of_kind = {record["kind"]: record for record in records.kept}
-    assert [record["kind"] for record in records.kept].count("start") == 2
+    of_kind = {record["kind"]: record for record in records}
+    assert [record["kind"] for record in records].count("start") == 2
     assert of_kind["train"]["images_per_s"] > 0 and "accuracy" in of_kind["report"]["values"]
     assert of_kind["diagnosis"]["step"] == 22
     assert "images/s; the time of a trainer is" in of_kind["diagnosis"]["text"]

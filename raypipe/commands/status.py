@@ -62,15 +62,14 @@ def status(folder: str) -> dict[str, Any]:
         check_run_folder(run_uri, resume=True)
         raise ConfigError(f"{folder} has no {STATUS}: {held_by or 'the run'} has not begun to train")
     records = read_records(run_uri)
-    kept = records.kept if records else []
-    died_at = max((record["time"] for record in kept if "reason" in record), default=0.0)
+    died_at = max((record["time"] for record in records if "reason" in record), default=0.0)
     return {
         "run_dir": folder,
         **standing(read_json(join(run_uri, STATUS)), time.time(), bool(held_by), died_at),
         "held_by": held_by,
         "checkpoint": newest_name(run_uri) or None,
         "stop_requested": stop_requested(run_uri),
-        "faults": [record["text"] for record in kept if record["kind"] == "fault"],
+        "faults": [record["text"] for record in records if record["kind"] == "fault"],
     }
 
 

@@ -14,7 +14,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,45 +38,33 @@ Folder = tuple[pyarrow.fs.FileSystem, str]
 """A folder by its file system and the path on it."""
 
 
-@dataclass(frozen=True)
-class Records:
-    """The contents of a file of records.
-
-    Attributes:
-        kept: the objects in their order, without those of steps that the run has done over again.
-        unreadable: lines that are not records, cut off by a crash or a full disk.
-    """
-
-    kept: list[dict[str, Any]]
-    unreadable: int = 0
-
-
-def read_records(run_uri: str, name: str = METRICS) -> Records | None:
-    """Read a file of records of a run; None where there is none.
+def read_records(run_uri: str, name: str = METRICS) -> list[dict[str, Any]]:
+    """Read a file of records of a run, see `parse`; empty where there is none.
 
     Raises:
         ConfigError: it cannot be read.
     """
-    content = read_whole(join(run_uri, name))
-    return None if content is None else parse(content)
+    return parse(read_whole(join(run_uri, name)) or b"")
 
 
-def parse(content: bytes) -> Records:
-    """The records of a file's content. The last line counts once it has its end."""
+def parse(content: bytes) -> list[dict[str, Any]]:
+    """The records of a file's content, in their order, without those of steps that the run has done over again.
+
+    The last line counts once it has its end. Other lines, cut off by a crash or a full disk, are
+    left out.
+    """
     kept: list[dict[str, Any]] = []
-    unreadable = 0
     for line in filter(None, content.split(b"\n")[:-1]):
         try:
             record = json.loads(line)
         except ValueError:
             record = None
         if not isinstance(record, dict) or not isinstance(record.get("step"), int | float):
-            unreadable += 1
             continue
         if record.get("kind") == START:
             kept = [earlier for earlier in kept if _stands(earlier, record)]
         kept.append(record)
-    return Records(kept, unreadable)
+    return kept
 
 
 def _stands(record: dict[str, Any], start: dict[str, Any]) -> bool:
@@ -100,7 +87,7 @@ def append_fault(run_uri: str, text: str, reason: str) -> None:
     """
     try:
         content = read_whole(join(run_uri, METRICS)) or b""
-        step = max((record["step"] for record in parse(content).kept), default=0)
+        step = max((record["step"] for record in parse(content)), default=0)
         fault = {"kind": "fault", "step": step, "text": text, "reason": reason, "time": time.time()}
         line = json.dumps(fault).encode() + b"\n"
         filesystem, path = open_filesystem(join(run_uri, METRICS))

@@ -139,8 +139,7 @@ def run_of(store: str, runs: Path, name: str, plan: PlanConfig, **train: Any) ->
 
 def steps_of(folder: Path) -> int:
     """Training steps that a run has logged."""
-    found = read_records(folder.as_uri())
-    records = found.kept if found else []
+    records = read_records(folder.as_uri())
     return max((record["step"] for record in records if record["kind"] == "train"), default=0)
 
 

@@ -40,5 +40,4 @@ def make_run(folder: Path, records: list[dict[str, Any]] = RECORDS, **config: An
 
 def records(result: dict[str, Any], kind: str, *fields: str) -> list[tuple[Any, ...]]:
     found = read_records(Path(result["run_dir"]).as_uri())
-    assert found is not None
-    return [tuple(r[f] for f in fields) for r in found.kept if r["kind"] == kind]
+    return [tuple(r[f] for f in fields) for r in found if r["kind"] == kind]

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from raypipe.commands.tasks import check_wanted, count_cpus, run_tasks
+from raypipe.commands.tasks import count_cpus, run_tasks
 from raypipe.errors import ConfigError, SampleError, StoreError
 from raypipe.rayext.cluster import connect
 from raypipe.storage.filesystem import check_lasting, is_remote, open_filesystem, split
@@ -49,8 +49,8 @@ CHUNK = 64
 NO_SIZE = {"width": -1, "height": -1}
 
 Part = tuple[int, int, int, list[tuple[int, str]]]
-"""What a task has written: how many samples, how many of them of no known size, bytes of images; and the indices
-skipped, each with its reason."""
+"""What a task has done: how many samples, how many of those written have no known size, bytes of images; and the
+indices skipped, each with its reason."""
 
 
 def convert(
@@ -143,17 +143,14 @@ def convert(
             for file, ends in zip(files, itertools.pairwise(bounds), strict=True)
         ]
         counts, skipped = np.zeros(3, np.int64), list[tuple[int, str]]()
-        parts = run_tasks(
-            "the copy", True, write_shard, calls, len(store), lambda part: part[0] + len(part[3]), progress
-        )
-        for *part_counts, part_skipped in parts:
+        for *part_counts, part_skipped in run_tasks("the copy", True, write_shard, calls, len(store), progress):
             counts += part_counts
             skipped += part_skipped
         num_samples, num_without_size, num_bytes = counts.tolist()
-        if not num_samples:
+        if num_samples == len(skipped):
             raise StoreError(f"{store.address} has no readable sample; the first: {min(skipped)[1]}")
         return {
-            "samples": num_samples,
+            "samples": num_samples - len(skipped),
             "classes": len(store.classes or ()),
             "bytes": num_bytes,
             "skipped": len(skipped),
@@ -237,7 +234,6 @@ def _num_shards(store: Store, num_cpus: int) -> int:
 
 
 def write_shard(
-    wanted: Path,
     store: Store,
     file: Path,
     start: int,
@@ -250,7 +246,7 @@ def write_shard(
     exif: bool = False,
     seekable: bool = False,
 ) -> Iterator[Part]:
-    """A task: writes samples start … stop - 1, yields what it wrote of each chunk, and reads all of it back.
+    """A task: writes samples start … stop - 1, yields what it did with each chunk, and reads all of it back.
 
     Args:
         sized: which of SIZE_COLUMNS are made from the images, and not read.
@@ -260,12 +256,10 @@ def write_shard(
     Raises:
         SampleError: a sample is bad, and on_bad_sample is "raise".
         StoreError: the shard differs from its samples when it is read back.
-        InterruptedError: see `check_wanted`.
     """
-    check_wanted(wanted)
     read = {name: kind for name, kind in columns.items() if name not in sized}
     with open_writer(file, columns, store.classes) as writer:
-        for first, samples in _chunks(wanted, store, read, start, stop):
+        for first, samples in _chunks(store, read, start, stop):
             num_without_size, num_bytes, skipped = 0, 0, []
             for index, sample in enumerate(samples, first):
                 try:
@@ -286,16 +280,16 @@ def write_shard(
                     num_without_size += size == NO_SIZE
                 writer.append(sample)
                 num_bytes += len(sample["image"])
-            yield len(samples) - len(skipped), num_without_size, num_bytes, skipped
-    if digest_of(wanted, file, columns) != writer.fingerprint:
+            yield len(samples), num_without_size, num_bytes, skipped
+    if digest_of(file, columns) != writer.fingerprint:
         raise StoreError(f"{file} does not read back as it was written: check the disk, and try again")
 
 
-def digest_of(wanted: Path, file: Path, columns: dict[str, str]) -> str:
+def digest_of(file: Path, columns: dict[str, str]) -> str:
     """The fingerprint of a shard as it reads back."""
     store, layout = open_store(file), RecordLayout(columns)
     digest = Fingerprint(columns, store.classes)
-    for _, samples in _chunks(wanted, store, columns, 0, len(store)):
+    for _, samples in _chunks(store, columns, 0, len(store)):
         for sample in samples:
             digest.add(layout.pack(sample))
     store.close()
@@ -303,11 +297,10 @@ def digest_of(wanted: Path, file: Path, columns: dict[str, str]) -> str:
 
 
 def _chunks(
-    wanted: Path, store: Store, columns: Mapping[str, str], start: int, stop: int
+    store: Store, columns: Mapping[str, str], start: int, stop: int
 ) -> Iterator[tuple[int, list[dict[str, Any]]]]:
     """Yield samples, as writers take them, with the index of the first."""
     for first in range(start, stop, CHUNK):
-        check_wanted(wanted)
         rows = store.read(np.arange(first, min(stop, first + CHUNK)), tuple(columns))
         every = (dict(zip(rows, values, strict=True)) for values in zip(*rows.values(), strict=True))
         yield first, [plain(sample, columns) for sample in every]

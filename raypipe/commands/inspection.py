@@ -20,11 +20,14 @@ from typing import Any
 
 import numpy as np
 
-from raypipe.commands.tasks import PART, check_wanted, run_over
+from raypipe.commands.tasks import count_cpus, run_tasks
 from raypipe.errors import ConfigError, RaypipeError, SampleError, StoreError
+from raypipe.rayext.cluster import connect
 from raypipe.storage.files import check_place
+from raypipe.storage.filesystem import is_remote
 from raypipe.stores.base import Store, name_of
 from raypipe.stores.numbers import NPY
+from raypipe.stores.parquet import ParquetStore
 from raypipe.stores.record import write_bad_list
 from raypipe.transform.batch import WRONG_LABEL
 from raypipe.transform.column_types import type_of
@@ -41,6 +44,10 @@ _NUM_TYPED = 8
 
 # Encoded samples that a task holds at a time: a few MB of JPEGs, and bounded where single files are large.
 READ = 16
+# Samples per report of a task: a driver gets those of hundreds of tasks.
+PART = 256
+# Several ranges per CPU even out their costs; each opens the store again, which scans a folder.
+_PER_CPU = 2
 # Places of a store that is read in groups: one sample costs as much as its whole group.
 _NUM_PLACES = 8
 
@@ -127,8 +134,16 @@ def read_each(store: Store, indices: np.ndarray, column: str) -> tuple[list[Any]
     return first + second, first_errors | {half + at: reason for at, reason in second_errors.items()}
 
 
+def task_bounds(store: Store, num_tasks: int) -> np.ndarray:
+    """Bounds of the tasks' ranges, int64 (n + 1,); no group is cut, so no group is read twice."""
+    num_tasks = max(1, min(num_tasks, len(store) // PART))
+    bounds = np.linspace(0, len(store), num_tasks + 1).astype(np.int64)
+    if store.groups is not None and len(store):
+        bounds = store.groups[np.searchsorted(store.groups, bounds)]
+    return np.unique(bounds)
+
+
 def check_range(
-    wanted: Path,
     store: Store,
     start: int,
     stop: int,
@@ -136,7 +151,7 @@ def check_range(
     targets: Mapping[str, str] = NO_TARGETS,
     columns: SampleColumns = NO_COLUMNS,
 ) -> Iterator[tuple[int, int, list[dict[str, Any]]]]:
-    """A task: checks samples start … stop - 1, and gives up as soon as the file `wanted` is gone.
+    """A task: checks samples start … stop - 1.
 
     Yields:
         How many more samples have been checked, the bytes of their encoded images, and `index`, `name` (see
@@ -154,7 +169,6 @@ def check_range(
         indices = np.arange(first, min(stop, first + PART))
         num_bytes, bad = 0, []
         for sample in check_samples(store, indices, targets, columns):
-            check_wanted(wanted)
             num_bytes += sample.num_bytes
             if sample.error:
                 name = name_of(store, sample.index)
@@ -252,8 +266,12 @@ def verify(
     default = f"{Path(store.address).name}.bad.json"
     check_place(output or default)
     started = time.perf_counter()
-    arguments = num_samples, targets, columns
-    parts = list(run_over("the verification", store, check_range, arguments, lambda part: part[0], progress))
+    connect()
+    here = not is_remote(store.address)
+    bounds = task_bounds(store, count_cpus("the verification", here) * _PER_CPU).tolist()
+    reader = store.forwards() if isinstance(store, ParquetStore) else store
+    calls = [(reader, *ends, num_samples, targets, columns) for ends in itertools.pairwise(bounds)]
+    parts = list(run_tasks("the verification", here, check_range, calls, num_samples, progress))
     seconds = time.perf_counter() - started
     bad = sorted(itertools.chain(*(of_part for *_, of_part in parts)), key=lambda entry: entry["index"])
     address = output or (default if bad else None)

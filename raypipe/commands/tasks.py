@@ -2,69 +2,33 @@
 
 from __future__ import annotations
 
-import itertools
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import ray
+from rich.console import Console
+from rich.progress import Progress
 
 from raypipe.errors import ResourceError
-from raypipe.rayext.cluster import connect
 from raypipe.rayext.failures import get
-from raypipe.stores.base import Store
+from raypipe.rayext.limits import free_cpus
+from raypipe.rayext.placement import nodes
+from raypipe.rayext.waiting import Wait
 
 # CPUs of a run that has just ended come back within seconds; anything longer is another job's.
 _SETTLE_S = 10.0
-# A task stops within a chunk once its file is gone.
+# A task stops at its next part once its file is gone.
 _STOP_S = 30.0
-# Several ranges per CPU even out their costs; each opens the store again, which scans a folder.
-_PER_CPU = 2
-# Samples per report of a task: a driver gets those of hundreds of tasks.
-PART = 256
-
-
-def run_over(
-    what: str,
-    store: Store,
-    function: Callable[..., Iterator[Any]],
-    arguments: tuple[Any, ...],
-    num_done: Callable[[Any], int],
-    progress: bool = True,
-) -> Iterator[Any]:
-    """`run_tasks` over ranges that make up a store: one on a local path by this node, one at a URI by all nodes.
-
-    Args:
-        function: called with the file, the store, the ends of a range, and the arguments.
-    """
-    from raypipe.stores.parquet import ParquetStore
-
-    connect()
-    here = "://" not in store.address
-    reader = store.forwards() if isinstance(store, ParquetStore) else store
-    bounds = task_bounds(store, count_cpus(what, here) * _PER_CPU).tolist()
-    calls = [(reader, *ends, *arguments) for ends in itertools.pairwise(bounds)]
-    yield from run_tasks(what, here, function, calls, len(store), num_done, progress)
-
-
-def task_bounds(store: Store, num_tasks: int) -> np.ndarray:
-    """Bounds of the tasks' ranges, int64 (n + 1,); no group is cut, so no group is read twice."""
-    num_tasks = max(1, min(num_tasks, len(store) // PART))
-    bounds = np.linspace(0, len(store), num_tasks + 1).astype(np.int64)
-    if store.groups is not None and len(store):
-        bounds = store.groups[np.searchsorted(store.groups, bounds)]
-    return np.unique(bounds)
 
 
 def run_tasks(
     what: str,
     here: bool,
-    function: Callable[..., Iterator[Any]],
+    function: Callable[..., Iterator[tuple[Any, ...]]],
     calls: Iterable[tuple[Any, ...]],
     total: int,
-    num_done: Callable[[Any], int],
     progress: bool = True,
 ) -> Iterator[Any]:
     """Yield what a function yields for each of its calls, as it comes; a call is a task of one CPU, tried once.
@@ -75,26 +39,21 @@ def run_tasks(
     Args:
         what: the work, for errors and the bar.
         here: only on this node, for tasks on local files, which other nodes may not have; else on any.
-        function: its first argument is a file that exists as long as the work is wanted, see `check_wanted`.
-        calls: the other arguments, of each task.
+        function: yields parts of its work, every few seconds at least; each begins with its number of samples.
+        calls: the arguments of each task.
         total: samples in all.
-        num_done: counts the samples of a value that a task yields.
         progress: show a bar on standard error.
 
     Raises:
         ResourceError: a task's process died, or there is no CPU; else what a task raised.
     """
-    import ray
-    from rich.console import Console
-    from rich.progress import Progress
-
     _wait_for_cpu(what, here)
     strategy: Any = "SPREAD"
     if here:
         own = ray.get_runtime_context().get_node_id()
         strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(own, soft=False)
     options = {"num_cpus": 1, "max_retries": 0, "scheduling_strategy": strategy, "num_returns": "streaming"}
-    task = ray.remote(**options)(function)
+    task = ray.remote(**options)(_while_wanted)
     pending: list[Any] = []
     # A file tells tasks to stop: ray.cancel of Ray 2.60 aborts this process at times, where a task is being
     # dispatched meanwhile ("Check failed: Tried to complete task that was not pending").
@@ -106,7 +65,7 @@ def run_tasks(
             shown = bar.add_task(what, total=total)
             for arguments in calls:
                 # Other nodes do not have the file, so a task there works to its end.
-                pending.append(task.remote(Path(wanted.name if here else "/"), *arguments))
+                pending.append(task.remote(Path(wanted.name if here else "/"), function, *arguments))
             while pending:
                 ready: list[Any] = ray.wait(pending, num_returns=1, timeout=10, fetch_local=False)[0]
                 for stream in ready:
@@ -115,7 +74,7 @@ def run_tasks(
                     except StopIteration:
                         pending.remove(stream)
                         continue
-                    bar.advance(shown, num_done(part))
+                    bar.advance(shown, part[0])
                     yield part
     finally:
         if pending:
@@ -135,34 +94,26 @@ def count_cpus(what: str, here: bool) -> int:
     return num_cpus
 
 
-def check_wanted(wanted: Path) -> None:
-    """Raise InterruptedError, in a task, once its work is no longer wanted."""
-    if not wanted.exists():
-        raise InterruptedError("the work was given up")
+def _while_wanted(wanted: Path, function: Callable[..., Iterator[Any]], *arguments: Any) -> Iterator[Any]:
+    """A task: yields what the function yields as long as a file exists."""
+    parts = function(*arguments)
+    while wanted.exists() and (part := next(parts, None)) is not None:
+        yield part
 
 
 def _wait_for_cpu(what: str, here: bool) -> None:
     """Raise ResourceError if other jobs keep all CPUs: Ray itself would wait forever, silently."""
-    from raypipe.rayext.limits import free_cpus
-
-    deadline = time.monotonic() + _SETTLE_S
-    nodes = {node["NodeID"] for node in _nodes(here)}
-    while True:
-        if any(cpus >= 1 for node, cpus in free_cpus().items() if node in nodes):
-            return
-        if time.monotonic() > deadline:
-            raise ResourceError(
-                f"{what} needs 1 CPU, other jobs hold all {count_cpus(what, here)} of {_where(here)}. "
-                "Wait for them, or stop them (`ray job list`)"
-            )
-        time.sleep(0.2)
+    wait, own_nodes = Wait(_SETTLE_S), {node["NodeID"] for node in _nodes(here)}
+    while not any(cpus >= 1 for node, cpus in free_cpus().items() if node in own_nodes):
+        wait.turn(
+            f"1 CPU for {what}, since other jobs hold all {count_cpus(what, here)} of {_where(here)}. Wait for "
+            "them, or stop them (`ray job list`)"
+        )
 
 
 def _nodes(here: bool) -> list[dict[str, Any]]:
-    import ray
-
     own = ray.get_runtime_context().get_node_id()
-    return [node for node in ray.nodes() if node["Alive"] and (not here or node["NodeID"] == own)]
+    return [node for node in nodes() if not here or node["NodeID"] == own]
 
 
 def _where(here: bool) -> str:

@@ -343,7 +343,7 @@ class TestConvert:
         self, all_cpus_held: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(tasks, "_SETTLE_S", 1.0)
-        with pytest.raises(ResourceError, match="needs 1 CPU, other jobs hold all 4 of this node"):
+        with pytest.raises(ResourceError, match="1 CPU for the copy, since other jobs hold all 4 of this node"):
             convert(make_memory(tmp_path), tmp_path / "copy.lmdb")
         assert names(tmp_path) == []
 

@@ -49,7 +49,7 @@ def test_a_conversion_writes_sizes_and_counts_what_has_none(
 ) -> None:
     types = {"image": "binary", "label": "int64", "width": "int64", "height": "int64"}
     source, file = MemoryStore(IMAGES, range(5)), tmp_path / f"a{suffix}"
-    (part,) = write_shard(tmp_path, source, file, 0, 5, types, 0, 90, "raise", ("width", "height"), exif)
+    (part,) = write_shard(source, file, 0, 5, types, 0, 90, "raise", ("width", "height"), exif)
     assert part == (5, 1, sum(map(len, IMAGES)), [])
     found = open_store(file).read(np.arange(5), ("image", "width", "height"))
     assert found["image"] == IMAGES and found["width"].dtype == np.int64
@@ -59,7 +59,7 @@ def test_a_conversion_writes_sizes_and_counts_what_has_none(
 def test_shrunk_images_have_their_new_sizes(tmp_path: Path) -> None:
     types = {"image": "binary", "width": "int64", "height": "int64"}
     source = MemoryStore([picture(0, 40, 60)], None, columns={"width": [60], "height": [40]})
-    list(write_shard(tmp_path, source, tmp_path / "a.lmdb", 0, 1, types, 20, 90, "raise", ("width", "height")))
+    list(write_shard(source, tmp_path / "a.lmdb", 0, 1, types, 20, 90, "raise", ("width", "height")))
     found = open_store(tmp_path / "a.lmdb").read(np.arange(1), ("image", "width", "height"))
     assert decode(found["image"][0]).shape == (20, 30, 3)
     assert (found["width"][0], found["height"][0]) == (30, 20)

@@ -12,8 +12,7 @@ import pytest
 
 from raypipe.commands import cli
 from raypipe.commands.audit import print_verified
-from raypipe.commands.inspection import _reasons, describe, verify
-from raypipe.commands.tasks import task_bounds
+from raypipe.commands.inspection import _reasons, describe, task_bounds, verify
 from raypipe.config import PlanConfig
 from raypipe.errors import ConfigError, StoreError
 from raypipe.stores import open_store

@@ -10,27 +10,26 @@ from typing import Any
 import pytest
 
 from raypipe.commands import tasks
-from raypipe.commands.tasks import check_wanted, count_cpus, run_tasks
+from raypipe.commands.tasks import _while_wanted, count_cpus, run_tasks
 from raypipe.errors import ConfigError, ResourceError
 
 
-def test_a_task_gives_up_when_the_file_is_gone(tmp_path: Path) -> None:
+def test_a_task_ends_at_its_next_part_when_the_file_is_gone(tmp_path: Path) -> None:
     (tmp_path / "wanted").touch()
-    check_wanted(tmp_path / "wanted")
+    task = _while_wanted(tmp_path / "wanted", counting(), [1, 2, -1])
+    assert next(task) == (1,)
     (tmp_path / "wanted").unlink()
-    with pytest.raises(InterruptedError):
-        check_wanted(tmp_path / "wanted")
+    assert list(task) == [] == list(_while_wanted(tmp_path / "wanted", counting(), [-1]))
 
 
 def counting() -> Any:
     """A task, made here since the cluster cannot import this module."""
 
-    def count(wanted: Path, numbers: list[int]) -> Iterator[int]:
+    def count(numbers: list[int]) -> Iterator[tuple[int]]:
         for number in numbers:
-            check_wanted(wanted)
             if number < 0:
                 raise ConfigError("a number is negative")
-            yield number
+            yield (number,)
 
     return count
 
@@ -46,12 +45,12 @@ class TestTasks:
     def test_tasks_run_here_or_anywhere(self, here: bool, tmp_path: Path) -> None:
         assert count_cpus("the count", here) == 4
         calls = [([1, 2],), ([],), ([3],)]
-        assert sorted(run_tasks("the count", here, counting(), calls, 6, int, progress=False)) == [1, 2, 3]
+        assert sorted(run_tasks("the count", here, counting(), calls, 6, progress=False)) == [(1,), (2,), (3,)]
         assert not list(tmp_path.glob("raypipe-tasks-*"))
 
     def test_an_error_of_a_task_is_the_error(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="negative"):
-            list(run_tasks("the count", True, counting(), [([1, -1, 2],)], 6, int, progress=False))
+            list(run_tasks("the count", True, counting(), [([1, -1, 2],)], 6, progress=False))
         assert not list(tmp_path.glob("raypipe-tasks-*"))
 
     @pytest.mark.parametrize(("here", "where"), [(True, "this node"), (False, "the cluster")])
@@ -59,5 +58,5 @@ class TestTasks:
         self, here: bool, where: str, all_cpus_held: None, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(tasks, "_SETTLE_S", 0.5)
-        with pytest.raises(ResourceError, match=f"the count needs 1 CPU, other jobs hold all 4 of {where}"):
-            list(run_tasks("the count", here, counting(), [([1],)], 1, int, progress=False))
+        with pytest.raises(ResourceError, match=f"1 CPU for the count, since other jobs hold all 4 of {where}"):
+            list(run_tasks("the count", here, counting(), [([1],)], 1, progress=False))

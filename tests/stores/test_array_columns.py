@@ -141,8 +141,7 @@ def test_a_copy_keeps_arrays_float_labels_and_lists(name: str, tmp_path: Path) -
     columns = column_types(store.read(np.arange(4), store.columns), "a")
     assert columns["embedding"] == "float32[3]" and columns["grid"] == "uint8[2,3]"
     assert (columns["label"], columns["ragged"]) == ("float64", "string")
-    (tmp_path / "wanted").touch()
-    list(write_shard(tmp_path / "wanted", store, tmp_path / name, 0, 4, columns, 0, 90, "raise"))
+    list(write_shard(store, tmp_path / name, 0, 4, columns, 0, 90, "raise"))
     copy = open_store(tmp_path / name)
     found, expected = (each.read(ORDER, store.columns) for each in (copy, store))
     assert np.array_equal(found["embedding"], expected["embedding"]) and np.array_equal(

@@ -13,6 +13,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import import_module
 from typing import Any, Literal
 
@@ -119,18 +120,15 @@ def draw_preview(
         indices: show these samples instead, as in [3,14,15].
     """
     from raypipe.commands import preview as preview_module
-    from raypipe.streaming.opening import open_train, renamed
+    from raypipe.streaming.opening import open_train, spec_of
 
+    opened = open_train(run)
+    size = min(run.plan.micro_batch_size, max(1, len(opened) // run.plan.per_step))  # for a first look at a few
+    plan = replace(run.plan, micro_batch_size=size, global_batch_size=size * run.plan.per_step)
+    store = replace(run.store, val="", target_column=run.store.target_column if "label" in opened.columns else "")
+    spec = spec_of(replace(run, plan=plan, store=store))
     return preview_module.preview(
-        open_train(run),
-        output,
-        plan=run.plan,
-        transform=run.transform,
-        augment=run.augment,
-        epochs=show_epochs,
-        samples=samples,
-        indices=indices,
-        columns=renamed(run.store.columns, run.store.target_column),
+        spec, output, augment=run.augment, epochs=show_epochs, samples=samples, indices=indices
     )
 
 

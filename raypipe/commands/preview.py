@@ -9,7 +9,7 @@ has the sample in that epoch, so an augmented tile shows exactly the input of th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,15 +18,14 @@ import numpy as np
 import torch
 
 from raypipe.commands.picture import Tile, draw
-from raypipe.config import AugmentConfig, PlanConfig, TransformConfig
+from raypipe.config import AugmentConfig
 from raypipe.device.augment import DeviceAugment
 from raypipe.device.mixing import Mix, check_mixable
 from raypipe.errors import ConfigError, SampleError
 from raypipe.plan.places import MicroBatchId
 from raypipe.plan.schedule import Plan
-from raypipe.stores.base import Store
 from raypipe.streaming.maker import MicroBatchMaker
-from raypipe.streaming.opening import open_stream
+from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.decode import decode
 from raypipe.transform.decode_array import as_rgb, decode_array
 from raypipe.transform.fields import COLUMN, IMAGE, LABEL, VIEW, MicroBatch, Ragged, in_group
@@ -40,25 +39,17 @@ _MAX_DRAWS = 1 << 22  # drawn from an epoch to find a sample, in about a second
 
 
 class Preview:
-    """Makes tiles for samples of a training store; the CPU transform is `transform.train`."""
+    """Makes tiles for samples of a stream's training store."""
 
-    def __init__(
-        self,
-        store: Store,
-        plan: PlanConfig,
-        transform: TransformConfig,
-        augment: AugmentConfig,
-        columns: Mapping[str, Any] | None = None,
-    ) -> None:
-        transform = replace(transform, max_bad_fraction=1)  # any number of bad samples is shown
-        label = LABEL if LABEL in store.columns else ""
-        spec = open_stream(store, plan=plan, transform=transform, columns=columns or {}, target_column=label)
-        self._columns, self._wanted, self._targets = spec.columns, spec.wanted, transform.target_columns
+    def __init__(self, spec: StreamSpec, augment: AugmentConfig) -> None:
+        self.plan, self.store, self.augment = spec.plan, spec.stores["train"], augment
+        self._columns, self._wanted, self._targets = spec.columns, spec.wanted, spec.transform.target_columns
         if target := spec.columns.target:
             check_mixable(augment, target.dtype, target.shape)
-        self.plan, self.store, self.config, self.augment = spec.plan, store, spec.transform, augment
-        self._maker = MicroBatchMaker(spec)
-        views = makes_views(self.config.train)
+        # Any number of bad samples is shown.
+        self._config = replace(spec.transform, max_bad_fraction=1)
+        self._maker = MicroBatchMaker(replace(spec, transform=self._config))
+        views = makes_views(spec.transforms["train"])
         self._device = DeviceAugment(augment, torch.device("cpu"), targets=bool(self._targets), views=views)
 
     def tiles(self, indices: list[int], epochs: list[int]) -> tuple[list[list[Tile]], list[str]]:
@@ -107,10 +98,10 @@ class Preview:
         assert isinstance(sample, EncodedSample)
         name = "" if LABEL in self._columns.types else self._class(sample.label)
         try:
-            if self.config.decode_as == "array":
+            if self._config.decode_as == "array":
                 image = as_rgb(decode_array(sample.image))
             else:
-                image = decode(sample.image, exif=self.config.apply_exif)
+                image = decode(sample.image, exif=self._config.apply_exif)
             height, width = image.shape[:2]
             targets: Any = decode_targets(sample.columns, self._targets, (height, width))
         except SampleError as error:
@@ -162,27 +153,23 @@ def _short(value: Any) -> str:
 
 
 def preview(
-    store: Store,
+    spec: StreamSpec,
     output: str,
     *,
-    plan: PlanConfig,
-    transform: TransformConfig,
-    augment: AugmentConfig,
-    epochs: int,
+    augment: AugmentConfig | None = None,
+    epochs: int = 3,
     samples: int = 6,
     indices: list[int] | None = None,
-    columns: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Write a picture of samples of a store, as PNG.
+    """Write a picture of a stream's training samples, as PNG; the values of its columns are in the captions.
 
     Args:
-        store: the training store.
+        spec: the stream.
         output: the file to write.
-        plan, transform, augment: settings of the run. Micro-batches are no larger than the store allows.
+        augment: augmentation on the device; None = only normalization.
         epochs: how many of the run's epochs to show, evenly spread; all if it has fewer.
         samples: how many samples to show, the first of the run, if no indices are given.
         indices: the samples to show.
-        columns: columns of the run, see `open_stream`; their values are in the captions.
 
     Returns:
         `output`, `samples` and `epochs`.
@@ -193,14 +180,11 @@ def preview(
     target = Path(output)
     if target.suffix.lower() != ".png" or not target.parent.is_dir():
         raise ConfigError(f"--output must be a .png file in an existing folder, got {output}")
-    if not len(store):
-        raise ConfigError(f"{store.address} holds no samples: there is nothing to show")
+    plan, store, augment = spec.plan.config, spec.stores["train"], augment or AugmentConfig()
     outside = [index for index in indices or () if not 0 <= index < len(store)]
     if outside:
         raise ConfigError(f"--indices: {outside[0]} is outside [0, {len(store)}) of {store.address}")
-    size = min(plan.micro_batch_size, max(1, len(store) // plan.per_step))
-    small = replace(plan, micro_batch_size=size, global_batch_size=size * plan.per_step)
-    shown = Preview(store, small, transform, augment, columns)
+    shown = Preview(spec, augment)
     indices = indices or _first_of(shown.plan, min(samples, len(store)))
     epochs = min(epochs, plan.epochs)
     if not 0 < (num := len(indices) * (1 + epochs)) <= _MAX_PICTURES:
@@ -208,8 +192,11 @@ def preview(
             f"{len(indices)} samples, stored and in {epochs} epochs, are {num} pictures, not 1 to {_MAX_PICTURES}"
         )
     numbers = np.linspace(0, plan.epochs - 1, epochs).round().astype(int).tolist()
-    name, size_px = store.address.rstrip("/").rpartition("/")[2], ", ".join(plan.buckets) or transform.size_text
-    title = f"{name}: {brief(shown.config.train)}, {size_px} px; on the device: {_on_device(augment)}"
+    name, size_px = (
+        store.address.rstrip("/").rpartition("/")[2],
+        ", ".join(plan.buckets) or spec.transform.size_text,
+    )
+    title = f"{name}: {brief(spec.transforms['train'])}, {size_px} px; on the device: {_on_device(augment)}"
     strengths = (augment.strength_at(shown.plan.progress(epoch, 0)) for epoch in numbers)
     headers = [f"epoch {e}, seed {plan.seed}, strength {s:.2f}" for e, s in zip(numbers, strengths, strict=True)]
     rows, names = shown.tiles(indices, numbers)

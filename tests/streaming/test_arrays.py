@@ -311,11 +311,10 @@ def test_arrays_are_inspected_as_they_are_stored() -> None:
 
 
 def test_an_array_is_previewed(tmp_path: Path) -> None:
+    plan, transform = PlanConfig(micro_batch_size=4), TransformConfig(decode_as="array", train="light", size=8)
     found = preview(
-        store_of("uint16", 4),
+        open_stream(store_of("uint16", 4), plan=plan, transform=transform),
         str(tmp_path / "p.png"),
-        plan=PlanConfig(epochs=1, micro_batch_size=4),
-        transform=TransformConfig(decode_as="array", train="light", size=8),
         augment=AugmentConfig(mean=(0.5,) * 4, std=(0.5,) * 4, preset="light"),
         epochs=1,
         samples=1,

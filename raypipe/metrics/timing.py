@@ -1,6 +1,6 @@
 """Where the time of a run goes, and what to do about it.
 
-    mark → StageClock, which never waits for the device → StageTimes, which add up over ranks → diagnose: sentences
+    mark → StageClock, which never waits for the device → StageTimes of a rank → diagnose: sentences
 
 On CUDA `wait` is the time for which the compute stream had nothing to do because the next micro-batch was not
 there: from the end of the last one's work to the arrival of the next. The host's work meanwhile does not count.
@@ -68,7 +68,7 @@ class StageClock:
 
 @dataclass(frozen=True)
 class StageTimes:
-    """Sums over a stretch of training; ranks add up by `+`.
+    """Sums over a stretch of training, which add up by `+`.
 
     Attributes:
         images: delivered.
@@ -134,13 +134,13 @@ _HEADROOM = 1.15
 def diagnose(
     times: StageTimes, *, world_size: int, actors: int, device: str = "cpu", readers: int = 0
 ) -> list[str]:
-    """Say what limits the run, how many actors would be enough, and what to change.
+    """Say what limits the run, how many actors would be enough, and what to change. Pure.
 
     Little's law, per micro-batch and rank: actors = work / (augment + compute), with 15 % to spare. A run that has
     just begun gets no advice.
 
     Args:
-        times: summed over the ranks.
+        times: of one rank; the others' are alike, since each step waits for all.
         world_size: W.
         actors: transform actors that the pool has at most; 0 = the trainers make the stream themselves.
         device: type of the training device.
@@ -154,11 +154,11 @@ def diagnose(
     stages = ("wait", "augment", "compute", *(["checkpoint"] if times.checkpoint_s else []))
     shares = {stage: getattr(times, f"{stage}_s") / times.step_s for stage in stages}
     parts = ", ".join(f"{share:.0%} {stage}" for stage, share in shares.items())
-    checkpoints, measured_s = shares.get("checkpoint", 0.0), times.step_s / world_size
-    sentences = [f"{times.images / measured_s:,.0f} images/s; the time of a {name} is {parts}."]
-    if measured_s < _SETTLED_S:
+    checkpoints, images = shares.get("checkpoint", 0.0), times.images * world_size
+    sentences = [f"{images / times.step_s:,.0f} images/s; the time of a {name} is {parts}."]
+    if times.step_s < _SETTLED_S:
         sentences.append(
-            f"After its first batch the run took {measured_s:.0f} s, too short to say what limits it."
+            f"After its first batch the run took {times.step_s:.0f} s, too short to say what limits it."
         )
         return sentences
     if checkpoints > _CHECKPOINTS_ARE_NOTHING:

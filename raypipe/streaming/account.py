@@ -185,13 +185,9 @@ class Account:
         )
         return Interval(images, seconds, times.wait_s)
 
-    def diagnose(self, epoch: int, times: StageTimes | None = None) -> None:
-        """Record at the end of an epoch where the time of the run went, and tell it at the end of the last.
-
-        Args:
-            times: sums over all ranks; None = this rank's.
-        """
-        times = times or self.times("train")
+    def diagnose(self, epoch: int) -> None:
+        """Record at the end of an epoch where this rank's time went, and tell it at the end of the last."""
+        times = self.times("train")
         text = " ".join(
             diagnose(
                 times,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import math
 import time
@@ -20,7 +19,6 @@ from ray.train.collective import broadcast_from_rank_zero
 from raypipe.config import RunConfig
 from raypipe.errors import ConfigError, RaypipeError
 from raypipe.logs import begin_phases, configure_logs, phase, progress, relay_progress
-from raypipe.metrics.timing import StageTimes
 from raypipe.plan.places import MicroBatchId
 from raypipe.rayext.console import quiet_trainer
 from raypipe.storage.files import write_json
@@ -145,7 +143,7 @@ class Trainer:
                 self._report()
                 if self.stopping:
                     break
-                self._diagnose(epoch.number)
+                self._account.diagnose(epoch.number)
                 yield
         except Exception:
             with contextlib.suppress(Exception):  # must not hide the original error
@@ -309,16 +307,6 @@ class Trainer:
             epoch=epoch,
             **values,
         )
-
-    def _diagnose(self, epoch: int) -> None:
-        """Diagnose where the run's time went, at the end of an epoch; all ranks synchronize."""
-        sums = torch.tensor(dataclasses.astuple(self.loader.times()), dtype=torch.float64, device=self.device)
-        times = StageTimes(*self._summed(sums).tolist())
-        times = dataclasses.replace(
-            times,
-            **{name: int(getattr(times, name)) for name in ("images", "micro_batches", "drained")},
-        )
-        self._account.diagnose(epoch, times)
 
     def _report(self) -> None:
         """Write a checkpoint, on rank 0, and report metrics; all ranks synchronize.

@@ -22,7 +22,7 @@ def text(times: StageTimes, world_size: int = 1, actors: int = 4, readers: int =
 def test_a_run_that_has_just_begun_gets_no_advice() -> None:
     starving = StageTimes(images=1000, wait_s=8.0, compute_s=11.0, work_s=9.0)  # as the first run of the digits
     for world_size, images_per_s in ((1, 53), (2, 105)):
-        found = " ".join(diagnose(sum([starving] * world_size, StageTimes()), world_size=world_size, actors=4))
+        found = " ".join(diagnose(starving, world_size=world_size, actors=4))
         assert found == (
             f"{images_per_s} images/s; the time of a trainer is 42% wait, 0% augment, 58% compute. After its "
             "first batch the run took 19 s, too short to say what limits it."
@@ -30,7 +30,6 @@ def test_a_run_that_has_just_begun_gets_no_advice() -> None:
     assert "too short" not in text(starving) and "pool.max_in_flight" in text(starving)
     minute = StageTimes(images=1000, wait_s=0.0, compute_s=60.0, work_s=9.0)
     assert "The model limits the run" in " ".join(diagnose(minute, world_size=1, actors=4))
-    assert "too short" in " ".join(diagnose(minute, world_size=2, actors=4))  # 30 s of each rank
 
 
 def test_the_clock_sums_by_stage() -> None:
@@ -65,7 +64,7 @@ def test_a_mark_that_the_device_has_not_passed_is_read_later() -> None:
     assert clock.totals()["augment"] == 1.5
 
 
-def test_times_add_up_over_ranks() -> None:
+def test_times_add_up() -> None:
     one = StageTimes(10, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0)
     assert one + one == StageTimes(20, 2.0, 4.0, 6.0, 8.0, 10.0, 12.0)
     assert one + one - one == one
@@ -94,7 +93,7 @@ def test_a_starving_run_is_told_how_many_actors_are_needed() -> None:
 
 def test_actors_are_counted_for_all_ranks() -> None:
     times = StageTimes(images=1000, wait_s=5.0, compute_s=10.0, work_s=60.0)
-    found = text(times + times, world_size=2, device="cuda")
+    found = text(times, world_size=2, device="cuda")
     assert "14 CPU actors would be enough, 6.9 per GPU" in found
 
 
@@ -112,7 +111,7 @@ def test_a_slow_reader_is_not_taken_for_too_few_blocks_in_flight() -> None:
     found = text(starving, readers=1)
     assert "its reader reads for 93% of the time" in found and "convert the store to LMDB" in found
     assert "pool.max_in_flight" not in found and "max_actors" not in found
-    assert "its reader reads for 93% of the time" in text(starving + starving, world_size=2, readers=2)
+    assert "its reader reads for 93% of the time" in text(starving, world_size=2, readers=2)
     fast = StageTimes(images=1000, wait_s=10.0, compute_s=5.0, work_s=3.0, read_s=4.0)
     assert "pool.max_in_flight" in text(fast, readers=1)
     slow_actors = StageTimes(images=1000, wait_s=10.0, compute_s=5.0, work_s=60.0, read_s=4.0)

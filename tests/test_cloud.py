@@ -166,7 +166,7 @@ def test_a_run_in_a_bucket_through_an_outage_ends_as_one_on_a_disk(
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.parametrize("name", ["x.lmdb", "x.parquet"])
 def test_convert_writes_to_a_bucket(name: str, bucket: str, stores: dict[str, Path]) -> None:
-    found = convert(str(stores["train"]), f"{bucket}/{name}", shards=2, progress=False)
+    found = convert(str(stores["train"]), f"{bucket}/{name}", shards=2)
     assert (found["samples"], found["classes"]) == (100, 5)
     store, source = open_store(f"{bucket}/{name}"), open_store(stores["train"])
     assert store.classes == source.classes and len(store) == 100

@@ -66,7 +66,6 @@ def convert(
     exif: bool = False,
     seekable: bool = False,
     overwrite: bool = False,
-    progress: bool = True,
 ) -> dict[str, int]:
     """Copy samples into a new store, on the connected Ray cluster or a local one that is started for it.
 
@@ -89,7 +88,6 @@ def convert(
         seekable: store JPEGs so that a crop is decoded without what is above and below it, with the same pixels,
             EXIF and ICC profile; see docs/transforms.md. Other images stay as they are.
         overwrite: replace a store at `dst`.
-        progress: show a progress bar on standard error.
 
     Returns:
         `samples` written, `classes` named, `bytes` of images written, `skipped` samples, and `without_size`,
@@ -143,7 +141,7 @@ def convert(
             for file, ends in zip(files, itertools.pairwise(bounds), strict=True)
         ]
         counts, skipped = np.zeros(3, np.int64), list[tuple[int, str]]()
-        for *part_counts, part_skipped in run_tasks("the copy", True, write_shard, calls, len(store), progress):
+        for *part_counts, part_skipped in run_tasks("the copy", True, write_shard, calls, len(store)):
             counts += part_counts
             skipped += part_skipped
         num_samples, num_without_size, num_bytes = counts.tolist()

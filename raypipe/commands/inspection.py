@@ -240,7 +240,6 @@ def verify(
     *,
     targets: Mapping[str, str] = NO_TARGETS,
     columns: SampleColumns = NO_COLUMNS,
-    progress: bool = True,
 ) -> dict[str, Any]:
     """Read and decode every sample of a store on Ray: one on a local path by this node, one at a URI by all nodes.
 
@@ -250,7 +249,6 @@ def verify(
             `NAME.bad.json` in this folder, if any are bad.
         targets: see `describe`.
         columns: columns of a run, to check as well.
-        progress: show a progress bar on standard error.
 
     Returns:
         `samples`, `bytes` (of the encoded images), `classes` (how many, or None), `bad_samples` (how many), `list`
@@ -271,7 +269,7 @@ def verify(
     bounds = task_bounds(store, count_cpus("the verification", here) * _PER_CPU).tolist()
     reader = store.forwards() if isinstance(store, ParquetStore) else store
     calls = [(reader, *ends, num_samples, targets, columns) for ends in itertools.pairwise(bounds)]
-    parts = list(run_tasks("the verification", here, check_range, calls, num_samples, progress))
+    parts = list(run_tasks("the verification", here, check_range, calls, num_samples))
     seconds = time.perf_counter() - started
     bad = sorted(itertools.chain(*(of_part for *_, of_part in parts)), key=lambda entry: entry["index"])
     address = output or (default if bad else None)

@@ -29,7 +29,6 @@ def run_tasks(
     function: Callable[..., Iterator[tuple[Any, ...]]],
     calls: Iterable[tuple[Any, ...]],
     total: int,
-    progress: bool = True,
 ) -> Iterator[Any]:
     """Yield what a function yields for each of its calls, as it comes; a call is a task of one CPU, tried once.
 
@@ -42,7 +41,6 @@ def run_tasks(
         function: yields parts of its work, every few seconds at least; each begins with its number of samples.
         calls: the arguments of each task.
         total: samples in all.
-        progress: show a bar on standard error.
 
     Raises:
         ResourceError: a task's process died, or there is no CPU; else what a task raised.
@@ -60,7 +58,7 @@ def run_tasks(
     try:
         with (
             tempfile.NamedTemporaryFile(prefix="raypipe-tasks-") as wanted,
-            Progress(console=Console(stderr=True), disable=not progress, transient=True) as bar,
+            Progress(console=Console(stderr=True), transient=True) as bar,
         ):
             shown = bar.add_task(what, total=total)
             for arguments in calls:

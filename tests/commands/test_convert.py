@@ -40,7 +40,7 @@ IMAGES = [picture(i, 8, 8) for i in range(NUM)]
 
 
 def convert(src: str | Store, dst: Path, **options: Any) -> dict[str, int]:
-    return _convert(src, str(dst), progress=False, **options)
+    return _convert(src, str(dst), **options)
 
 
 def without_sizes(src: str | Store, dst: Path, **options: Any) -> dict[str, int]:
@@ -296,7 +296,7 @@ class TestConvert:
     ) -> None:
         target = dst if "://" in dst else str(tmp_path / dst)
         with pytest.raises(error, match=message):
-            _convert(MemoryStore(IMAGES[:3], LABELS[:3]), target, progress=False, **options)
+            _convert(MemoryStore(IMAGES[:3], LABELS[:3]), target, **options)
         assert names(tmp_path) == []
 
     def test_an_empty_source(self, tmp_path: Path) -> None:

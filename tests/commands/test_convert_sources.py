@@ -60,7 +60,7 @@ def expected_of(samples: list[dict[str, Any]]) -> dict[str, list[Any]]:
 @pytest.mark.parametrize("suffix", ["lmdb", "parquet"])
 def test_any_iterable_of_samples(tmp_path: Path, suffix: str) -> None:
     address, samples = str(tmp_path / f"a.{suffix}"), labelled()
-    found = raypipe.convert(iter(samples), address, classes=tuple("abcde"), shards=2, progress=False)
+    found = raypipe.convert(iter(samples), address, classes=tuple("abcde"), shards=2)
     num_bytes = sum(len(s["image"]) for s in samples)
     assert found == {"samples": 150, "classes": 5, "bytes": num_bytes, "skipped": 0, "without_size": 0}
     store = open_store(address)
@@ -84,7 +84,7 @@ def test_any_dataset_in_its_order(tmp_path: Path) -> None:
         i = int(row["i"])
         return {"image": images[i % 30], "label": i % 5, "name": f"n{i}", "boxes": [[float(i), 1.5]]}
 
-    raypipe.convert(rows.map(sample), str(tmp_path / "a.lmdb"), progress=False)
+    raypipe.convert(rows.map(sample), str(tmp_path / "a.lmdb"))
     found = contents(open_store(tmp_path / "a.lmdb"))
     assert [json.loads(boxes) for boxes in found.pop("boxes")] == [sample["boxes"] for sample in samples]
     expected = expected_of(samples)
@@ -94,8 +94,8 @@ def test_any_dataset_in_its_order(tmp_path: Path) -> None:
 def test_pixels_become_png_and_come_out_equal(tmp_path: Path) -> None:
     pixels = [np.random.default_rng(i).integers(0, 256, (6, 5 + i, 3), np.uint8) for i in range(4)]
     grey = [{"image": each[..., 0], "label": np.int32(7)} for each in pixels]
-    raypipe.convert(({"image": each} for each in pixels), str(tmp_path / "a.lmdb"), progress=False)
-    raypipe.convert(grey, str(tmp_path / "b.lmdb"), progress=False)
+    raypipe.convert(({"image": each} for each in pixels), str(tmp_path / "a.lmdb"))
+    raypipe.convert(grey, str(tmp_path / "b.lmdb"))
     images = contents(open_store(tmp_path / "a.lmdb"))["image"]
     assert all(np.array_equal(decode(image), each) for image, each in zip(images, pixels, strict=True))
     found = contents(open_store(tmp_path / "b.lmdb"))
@@ -115,7 +115,7 @@ def test_pixels_become_png_and_come_out_equal(tmp_path: Path) -> None:
 )
 def test_samples_that_are_none(tmp_path: Path, samples: list[Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        raypipe.convert(samples, str(tmp_path / "a.lmdb"), progress=False)
+        raypipe.convert(samples, str(tmp_path / "a.lmdb"))
     assert not (tmp_path / "a.lmdb").exists() and list((tmp_path / "cache").glob("samples-*")) == []
 
 
@@ -125,7 +125,7 @@ def test_an_iterable_that_breaks_off_leaves_nothing(tmp_path: Path) -> None:
         raise RuntimeError("half way")
 
     with pytest.raises(RuntimeError, match="half way"):
-        raypipe.convert(samples(), str(tmp_path / "a.lmdb"), progress=False)
+        raypipe.convert(samples(), str(tmp_path / "a.lmdb"))
     assert not (tmp_path / "a.lmdb").exists() and list((tmp_path / "cache").glob("samples-*")) == []
 
 

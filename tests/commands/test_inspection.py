@@ -152,7 +152,7 @@ def test_an_error_is_told_at_once_with_code_1(
 class TestVerify:
     def test_every_bad_sample_is_found_and_can_be_left_out(self, damaged: Path, tmp_path: Path) -> None:
         output, store = tmp_path / "bad.json", open_store(damaged)
-        found = verify(store, str(output), progress=False)
+        found = verify(store, str(output))
         assert (found["samples"], found["bad_samples"], found["list"]) == (NUM, 3, str(output))
         assert found["seconds"] > 0 and found["images_per_s"] == NUM / found["seconds"]
         written = json.loads(output.read_text())
@@ -203,7 +203,7 @@ class TestVerify:
         assert json.loads((tmp_path / "none.json").read_text())["bad"] == []
 
     def test_an_empty_store_has_no_bad_samples(self) -> None:
-        found = verify(MemoryStore([], []), progress=False)
+        found = verify(MemoryStore([], []))
         assert (found["samples"], found["bad_samples"], found["list"]) == (0, 0, None)
 
     def test_a_store_that_a_task_does_not_see_ends_it(self, tmp_path: Path) -> None:
@@ -212,8 +212,8 @@ class TestVerify:
                 return MemoryStore, ([b""], [0])
 
         with pytest.raises(StoreError, match="has 1 samples for this process, 2 for the one that started it"):
-            verify(Elsewhere([b"", b""], [0, 0]), progress=False)
+            verify(Elsewhere([b"", b""], [0, 0]))
 
     def test_a_list_that_cannot_be_written_is_told_first(self, damaged: Path) -> None:
         with pytest.raises(ConfigError, match=r"nowhere/bad\.json cannot be written"):
-            verify(open_store(damaged), "nowhere/bad.json", progress=False)
+            verify(open_store(damaged), "nowhere/bad.json")

@@ -45,12 +45,12 @@ class TestTasks:
     def test_tasks_run_here_or_anywhere(self, here: bool, tmp_path: Path) -> None:
         assert count_cpus("the count", here) == 4
         calls = [([1, 2],), ([],), ([3],)]
-        assert sorted(run_tasks("the count", here, counting(), calls, 6, progress=False)) == [(1,), (2,), (3,)]
+        assert sorted(run_tasks("the count", here, counting(), calls, 6)) == [(1,), (2,), (3,)]
         assert not list(tmp_path.glob("raypipe-tasks-*"))
 
     def test_an_error_of_a_task_is_the_error(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="negative"):
-            list(run_tasks("the count", True, counting(), [([1, -1, 2],)], 6, progress=False))
+            list(run_tasks("the count", True, counting(), [([1, -1, 2],)], 6))
         assert not list(tmp_path.glob("raypipe-tasks-*"))
 
     @pytest.mark.parametrize(("here", "where"), [(True, "this node"), (False, "the cluster")])
@@ -59,4 +59,4 @@ class TestTasks:
     ) -> None:
         monkeypatch.setattr(tasks, "_SETTLE_S", 0.5)
         with pytest.raises(ResourceError, match=f"1 CPU for the count, since other jobs hold all 4 of {where}"):
-            list(run_tasks("the count", here, counting(), [([1],)], 1, progress=False))
+            list(run_tasks("the count", here, counting(), [([1],)], 1))

@@ -334,7 +334,7 @@ class TestRanges:
         damaged = [{**s, "image": b"x"} if i in (3, 30) else s for i, s in enumerate(samples(50))]
         write_atomically(str(tmp_path / "train.lmdb"), damaged, CLASSES)
         store = open_store(tmp_path / "train.lmdb")
-        verify(store, str(tmp_path / "bad.json"), progress=False)
+        verify(store, str(tmp_path / "bad.json"))
         cli_main(
             *("digest", store.address, "--store.val", store.address),
             *("--plan.epochs", 1, "--plan.micro_batch_size", 8, "--transform.size", 16),

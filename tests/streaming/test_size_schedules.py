@@ -14,9 +14,9 @@ from raypipe.streaming.digest import settings_of
 from raypipe.streaming.handover import loader
 from raypipe.streaming.maker import try_samples
 from raypipe.streaming.opening import open_stream
-from raypipe.streaming.pipeline import _micro_batch_bytes
 from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.fields import MicroBatch
+from raypipe.transform.sizes import pixel_range
 
 SIZES = {0: 8, 1: 12, 2: 16}
 
@@ -36,7 +36,7 @@ def test_images_grow_over_the_epochs_and_validations_have_the_last_size(stores: 
     spec = spec_of(stores)
     expected = {("train", epoch, (size, size)) for epoch, size in SIZES.items()}
     assert sides(list(host_batches(spec))) == expected | {("val", epoch, (16, 16)) for epoch in SIZES}
-    assert _micro_batch_bytes(spec) == 6 * 16 * 16 * 3
+    assert pixel_range(spec.transform) == (min(SIZES.values()) ** 2, 16 * 16)
 
 
 def test_each_epoch_has_the_bits_of_a_stream_of_its_size_alone(

@@ -80,7 +80,7 @@ class Chronicle:
         self._looks: tuple[threading.Thread, threading.Event] | None = None
         self._told: _Wait | None = None  # these were printed
         self._due_s = self._status_at = 0.0
-        self._supervisor, self._num_events = None, 0  # whose events are recorded, and how many were
+        self._supervisor, self._num_events = None, 0
 
     def begin(self, validates: bool, settings: Callable[[], dict[str, Any]], supervisor: Any) -> None:
         """Start or restart the record at `step`; the stream's events are recorded from its beginning.

@@ -163,7 +163,7 @@ class Loader(Unlike, instead=_INSTEAD):
             self._prefetch_factor,
             self.keep_batches,
             ring=False if feed.draws_globally else None,
-            on_copied=functools.partial(account.clocks["train"].add, "transfer"),  # of both splits
+            on_copied=functools.partial(account.clocks["train"].add, "transfer"),
         )
         closes = (functools.partial(_close, generator) for generator in (feed.batches, self._batches))
         self._running.begin(

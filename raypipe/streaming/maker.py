@@ -134,14 +134,22 @@ class MicroBatchMaker:
             outcomes += self._make(places[part], draws.at(part), read, share_s, knowledge, memory)
         return outcomes, memory
 
-    def make(self, at: MicroBatchId, read: Samples | None = None, attempt: Attempt = FIRST_ATTEMPT) -> Outcome:
+    def make(
+        self,
+        at: MicroBatchId,
+        read: Samples | None = None,
+        attempt: Attempt = FIRST_ATTEMPT,
+        num_rows: int | None = None,
+    ) -> Outcome:
         """Make one micro-batch; reads the store unless a reader has done so.
 
         Args:
             read: its B samples, by a reader.
             attempt: knowledge from earlier attempts.
+            num_rows: how many of its first rows to make; None = all.
         """
-        (outcome,) = self._make([at], self.plan.draw_block([at]), read, 0.0, attempt)
+        draws = Draws(*(column[:, :num_rows] for column in self.plan.draw_block([at])))
+        (outcome,) = self._make([at], draws, read, 0.0, attempt)
         return outcome
 
     def _make(
@@ -305,9 +313,7 @@ def try_samples(spec: StreamSpec, num_classes: int) -> None:
     """
     maker = MicroBatchMaker(spec)
     for split, store in spec.stores.items():
-        at = MicroBatchId(split, 0, 0, 0)
-        draws = spec.plan.draw(at).at(slice(_NUM_TRIED))
-        batch = maker.make(at, draws=draws).batch
+        batch = maker.make(MicroBatchId(split, 0, 0, 0), num_rows=_NUM_TRIED).batch
         if spec.columns.target is None:
             titles = [title_of(store.address, i, name_of(store, i)) for i in batch.index.tolist()]
             check_labels(batch[LABEL], num_classes, titles.__getitem__)

@@ -71,9 +71,9 @@ def _stream(work: Work, store: str = "train.lmdb", **transform: Any) -> Any:
 
 
 def raypipe_exact(work: Work, **options: Any) -> Start:
-    from raypipe.streaming.arrival import Feed
     from raypipe.streaming.loader import Loader
     from raypipe.streaming.row import host_batches
+    from raypipe.streaming.running import Feed
 
     def start() -> Epochs:
         spec, iterator = _stream(work, **options)

@@ -30,10 +30,12 @@ import torch
 from raypipe.config import AugmentConfig
 from raypipe.device.fused import Fused, apply, draw, pack
 from raypipe.device.mixing import Mix, draw_mix, mix
+from raypipe.device.prefetcher import Batch
 from raypipe.device.ring import numbered
 from raypipe.errors import ConfigError
 from raypipe.lookup import import_name
 from raypipe.plan.order import Domain
+from raypipe.transform.fields import IMAGE, VIEW
 from raypipe.transform.views import view_key
 
 Operation = Callable[[torch.Tensor, float], torch.Tensor]
@@ -200,6 +202,18 @@ class DeviceAugment:
             ]
             augmented[name] = of_view[0] if view.ndim == 4 else torch.stack(of_view, 1)
         return augmented
+
+    def of_batch(self, batch: Batch, strength: float) -> Batch:
+        """Augment a training batch, or normalize a validation batch."""
+        named = {f"{VIEW}.{name}": view for name, view in batch.views.items()}
+        if batch.position.split != "train":
+            images = named or {IMAGE: batch.image}
+            return batch.with_fields({name: self.normalize(image) for name, image in images.items()})
+        if named:
+            views = self.of_views(batch.views, seed=batch.seed, strength=strength)
+            return batch.with_fields({f"{VIEW}.{name}": view for name, view in views.items()})
+        image, mixed = self(batch.image, batch.target, batch.index >= 0, seed=batch.seed, strength=strength)
+        return batch.with_fields({IMAGE: image}, mix=mixed)
 
     def _check_views(self) -> None:
         if self._mixing:

@@ -1,9 +1,8 @@
 """Micro-batches on the device, ahead of their use. Knows torch, not Ray.
 
     on_device        MicroBatch → Batch
-    asked_for_here   the same, where the consumer's thread must make the micro-batches
 
-On CUDA the first goes through the pinned ring of `raypipe.device.ring`; on CPU nothing is transferred.
+On CUDA they go through the pinned ring of `raypipe.device.ring`; on CPU nothing is transferred.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import starmap
-from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -133,7 +131,8 @@ def on_device(
         device: CUDA or CPU.
         seed_of: the seed of the micro-batch at a place.
         depth, keep, on_copied: see `Ring`.
-        ring: None = see `uses_ring`; True = on CPU too, as tests of the ring do.
+        ring: None = see `uses_ring`; True = on CPU too, as tests of the ring do; False = never: the consumer's
+            thread makes a micro-batch, for a source that draws from generators that threads share, and copies it.
 
     Raises:
         ConfigError: depth < 1, or the device is neither CUDA nor CPU.
@@ -152,49 +151,9 @@ def on_device(
         with closing(iter(through)) as pairs:
             yield from starmap(batch, pairs)
 
-    if uses_ring(through.device) or ring:
+    if uses_ring(through.device) if ring is None else ring:
         return from_ring()
-    return (batch(host, [*map(view, arrays(host))]) for host in batches)
-
-
-def asked_for_here(
-    source: Iterator[MicroBatch], move: Callable[[Iterator[MicroBatch]], Iterator[Batch]], ahead: int
-) -> Iterator[Batch]:
-    """Iterates over batches whose source runs in the consumer's thread; `move` by itself would use its own
-    thread.
-
-    For a source that draws from generators that threads share. It makes a micro-batch `ahead` of the one that
-    the consumer requests. Meanwhile the device works on the last one, and transfers run in parallel.
-
-    Args:
-        source: micro-batches in host memory.
-        move: `on_device`.
-    """
-    handed: SimpleQueue[MicroBatch | Exception | None] = SimpleQueue()
-
-    def from_here() -> Iterator[MicroBatch]:
-        while (entry := handed.get()) is not None:
-            if isinstance(entry, Exception):
-                raise entry
-            yield entry
-            del entry
-
-    def hand_over_next() -> None:
-        try:
-            handed.put(next(source, None))
-        except Exception as error:  # raised after the batches before it
-            handed.put(error)
-
-    batches: Any = move(from_here())
-    try:
-        for _ in range(ahead):
-            hand_over_next()
-        for batch in batches:
-            hand_over_next()
-            yield batch
-    finally:
-        handed.put(None)  # the thread may be waiting
-        batches.close()
+    return (batch(host, [view(array).to(through.device) for array in arrays(host)]) for host in batches)
 
 
 _ELSEWHERE = np.empty(0, np.uint8)

@@ -28,7 +28,7 @@ from raypipe.logs import progress
 from raypipe.metrics.records import STATUS, Folder, RunLog
 from raypipe.storage.files import write_synced, write_text
 from raypipe.storage.patience import impatient
-from raypipe.streaming.supervisor import follow
+from raypipe.streaming.supervisor import events_of
 
 logger = logging.getLogger(__name__)
 
@@ -72,13 +72,15 @@ class Chronicle:
         self._world_size, self._is_first = world_size, rank == 0
         self._folder = folder if rank == 0 else None
         self.log: RunLog | None = None
+        self._is_local = folder is not None and isinstance(folder[0], pyarrow.fs.LocalFileSystem)
+        self._status_every_s = _STATUS_S if self._is_local else _STATUS_REMOTE_S
         self._step, self._step_at = 0, time.time()
         self._wait: _Wait | None = None
         self._shown: dict[str, Any] = {}
         self._looks: tuple[threading.Thread, threading.Event] | None = None
         self._told: _Wait | None = None  # these were printed
         self._due_s = self._status_at = 0.0
-        self._stop_following: Callable[[], None] = lambda: None
+        self._supervisor, self._num_events = None, 0
 
     def begin(self, validates: bool, settings: Callable[[], dict[str, Any]], supervisor: Any) -> None:
         """Start or restart the record at `step`; the stream's events are recorded from its beginning.
@@ -92,7 +94,8 @@ class Chronicle:
             of_run = settings()
             self._shown = {"begun": time.time(), "to_step": of_run["to_step"]}
             self.log = RunLog(self._folder, self.step, self._world_size, validates, of_run)
-            self._stop_following = follow(supervisor, self._tell_event)
+            self._supervisor, self._num_events = supervisor, 0
+            self._begin_looking()
 
     @property
     def step(self) -> int:
@@ -116,20 +119,24 @@ class Chronicle:
     @contextlib.contextmanager
     def waiting(self, thing: str, whom: Callable[[], str]) -> Iterator[None]:
         """Context manager: the loop waits for a thing. A line now and then names it and the cause."""
-        if self._is_first and self._looks is None:
-            left = threading.Event()
-            thread = threading.Thread(target=self._look_until, args=(left,), name="raypipe-waiting", daemon=True)
-            self._looks = thread, left
-            thread.start()
+        self._begin_looking()
         self._wait = _Wait(thing, whom, time.time())
         try:
             yield
         finally:
             self._wait = _Wait("", lambda: "the loop computes, or waits for other ranks", time.time())
 
+    def _begin_looking(self) -> None:
+        if self._is_first and self._looks is None:
+            left = threading.Event()
+            thread = threading.Thread(target=self._look_until, args=(left,), name="raypipe-waiting", daemon=True)
+            self._looks = thread, left
+            thread.start()
+
     def _look_until(self, left: threading.Event) -> None:
         while not left.wait(min(_LOOK_S, _FIRST_TOLD_S)):
             try:
+                self._tell_events(_LOOK_S)
                 self._look(time.time())
             except Exception:  # a run does not end because nobody can say where it is
                 logger.debug("the waits of a stream cannot be told", exc_info=True)
@@ -146,14 +153,6 @@ class Chronicle:
         if self.log and now - self._status_at >= self._status_every_s:
             self._status_at = now
             self._write_status(now, wait)
-
-    @property
-    def _status_every_s(self) -> float:
-        return _STATUS_S if self._is_local else _STATUS_REMOTE_S
-
-    @property
-    def _is_local(self) -> bool:
-        return self._folder is not None and isinstance(self._folder[0], pyarrow.fs.LocalFileSystem)
 
     def _write_status(self, now: float, wait: _Wait | None, ended: bool = False) -> None:
         """Say where the loop stands, for `commands.status`; what cannot be written is seen by its age."""
@@ -190,19 +189,22 @@ class Chronicle:
         except ray.exceptions.RayError as error:
             return f"the stream's supervisor does not answer ({type(error).__name__})"
 
-    def _tell_event(self, kind: str, text: str) -> None:
-        self.record(kind, f"{'pool' if kind == 'scale' else kind}: {text}", text=text)
+    def _tell_events(self, timeout_s: float) -> None:
+        """Record and print what has happened to the stream since the last call."""
+        for kind, text in events_of(self._supervisor, self._num_events, timeout_s):
+            self._num_events += 1
+            self.record(kind, f"{'pool' if kind == 'scale' else kind}: {text}", text=text)
 
     def unfollow(self) -> None:
         """Record the last events, and that the loop has been left; there are no more."""
-        self._stop_following()
-        self._stop_following = lambda: None
         if self._looks:
             thread, left = self._looks
             left.set()
             if thread is not threading.current_thread():  # the loop may have dropped the loader
                 thread.join(_ANSWER_S)
             self._looks = None
+        self._tell_events(_ANSWER_S)
+        self._supervisor = None
         if self.log:
             self._write_status(time.time(), None, ended=True)
 

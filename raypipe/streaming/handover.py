@@ -24,13 +24,12 @@ from raypipe.rayext.iteration import begun
 from raypipe.rayext.watch import in_worker, this_process
 from raypipe.section import MAX_INT, Limits, check
 from raypipe.storage.filesystem import as_uri, open_filesystem
-from raypipe.streaming.arrival import Feed
 from raypipe.streaming.checkpoints import cursor_of, find_start
 from raypipe.streaming.inline import inline_batches
 from raypipe.streaming.loader import Loader
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.row import host_batches
-from raypipe.streaming.running import end_oldest
+from raypipe.streaming.running import Feed, end_oldest
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.stateful import latest_of_train
 from raypipe.streaming.supervisor import end_actors, start_supervisor

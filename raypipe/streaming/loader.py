@@ -21,7 +21,7 @@ import torch
 from raypipe.config import AugmentConfig
 from raypipe.device.augment import DeviceAugment
 from raypipe.device.mixing import check_mixable
-from raypipe.device.prefetcher import Batch
+from raypipe.device.prefetcher import Batch, on_device
 from raypipe.errors import CursorError, RaypipeError
 from raypipe.logs import configure_logs, log_place
 from raypipe.metrics.records import Folder
@@ -33,10 +33,9 @@ from raypipe.rayext.trainer_notice import Notice
 from raypipe.storage.files import write_text
 from raypipe.storage.filesystem import join
 from raypipe.streaming.account import Account
-from raypipe.streaming.arrival import Feed, augmented, moved
 from raypipe.streaming.digest import settings_of
 from raypipe.streaming.epochs import Epoch, Pass
-from raypipe.streaming.running import EXHAUSTED, Running
+from raypipe.streaming.running import EXHAUSTED, Feed, Running
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.stateful import Stateful, latest_of_train, numbers_in, report, restore
 from raypipe.transform.columns import SampleColumns
@@ -157,7 +156,15 @@ class Loader(Unlike, instead=_INSTEAD):
         account, spec = self.account, self._spec
         account.actors = feed.actors
         account.readers = int(has_actors and "train" in spec.readers())
-        self._batches = moved(feed, spec, self.device, account.clocks, self._prefetch_factor, self.keep_batches)
+        self._batches = on_device(
+            feed.batches,
+            self.device,
+            spec.plan.micro_batch_seed,
+            self._prefetch_factor,
+            self.keep_batches,
+            ring=False if feed.draws_globally else None,
+            on_copied=functools.partial(account.clocks["train"].add, "transfer"),
+        )
         closes = (functools.partial(_close, generator) for generator in (feed.batches, self._batches))
         self._running.begin(
             has_actors, feed.end, self.account.exported.end, self.account.chronicle.unfollow, *closes
@@ -365,7 +372,7 @@ class Loader(Unlike, instead=_INSTEAD):
         if self.plan.sources:
             batch = replace(batch, source=self.plan.source_of(batch.index))
         if self.augment is not None:
-            batch = augmented(batch, self.augment, account.strength)
+            batch = self.augment.of_batch(batch, account.strength(expected.epoch, expected.step))
         num_images = int((batch.index >= 0).sum())
         counts = StageTimes(images=num_images, read_s=batch.read_s, work_s=batch.work_s)
         account.handed_out(expected.split, arrived, counts)

@@ -19,7 +19,7 @@ import numpy as np
 from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError, SampleError
 from raypipe.logs import log_place
-from raypipe.plan.places import PADDING, MicroBatchId, Sides, Split
+from raypipe.plan.places import PADDING, MicroBatchId, Split
 from raypipe.plan.samplers import Draws
 from raypipe.stores.base import name_of, title_of
 from raypipe.streaming.bad_samples import BadSampleBudget, record_bad
@@ -32,22 +32,16 @@ from raypipe.transform.batch import (
 )
 from raypipe.transform.columns import ColumnMaker
 from raypipe.transform.contents import build_content
-from raypipe.transform.fields import IMAGE, BlockMemory, MicroBatch, chroma_of, is_image
+from raypipe.transform.fields import IMAGE, LABEL, BlockMemory, MicroBatch
 from raypipe.transform.presets import is_preset
 from raypipe.transform.process_state import process_kept
 from raypipe.transform.samples import NO_LABEL, EncodedSample, Samples, read_samples
-from raypipe.transform.sizes import Size, has_sizes, sides_of, size_in, sizes_of
+from raypipe.transform.sizes import Size, has_sizes, sides_of, size_in
 
 if TYPE_CHECKING:
     from raypipe.streaming.spec import StreamSpec
 
 logger = logging.getLogger(__name__)
-
-NO_VIEWS = (
-    "makes views, and a run trains a classifier of one image: choose another transform, or write a loop of "
-    "your "
-    "own around raypipe.loader, as docs/transforms.md does"
-)
 
 _FIRST = MicroBatchId("train", 0, 0, 0)
 _NUM_TRIED = 8
@@ -140,14 +134,22 @@ class MicroBatchMaker:
             outcomes += self._make(places[part], draws.at(part), read, share_s, knowledge, memory)
         return outcomes, memory
 
-    def make(self, at: MicroBatchId, read: Samples | None = None, attempt: Attempt = FIRST_ATTEMPT) -> Outcome:
+    def make(
+        self,
+        at: MicroBatchId,
+        read: Samples | None = None,
+        attempt: Attempt = FIRST_ATTEMPT,
+        num_rows: int | None = None,
+    ) -> Outcome:
         """Make one micro-batch; reads the store unless a reader has done so.
 
         Args:
             read: its B samples, by a reader.
             attempt: knowledge from earlier attempts.
+            num_rows: how many of its first rows to make; None = all.
         """
-        (outcome,) = self._make([at], self.plan.draw_block([at]), read, 0.0, attempt)
+        draws = Draws(*(column[:, :num_rows] for column in self.plan.draw_block([at])))
+        (outcome,) = self._make([at], draws, read, 0.0, attempt)
         return outcome
 
     def _make(
@@ -299,57 +301,19 @@ def check_labels(labels: np.ndarray, num_classes: int, title: Callable[[int], st
 
 
 @process_kept()
-def try_samples(spec: StreamSpec, num_classes: int, channels: int = 3) -> dict[Split, Sides]:
-    """Read, decode and transform the first few samples of each split, to raise errors of all samples at once.
+def try_samples(spec: StreamSpec, num_classes: int) -> None:
+    """Make the first few rows of each split as the run will, to raise errors of all samples before it starts.
 
     Args:
         num_classes: labels are in [0, num_classes), where targets are classes.
-        channels: number of channels that images must have, as augment.mean.
-
-    Returns:
-        Height and width of the images of each split with one size; unknown yet for images that a device
-        decodes.
 
     Raises:
-        StoreError, ConfigError: a column is missing; a label is out of range; the transform fails on each of
-            them, or returns values that no micro-batch can hold.
+        StoreError, SampleError, ConfigError: a column is missing; a label is out of range; the transform fails on
+            each of them, or returns values that no micro-batch can hold.
     """
-    sizes: dict[Split, Sides] = {}
+    maker = MicroBatchMaker(spec)
     for split, store in spec.stores.items():
-        at, config = MicroBatchId(split, 0, 0, 0), spec.transform
-        draws = spec.plan.draw(at)
-        first_rows = np.flatnonzero(draws.indices != PADDING)[:_NUM_TRIED]
-        indices = draws.indices[first_rows]
-        buckets = spec.plan.config.sides_in(split)
-        first, *others = (transform_of(spec, split, size) for size in sizes_of(config, split, buckets))
-        samples = read_samples(store, indices, spec.wanted)
-        titles = [title_of(store.address, index, name_of(store, index)) for index in indices.tolist()]
+        batch = maker.make(MicroBatchId(split, 0, 0, 0), num_rows=_NUM_TRIED).batch
         if spec.columns.target is None:
-            check_labels(samples.labels, num_classes, titles.__getitem__)
-        bad = []
-        keys = spec.plan.sample_keys(split, draws)[first_rows].tolist()
-        for sample, index, title, key in zip(samples, indices.tolist(), titles, keys, strict=True):
-            try:
-                fields = first.one(sample, index, key)
-                while others:  # each size once
-                    others.pop().one(sample, index, key)
-                _check_image(fields, split, channels, title)
-                if IMAGE in fields and not has_sizes(config, split, buckets):
-                    sizes[split] = fields[IMAGE].shape[:2]
-            except SampleError as error:
-                bad.append(f"{title}: {error}; {error.advice}")
-        if len(bad) == len(indices):
-            raise ConfigError(f"none of the first {len(bad)} {split} samples can be used; {bad[-1]}")
-    return sizes
-
-
-def _check_image(fields: Mapping[str, Any], split: Split, channels: int, title: str) -> None:
-    """Raise ConfigError where a classifier has no use for what was made of a sample."""
-    if any(map(is_image, fields.keys() - {IMAGE})):
-        raise ConfigError(f"{title}: transform.{split} {NO_VIEWS}")
-    num_channels = 3 if chroma_of(IMAGE) in fields else fields[IMAGE].shape[2] if IMAGE in fields else channels
-    if num_channels != channels:
-        raise ConfigError(
-            f"{title}: it has {num_channels} channels, and augment.mean and augment.std are of "
-            f"{channels}: give a number for each channel"
-        )
+            titles = [title_of(store.address, i, name_of(store, i)) for i in batch.index.tolist()]
+            check_labels(batch[LABEL], num_classes, titles.__getitem__)

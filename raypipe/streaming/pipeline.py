@@ -6,16 +6,12 @@ splits(spec, cursor)    the same as one iterator per rank
 
 from __future__ import annotations
 
-import contextlib
-import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import ray.data
 
 from raypipe.config import PoolConfig
-from raypipe.errors import SampleError
 from raypipe.plan.places import Cursor
 from raypipe.rayext.execution import Settings, context_of
 from raypipe.rayext.iteration import Ended
@@ -27,11 +23,7 @@ from raypipe.streaming.source import MicroBatchSource
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.supervisor import start_supervisor
 from raypipe.streaming.worker import TransformWorker
-from raypipe.transform.column_types import NUM_PROBED
-from raypipe.transform.contents import stream_fields
-from raypipe.transform.decode_array import decode_array
-from raypipe.transform.fields import IMAGE
-from raypipe.transform.sizes import has_sizes, most_pixels
+from raypipe.transform.sizes import pixel_range
 
 if TYPE_CHECKING:
     from ray.data import DataIterator, Dataset
@@ -52,30 +44,6 @@ def _pool_of(pool: PoolConfig, max_actors: int) -> tuple[PoolConfig, int]:
     pool = replace(pool, max_actors=max(max_actors, pool.min_actors))
     room = int(ray.available_resources().get("CPU", 0.0) / pool.cpus_per_actor + 1e-9)
     return pool, min(max(room, pool.min_actors), pool.max_actors)
-
-
-def _micro_batch_bytes(spec: StreamSpec) -> int:
-    """Bytes of pixels and targets of their size in presets' largest micro-batch; 0 = unknown."""
-    pixel_bytes = _pixel_bytes(spec)
-    if pixel_bytes:
-        fields = stream_fields(spec.transform)
-        targets = (field for name, field in fields.items() if name != IMAGE and field.shape is None)
-        pixel_bytes += sum(np.dtype(field.dtype).itemsize for field in targets)
-    pixels = most_pixels(spec.transform, spec.plan.config.bucket_sides)
-    return math.ceil(spec.plan.config.micro_batch_size * pixels * pixel_bytes)
-
-
-def _pixel_bytes(spec: StreamSpec) -> float:
-    """Bytes of a pixel's channels, which presets keep; 0 = none of a store's first arrays can be read."""
-    if spec.transform.decode_as == "rgb":
-        return 1.5 if spec.transform.wire == "yuv420" else 3
-    kept = spec.plan.kept["train"]
-    first = kept.indices(np.arange(min(NUM_PROBED, kept.size)))
-    for image in spec.stores["train"].read(first, ("image",))["image"]:
-        with contextlib.suppress(SampleError):
-            array = decode_array(image)
-            return array.shape[2] * array.itemsize
-    return 0
 
 
 def _object_store_bytes() -> float:
@@ -111,11 +79,9 @@ def dataset(
     )
     # Of the object store as it is now, streams take half.
     room = _object_store_bytes() / 2 / settings.limit(actors)
-    max_bytes = min(MAX_BYTES, int(room))
-    # Images of another size than the measured ones may come.
-    if has_sizes(spec.transform, "train", spec.plan.config.bucket_sides):
-        fits = max(1, max_bytes // max(1, _micro_batch_bytes(spec)))
-        largest = min(largest, fits) if largest else fits
+    # Blocks are sized by the images that were measured, and those to come may be larger.
+    least, most = pixel_range(spec.transform, spec.plan.config.bucket_sides)
+    max_bytes = int(min(MAX_BYTES, room) * least / most)
     source = MicroBatchSource(
         spec.plan,
         cursor,
@@ -173,11 +139,9 @@ def splits(
         ConfigError: W does not divide M.
     """
     spec.plan.check_workers(world_size)
-    spec.plan.check(cursor)
     if not spec.plan.num_micro_batches(cursor):
         nothing: Any = Ended()
         return [nothing] * world_size
-    supervisor = supervisor or start_supervisor(spec.run, spec.log_format)
     rows = dataset(spec, cursor, max_actors=max_actors, world_size=world_size, supervisor=supervisor)
     if world_size == 1 and not apart:
         return [rows.iterator()]

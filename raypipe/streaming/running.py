@@ -5,10 +5,32 @@ from __future__ import annotations
 import atexit
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+from raypipe.transform.fields import MicroBatch
 
 EXHAUSTED = ""
+
+
+class Feed(NamedTuple):
+    """Source of a rank's batches, and the processes behind it.
+
+    Attributes:
+        batches: micro-batches in host memory.
+        supervisor: handle of the stream's supervisor, if it has one.
+        actors: most transform actors of the pool, if this rank knows it.
+        draws_globally: the thread that requests a batch makes it, from the process's generators: it must be the
+            consumer's.
+        end: function that ends all other parts, once the batches are closed.
+    """
+
+    batches: Iterator[MicroBatch]
+    supervisor: Any = None
+    draws_globally: bool = False
+    actors: int = 0
+    end: Callable[[], None] = lambda: None
 
 
 class Running:

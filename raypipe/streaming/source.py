@@ -63,7 +63,6 @@ class MicroBatchSource(Datasource):
         run: str = "",
     ) -> None:
         super().__init__()
-        plan.check(cursor)
         # Each task has the plan. What only names places needs no lists of samples.
         self._plan = plan if readers else plan.without_draws()
         self._cursor, self._readers, self._supervisor = cursor, readers, supervisor

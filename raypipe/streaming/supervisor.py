@@ -24,9 +24,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -46,8 +45,7 @@ one block so often; a block that does not fit in memory is hit each time, at the
 _DEATHS_AT_A_SAMPLE = 2
 _MAX_EVENTS = 10_000
 _NUM_MEASURED = 32
-_PERIOD_S = 1.0
-_PATIENCE_S = 5.0  # wait for the last events, at a run's end
+_PATIENCE_S = 5.0  # wait for an answer, at a run's end
 _LOOK = "look for `out of memory` or a crash in the logs of Ray's workers (`ray logs`)"
 
 
@@ -306,36 +304,15 @@ def end_actors(supervisor: Any, iterators: Sequence[Any], rank: int) -> None:
             ray.kill(actor)
 
 
-def follow(supervisor: Any, tell: Callable[[str, str], None]) -> Callable[[], None]:
-    """Report each event of a stream within a second or two, even while the stream waits.
+def events_of(supervisor: Any, first: int, timeout_s: float = _PATIENCE_S) -> list[tuple[str, str]]:
+    """The events of a stream from number `first` on, see `Supervisor.events`; none if nobody answers.
 
     Args:
-        supervisor: the handle of the stream's Supervisor; None = no events.
-        tell: called with kind and text of each, see `Supervisor.events`, in a thread.
-
-    Returns:
-        A function that reports the last events and ends this.
+        supervisor: the handle of the stream's Supervisor; None = it has none.
     """
-    stopped = threading.Event()
-
-    def run() -> None:
-        num_told, ends = 0, supervisor is None
-        while not ends:
-            ends = stopped.wait(_PERIOD_S)
-            if not ray.is_initialized():  # a call would restart it
-                return
-            new: list[tuple[str, str]] = []
-            with contextlib.suppress(ray.exceptions.RayError):  # the stream does not depend on the event log
-                new = ray.get(supervisor.events.remote(num_told), timeout=_PATIENCE_S if ends else _PERIOD_S)
-            num_told += len(new)
-            for kind, text in new:
-                tell(kind, text)
-
-    thread = threading.Thread(target=run, name="raypipe-events", daemon=True)
-    thread.start()
-
-    def stop() -> None:
-        stopped.set()
-        thread.join()
-
-    return stop
+    if supervisor is None or not ray.is_initialized():  # a call would restart it
+        return []
+    try:
+        return ray.get(supervisor.events.remote(first), timeout=timeout_s)
+    except ray.exceptions.RayError:  # the stream does not depend on the event log
+        return []

@@ -23,7 +23,7 @@ from raypipe.rayext.waiting import Wait, is_head_lost, only_start
 from raypipe.storage.files import read_json, write_text
 from raypipe.storage.filesystem import is_remote, join, open_filesystem
 from raypipe.streaming.checkpoints import Checkpoint, find_newest, newest_name
-from raypipe.streaming.maker import differing, try_samples
+from raypipe.streaming.maker import try_samples
 from raypipe.streaming.opening import spec_of
 from raypipe.streaming.spec import StreamSpec
 from raypipe.train.console import changes, describe
@@ -117,9 +117,7 @@ def _checked(run: RunConfig, run_uri: str) -> tuple[StreamSpec, int]:
     check_augment(run.augment)
     check_code(run.train, len(run.augment.mean))
     if not any(is_remote(store.address) for store in spec.stores.values()):  # this would fetch whole shards
-        sizes = try_samples(spec, num_classes, channels=len(run.augment.mean))
-        if message := differing(spec.transform, spec.transforms, sizes):
-            progress(logger, message)
+        try_samples(spec, num_classes)
     return spec, num_classes
 
 

@@ -21,8 +21,8 @@ from raypipe.device.mixing import mixed_losses
 from raypipe.device.prefetcher import Batch
 from raypipe.errors import ConfigError
 from raypipe.plan.order import Domain, derive_keys
-from raypipe.streaming.maker import NO_VIEWS, check_labels
-from raypipe.train.models import build_loss, build_model, build_optimizer, fit_state
+from raypipe.streaming.maker import check_labels
+from raypipe.train.models import NO_VIEWS, build_loss, build_model, build_optimizer, fit_state
 from raypipe.train.ordered import OrderedGradients, StepBatchNorm
 
 

@@ -14,11 +14,15 @@ from raypipe.config import RunConfig, TrainConfig
 from raypipe.device.mixing import check_mixable
 from raypipe.errors import ConfigError
 from raypipe.lookup import import_name
-from raypipe.streaming.maker import NO_VIEWS
 from raypipe.streaming.spec import StreamSpec
 from raypipe.train.model_names import check_model
 from raypipe.transform.columns import ColumnType
 from raypipe.transform.views import makes_views
+
+NO_VIEWS = (
+    "makes views, and a run trains a classifier of one image: choose another transform, or write a loop of "
+    "your own around raypipe.loader, as docs/transforms.md does"
+)
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Outputs (B, num_classes), targets int64 (B,), or (B, …) for other columns → losses (B,)."""

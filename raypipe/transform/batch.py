@@ -308,13 +308,14 @@ class MicroBatchTransform:
 
     def _first(self) -> dict[str, Any]:
         """A sample that shows the shapes of the fields, where a micro-batch has none."""
+        reason = ""
         for sample in self._probe():
             try:
                 return self.content.one(sample, (0, 0))
-            except SampleError:
-                continue
+            except SampleError as error:
+                reason = f" ({error}; {error.advice})"
         raise ConfigError(
-            f"{self._store_address or 'the store'} has no readable sample among its first: "
+            f"{self._store_address or 'the store'} has no readable sample among its first{reason}: "
             "the size of its images cannot be told"
         )
 

@@ -65,7 +65,7 @@ def sizes_of(config: TransformConfig, split: Split, buckets: Sequence[Sides] = (
     return list(dict.fromkeys(found))
 
 
-def most_pixels(config: TransformConfig, buckets: Sequence[Sides] = ()) -> int:
-    """Return the pixels of the largest image, in training (with these buckets) and validation."""
-    found = [*sizes_of(config, "train", buckets), *sizes_of(config, "val")]
-    return max(math.prod(sides_of(size)) for size in found)
+def pixel_range(config: TransformConfig, buckets: Sequence[Sides] = ()) -> tuple[int, int]:
+    """Return the pixels of the smallest and of the largest image in training."""
+    pixels = [math.prod(sides_of(size)) for size in sizes_of(config, "train", buckets)]
+    return min(pixels), max(pixels)

@@ -48,7 +48,7 @@ from raypipe.streaming.loader import Loader
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.spec import StreamSpec
-from raypipe.streaming.supervisor import follow
+from raypipe.streaming.supervisor import events_of
 from raypipe.transform.fields import MicroBatch
 
 NUM_SAMPLES, SIDE = 320, 16
@@ -166,7 +166,6 @@ def consume(spec: StreamSpec, damage: Damage, after: int) -> tuple[list[tuple[st
     longest, mend_at = 0.0, float("inf")
     stream = loader(spec, max_actors=spec.pool.max_actors)
     faults: list[str] = []
-    stop = follow(stream._supervisor, lambda kind, text: faults.append(text) if kind == "fault" else None)
     hurting: list[Future[None]] = []
     num = spec.plan.num_micro_batches(spec.plan.start())
     asked = time.monotonic()
@@ -183,7 +182,7 @@ def consume(spec: StreamSpec, damage: Damage, after: int) -> tuple[list[tuple[st
             mend_at = float("inf")
         time.sleep(CONSUME_S)
         if len(rows) == num:  # the stream's end is that of its supervisor
-            stop()
+            faults = [text for kind, text in events_of(stream._supervisor, 0) if kind == "fault"]
         asked = time.monotonic()
     for each in hurting:
         each.result()  # it found what to kill

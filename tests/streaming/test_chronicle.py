@@ -15,10 +15,10 @@ from raypipe.metrics.records import read_records
 from raypipe.storage.files import read_json
 from raypipe.storage.filesystem import open_filesystem
 from raypipe.streaming import chronicle
-from raypipe.streaming.arrival import Feed
 from raypipe.streaming.inline import inline_batches
 from raypipe.streaming.loader import Loader
 from raypipe.streaming.opening import open_stream
+from raypipe.streaming.running import Feed
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.supervisor import Supervisor
 from raypipe.transform.fields import MicroBatch

@@ -24,7 +24,7 @@ from raypipe.stores.base import Columns, MemoryStore
 from raypipe.streaming.handover import loader
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.spec import StreamSpec
-from raypipe.streaming.supervisor import follow
+from raypipe.streaming.supervisor import events_of
 from raypipe.transform.fields import MicroBatch
 
 from pictures import CLASSES, picture  # isort: skip
@@ -126,12 +126,11 @@ def rows(spec: StreamSpec) -> tuple[list[Any], list[str]]:
     """The stream's rows, and the faults that were mended."""
     stream = loader(spec, max_actors=1)
     events: list[tuple[str, str]] = []
-    stop = follow(stream._supervisor, lambda *event: events.append(event))
     found, num = list[Any](), spec.plan.num_micro_batches(spec.plan.start())
     for batch in without_ray.every_batch(stream):
         found.append(row_of(batch))
         if len(found) == num:  # the stream's end is that of its supervisor
-            stop()
+            events = events_of(stream._supervisor, 0)
     return found, [text for kind, text in events if kind == "fault"]
 
 
@@ -161,11 +160,10 @@ def test_to_fetch_a_shard_may_take_longer_than_a_transform() -> None:
     )
     stream = loader(spec, max_actors=1)
     kinds: list[str] = []
-    stop = follow(stream._supervisor, lambda kind, text: kinds.append(kind))
     for number, batch in enumerate(without_ray.every_batch(stream), 1):
         assert batch.num_bad == 0
         if number == 2:  # the last, as above
-            stop()
+            kinds = [kind for kind, _ in events_of(stream._supervisor, 0)]
     assert "fault" not in kinds
 
 

@@ -24,7 +24,6 @@ from raypipe.device.prefetcher import Batch
 from raypipe.errors import ConfigError, CursorError, RaypipeError
 from raypipe.plan.places import Cursor
 from raypipe.stores.base import MemoryStore
-from raypipe.streaming.arrival import Feed
 from raypipe.streaming.blocks import cut
 from raypipe.streaming.epochs import Epoch
 from raypipe.streaming.handover import loader
@@ -33,7 +32,7 @@ from raypipe.streaming.loader import Loader
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.row import block_row, host_batches
-from raypipe.streaming.running import end_oldest
+from raypipe.streaming.running import Feed, end_oldest
 from raypipe.streaming.spec import StreamSpec
 
 CPU = torch.device("cpu")

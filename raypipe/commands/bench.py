@@ -188,8 +188,7 @@ def _alone(store: Store, transform: TransformConfig, threads: int, micro_batch: 
     import cv2
 
     from raypipe.transform.batch import MicroBatchTransform
-    from raypipe.transform.contents import Images
-    from raypipe.transform.presets import build_transform
+    from raypipe.transform.contents import Content
     from raypipe.transform.samples import Samples
 
     cv2.setNumThreads(1)  # an actor does so too
@@ -197,8 +196,7 @@ def _alone(store: Store, transform: TransformConfig, threads: int, micro_batch: 
     began_cpu = time.process_time()
     encoded = store.read(np.arange(min(len(store), _CEILING_IMAGES)), ("image",))["image"]
     read_cpu_s = time.process_time() - began_cpu
-    built = build_transform(transform.train, transform.final_size)
-    maker = MicroBatchTransform(Images(built, transform, threads=threads))
+    maker = MicroBatchTransform(Content(transform.train, transform, threads=threads))
     indices = np.arange(min(micro_batch, len(encoded)))
 
     def make(first: int) -> None:

@@ -30,8 +30,7 @@ from raypipe.transform.batch import (
     Candidate,
     MicroBatchTransform,
 )
-from raypipe.transform.columns import ColumnMaker
-from raypipe.transform.contents import build_content
+from raypipe.transform.contents import Content
 from raypipe.transform.fields import IMAGE, BlockMemory, MicroBatch, chroma_of, is_image
 from raypipe.transform.presets import is_preset
 from raypipe.transform.process_state import process_kept
@@ -99,7 +98,7 @@ class MicroBatchMaker:
     @property
     def draws_globally(self) -> bool:
         """True if a transform draws from generators of the process."""
-        return any(transform.draws_globally for transform in self._transforms.values())
+        return any(transform.content.draws_globally for transform in self._transforms.values())
 
     def batch(self, at: MicroBatchId) -> MicroBatch:
         """Make one micro-batch in a process shared with the user, and record its bad samples."""
@@ -232,10 +231,9 @@ def transform_of(spec: StreamSpec, split: Split, size: Size, **options: Any) -> 
     store, buckets = spec.stores[split], spec.plan.config.sides_in(split)
     sides = sides_of(size) if has_sizes(spec.transform, split, buckets) else None
     return MicroBatchTransform(
-        build_content(spec.transforms[split], spec.transform, spec.columns, size, sides, spec.pool.kernel_threads),
+        Content(spec.transforms[split], spec.transform, spec.columns, size, sides, spec.pool.kernel_threads),
         store_address=store.address,
         sample_name=functools.partial(name_of, store),
-        columns=ColumnMaker(spec.columns) if spec.columns else None,
         **options,
     )
 

@@ -10,24 +10,21 @@ the reason.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from raypipe.config import TransformConfig
 from raypipe.errors import SampleError
-from raypipe.plan.order import mix64
 from raypipe.plan.places import Sides
 from raypipe.transform import kernel, reference
+from raypipe.transform.crops import Crop
 from raypipe.transform.decode import decode
-from raypipe.transform.draws import Key
-from raypipe.transform.fields import MadeAtOnce, chroma_of
+from raypipe.transform.fields import chroma_of
 from raypipe.transform.jpeg import jpeg_orientation, scaled_boxes
 from raypipe.transform.kernel import DONE, Job
 from raypipe.transform.ops import Op
-from raypipe.transform.program import Program
 from raypipe.transform.samples import Samples
 
 _MAX_DECODED = 32 << 20  # bytes of pixels that are decoded before a call
@@ -39,6 +36,14 @@ class Slots(NamedTuple):
     pixels: np.ndarray
     chroma: np.ndarray | None = None
 
+    @staticmethod
+    def of(crop: Crop, arrays: Mapping[str, np.ndarray]) -> Slots:
+        """Those of a crop, in the arrays of a micro-batch by field."""
+        parts = (arrays.get(name) for name in (crop.field, chroma_of(crop.field)))
+        pixels, chroma = (part if part is None or crop.number is None else part[:, crop.number] for part in parts)
+        assert pixels is not None
+        return Slots(pixels, chroma)
+
     def put(self, row: int, image: np.ndarray) -> None:
         """Fill a slot with an image, uint8 (h, w, 3)."""
         if self.chroma is None:
@@ -47,88 +52,53 @@ class Slots(NamedTuple):
             self.pixels[row], self.chroma[row] = kernel.planes(image)
 
 
-@dataclass(frozen=True)
-class Crop:
-    """Image that a program makes of each sample: its only image, or one of a view.
+class Finished(NamedTuple):
+    """Rows of a micro-batch whose images are made, and the draws for the first image of each.
 
     Attributes:
-        field: the image's field.
-        program: program that makes it.
-        finish: step after the program, on an image, its targets and the key; None = no step.
-        number: its number among several of the field.
-        part: uint64 (2,), mixed with the samples' keys; None = the keys are used as they are.
+        rows: int64 (n,).
+        params: int64 (n, P), see `Program.draw`.
+        sizes: (height, width) of the images before, int (n, 2).
     """
 
-    field: str
-    program: Program
-    finish: Callable[[np.ndarray, dict[str, Any], Key], dict[str, np.ndarray]] | None = None
-    number: int | None = None
-    part: np.ndarray | None = None
-
-    def keys(self, keys: np.ndarray) -> np.ndarray:
-        """Derive its keys, uint64 (B, 2), from those of the samples."""
-        return keys if self.part is None else mix64(self.part ^ keys)
-
-    def slots(self, arrays: Mapping[str, np.ndarray]) -> Slots:
-        """Where its images are put, in the arrays of a micro-batch by field."""
-        parts = (arrays.get(name) for name in (self.field, chroma_of(self.field)))
-        pixels, chroma = (part if part is None or self.number is None else part[:, self.number] for part in parts)
-        assert pixels is not None
-        return Slots(pixels, chroma)
-
-
-def shapes_of(crops: Sequence[Crop]) -> dict[str, tuple[int, ...]]:
-    """The shapes of a sample's fields, of which these are the images."""
-    shapes = dict[str, tuple[int, ...]]()
-    for crop in crops:
-        several = () if crop.number is None else (crop.number + 1,)
-        shapes[crop.field] = *several, *(crop.program.size or ()), 3
-    return shapes
+    rows: np.ndarray
+    params: np.ndarray
+    sizes: np.ndarray
 
 
 class ProgramsAtOnce:
     """Makes the images of micro-batches.
 
     Args:
-        crops: of each sample.
+        crops: of each sample; all begin with a program.
         config: how images are decoded.
         threads: that the kernel uses.
     """
 
     def __init__(self, crops: Sequence[Crop], config: TransformConfig, threads: int) -> None:
         self._crops, self._config, self._threads = crops, config, threads
-        self._target = crops[0].program.crop_target if config.crop_decode == "scaled" else None
+        self._target = crops[0].transform.crop_target if config.crop_decode == "scaled" else None
 
     def make(
-        self,
-        samples: Samples,
-        wanted: np.ndarray,
-        keys: np.ndarray,
-        arrays: Mapping[str, np.ndarray],
-    ) -> MadeAtOnce:
-        """Make the images of B samples.
+        self, samples: Samples, wanted: np.ndarray, keys: np.ndarray, arrays: Mapping[str, np.ndarray]
+    ) -> Iterator[Finished]:
+        """Make the images of B samples, and yield the rows that are made; slots of others may hold anything.
 
         Args:
             wanted: bool (B,), the rows that are.
             keys: uint64 (B, 2).
             arrays: by field, (B, …).
-
-        Returns:
-            Which are made. Slots of others may hold anything.
         """
-        first = self._crops[0].program
-        made = MadeAtOnce(
-            np.zeros(len(samples), bool),
-            np.zeros((len(samples), first.num_params), np.int64),
-            np.zeros((len(samples), 2), np.int32),
-        )
         sizes = self._sizes(samples.images)
         sizes[~wanted] = 0
-        self._run(samples.images, sizes, keys, arrays, made, self._target)
-        for decoded in self._decoded(samples, wanted & ~made.rows):
+        wanted = wanted.copy()
+        if sizes.any():
+            finished = self._run(samples.images, sizes, keys, arrays, self._target)
+            wanted[finished.rows] = False
+            yield finished
+        for decoded in self._decoded(samples, wanted):
             sizes = np.array([(0, 0) if image is None else image.shape[:2] for image in decoded])
-            self._run(decoded, sizes, keys, arrays, made)
-        return made
+            yield self._run(decoded, sizes, keys, arrays)
 
     def _sizes(self, images: Sequence[bytes | memoryview | None]) -> np.ndarray:
         """(height, width), int32 (B, 2), of those that the kernel decodes; zeros of others.
@@ -148,31 +118,30 @@ class ProgramsAtOnce:
         sizes: np.ndarray,
         keys: np.ndarray,
         arrays: Mapping[str, np.ndarray],
-        made: MadeAtOnce,
         target: Sides | None = None,
-    ) -> None:
-        """Make the images of the rows that have sizes, and note them.
+    ) -> Finished:
+        """Make the images of the rows that have sizes.
 
         Args:
             target: decode crops at a reduced scale, not below this (height, width).
         """
         (rows,) = np.nonzero(sizes[:, 0])
-        if not rows.size:
-            return
         if len(rows) < len(images):
             is_run = (sizes[:, 0] > 0).tolist()
             images = [image if wanted else None for image, wanted in zip(images, is_run, strict=True)]
         jobs = []
         for crop in self._crops:
-            drawn, _ = crop.program.draw(crop.keys(keys[rows]), sizes[rows])
+            program = crop.transform.program
+            assert program is not None
+            drawn, _ = program.draw(crop.keys(keys[rows]), sizes[rows])
             params = drawn
             if len(rows) < len(images):
                 params = np.zeros((len(images), drawn.shape[1]), np.int64)
                 params[rows] = drawn
-            slots = crop.slots(arrays)
-            if crop.finish:
-                slots = Slots(np.empty((len(images), *(crop.program.size or ()), 3), np.uint8))
-            jobs.append(Job(crop.program.ops, params, *slots))
+            slots = Slots.of(crop, arrays)
+            if crop.transform.has_rest:
+                slots = Slots(np.empty((len(images), *(program.size or ()), 3), np.uint8))
+            jobs.append(Job(program.ops, params, *slots))
         called = jobs
         if target:
             called = [_scaled(job, sizes, target) for job in jobs]
@@ -183,10 +152,10 @@ class ProgramsAtOnce:
             if isinstance(images[row], np.ndarray):
                 done[row] = _by_reference(images[row], jobs, row)
         for crop, job in zip(self._crops, jobs, strict=True):
-            if crop.finish:
-                _finish(crop, job.out, keys, arrays, rows, done)
-        made.rows[done] = True
-        made.params[done], made.sizes[done] = jobs[0].params[done], sizes[done]
+            if crop.transform.has_rest:
+                _finish(crop, job.out, keys, arrays, done)
+        (rows,) = np.nonzero(done)
+        return Finished(rows, jobs[0].params[rows], sizes[rows])
 
     def _decoded(self, samples: Samples, wanted: np.ndarray) -> Iterator[list[np.ndarray | None]]:
         """The pixels of the rows that are wanted, where they can be had, by row; not too many at a time."""
@@ -241,15 +210,13 @@ def _finish(
     images: np.ndarray,
     keys: np.ndarray,
     arrays: Mapping[str, np.ndarray],
-    rows: np.ndarray,
     done: np.ndarray,
 ) -> None:
     """Have the library do the rest of the steps, sample by sample."""
-    assert crop.finish is not None
-    slots, own_keys = crop.slots(arrays), crop.keys(keys).tolist()
-    for row in rows[done[rows]].tolist():
+    slots, own_keys = Slots.of(crop, arrays), crop.keys(keys).tolist()
+    for row in np.flatnonzero(done).tolist():
         try:
-            image = crop.finish(images[row], {}, own_keys[row])["image"]
+            image = crop.transform.finish(images[row], {}, own_keys[row])["image"]
         except Exception:  # the straight loop meets it again, and says what it is
             done[row] = False
             continue

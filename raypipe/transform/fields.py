@@ -24,7 +24,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from raypipe.plan.places import PADDING, MicroBatchId, Sides
+from raypipe.plan.places import PADDING, MicroBatchId
 from raypipe.transform.memory import reused_arrays
 from raypipe.transform.wire import rgb
 
@@ -158,40 +158,6 @@ class MicroBatch:
         return values
 
 
-@dataclass(frozen=True)
-class MadeAtOnce:
-    """Finished images of a micro-batch, and the draws for the first one of each sample.
-
-    Attributes:
-        rows: bool (B,), which have their images.
-        params: int64 (B, P), see `Program.draw`.
-        sizes: (height, width) of the images before, int32 (B, 2).
-    """
-
-    rows: np.ndarray
-    params: np.ndarray
-    sizes: np.ndarray
-
-    @staticmethod
-    def nothing(num: int) -> MadeAtOnce:
-        """No row is made."""
-        return MadeAtOnce(np.zeros(num, bool), np.zeros((num, 0), np.int64), np.zeros((num, 2), np.int32))
-
-    def drawn(self, row: int) -> Drawn | None:
-        """Return the draws for a row; None = its image is not made."""
-        if not self.rows[row]:
-            return None
-        height, width = self.sizes[row].tolist()
-        return Drawn(self.params[row], (height, width))
-
-
-class Drawn(NamedTuple):
-    """Draws of a program for an image, int64 (P,), and the image's (height, width) before."""
-
-    params: np.ndarray
-    size: Sides
-
-
 class BlockMemory:
     """The memory of `count` micro-batches of one block, which is shipped as one piece.
 
@@ -241,14 +207,7 @@ class Rows:
         self.index = np.full(self.num_samples, PADDING, np.int64)
         self.weight = np.zeros(self.num_samples, np.float32)
         self._missing, self._lists = list[int](), dict[str, list[Any]]()
-        self._image: np.ndarray | None = None
         self._arrays = self.memory.take(self.num_samples) if _are_known(self.memory.fields) else None
-
-    def image(self, row: int) -> np.ndarray | None:
-        """Memory that a row's image may be made in; None = it is not known yet."""
-        images = self._arrays.get(IMAGE) if self._arrays else None
-        self._image = None if images is None else images[row]
-        return self._image
 
     def put(self, row: int, index: int, sample: Mapping[str, Any]) -> None:
         """Fill a row with a sample, by fields."""
@@ -259,21 +218,19 @@ class Rows:
             array = self._arrays.get(name)
             if array is None:
                 self._lists.setdefault(name, [None] * self.num_samples)[row] = value
-            elif value is not self._image:
-                like = self.memory.fields[name]
-                if like.is_padded:
-                    array[row, : len(value)] = value
-                    array[row, len(value) :] = like.fill
-                else:
-                    array[row] = value
+                continue
+            like = self.memory.fields[name]
+            if like.is_padded:
+                array[row, : len(value)] = value
+                array[row, len(value) :] = like.fill
+            else:
+                array[row] = value
         self.index[row], self.weight[row] = index, 1
 
-    def put_labels(self, rows: np.ndarray, indices: np.ndarray, labels: np.ndarray, none: int) -> np.ndarray:
-        """Fill those of some rows, bool (B,), that have a label: all else of them is there. Which, bool (B,)."""
-        filled = rows & (labels != none)
-        self.arrays[LABEL][filled] = labels[filled]
-        self.index[filled], self.weight[filled] = indices[filled], 1
-        return filled
+    def put_labels(self, rows: np.ndarray, indices: np.ndarray, labels: np.ndarray) -> None:
+        """Fill rows, int (n,), of which all but the label is there, of B."""
+        self.arrays[LABEL][rows] = labels[rows]
+        self.index[rows], self.weight[rows] = indices[rows], 1
 
     @property
     def arrays(self) -> dict[str, np.ndarray]:

@@ -12,7 +12,7 @@ import numpy as np
 from raypipe.config import TransformConfig
 from raypipe.plan.places import PADDING, MicroBatchId
 from raypipe.transform.batch import MicroBatchTransform, Sample, Substitutes
-from raypipe.transform.contents import build_content
+from raypipe.transform.contents import Content
 from raypipe.transform.fields import MicroBatch, Ragged
 from raypipe.transform.samples import EncodedSample, Samples
 
@@ -24,9 +24,7 @@ FIRST = 20
 def transform_of(transform: Any, config: TransformConfig | None = None, **of_a_split: Any) -> MicroBatchTransform:
     """By a user's transform, settings of a run, and options of a split."""
     config = config or TransformConfig()
-    return MicroBatchTransform(
-        build_content(transform, config), tolerant=config.max_bad_fraction > 0, **of_a_split
-    )
+    return MicroBatchTransform(Content(transform, config), tolerant=config.max_bad_fraction > 0, **of_a_split)
 
 
 def samples_of(images: Iterable[bytes | None]) -> list[EncodedSample]:

@@ -20,8 +20,8 @@ import albumentations as A  # noqa: N812
 from raypipe.config import TransformConfig
 from raypipe.transform import jpeg, kernel, wire
 from raypipe.transform.batch import MicroBatchTransform
-from raypipe.transform.contents import build_content
-from raypipe.transform.fields import MadeAtOnce, chroma_of, is_image
+from raypipe.transform.contents import Content
+from raypipe.transform.fields import chroma_of, is_image
 from raypipe.transform.program import find_program
 from raypipe.transform.samples import EncodedSample, Samples
 
@@ -76,9 +76,9 @@ def without_kernel() -> Iterator[None]:
 def made(transform: Any, samples: Any = SAMPLES, threads: int = 1, alone: bool = False, **settings: Any) -> Any:
     """The arrays of a micro-batch by field, and its bad samples."""
     settings = {"size": 32} | settings
-    content = build_content(transform, TransformConfig(**settings), threads=threads)
+    content = Content(transform, TransformConfig(**settings), threads=threads)
     if alone:
-        content.at_once = lambda samples, *_: MadeAtOnce.nothing(len(samples))  # type: ignore[method-assign]
+        content.fill = lambda *_: None  # type: ignore[method-assign]
     maker = MicroBatchTransform(content)
 
     def substitutes(row: int) -> Any:

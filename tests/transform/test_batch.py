@@ -286,7 +286,7 @@ def test_padding_alone_of_unknown_size_is_a_config_error() -> None:
 
 def test_a_sample_of_another_size_is_a_config_error_with_both_sizes() -> None:
     images = [np.zeros((20, 30, 3), np.uint8), np.zeros((20, 31, 3), np.uint8)]
-    with pytest.raises(ConfigError, match=r"x.lmdb sample 21: .* 20x31 .*20x30 .*crop or resize"):
+    with pytest.raises(ConfigError, match=r"x.lmdb sample 21: .*\(20, 31, 3\).*\(20, 30, 3\).*crop or resize"):
         batch(made(None, store_address="x.lmdb"), [encode_jpeg(i) for i in images])
 
 

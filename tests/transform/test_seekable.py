@@ -22,7 +22,7 @@ from raypipe.config import TransformConfig
 from raypipe.errors import SampleError
 from raypipe.transform import jpeg, kernel
 from raypipe.transform.batch import MicroBatchTransform
-from raypipe.transform.contents import build_content
+from raypipe.transform.contents import Content
 from raypipe.transform.decode import decode
 from raypipe.transform.jpeg import decode_box
 from raypipe.transform.kernel import DONE, Job
@@ -177,7 +177,7 @@ def test_the_message_names_the_checksum(size: int | None) -> None:
 
 
 def micro_batch(images: list[bytes], threads: int) -> tuple[dict[str, bytes], list[Any]]:
-    maker = MicroBatchTransform(build_content("light", TransformConfig(size=32), threads=threads))
+    maker = MicroBatchTransform(Content("light", TransformConfig(size=32), threads=threads))
     samples = [EncodedSample(image, number) for number, image in enumerate(images)]
     keys = np.arange(2 * len(images), dtype=np.uint64).reshape(-1, 2)
     rows, bad = maker.run(

@@ -18,7 +18,7 @@ from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError
 from raypipe.plan.order import Domain, mix64
 from raypipe.transform import contents
-from raypipe.transform.contents import Images
+from raypipe.transform.contents import Content
 from raypipe.transform.decode import decode
 from raypipe.transform.presets import build_transform, check_transform, num_pixels
 from raypipe.transform.sample_transform import SampleTransform
@@ -47,7 +47,9 @@ PIPELINES: dict[str, Any] = {
 
 
 def views(transform: Any, key: tuple[int, int] = KEY, size: int = 16) -> dict[str, np.ndarray]:
-    return Images(build_transform(transform, size), TransformConfig(size=size)).one(EncodedSample(picture(3)), key)
+    made = Content(transform, TransformConfig(size=size)).one(EncodedSample(picture(3)), key)
+    assert made.pop("label") == 0
+    return made
 
 
 def key_of(name: str, number: int) -> tuple[int, int]:
@@ -92,7 +94,7 @@ def test_a_crop_does_not_depend_on_how_many_there_are_nor_on_other_views() -> No
 def test_the_image_is_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     monkeypatch.setattr(contents, "decode", lambda *args, **kw: calls.append(args) or decode(*args, **kw))
-    content = Images(build_transform("dino", 28), TransformConfig())
+    content = Content("dino", TransformConfig(), size=28)
     content.one(EncodedSample(picture(3)), KEY)
     assert len(calls) == 1
 
@@ -196,9 +198,9 @@ def test_crops_of_unlike_sizes_and_views_in_views_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"a transform of view.a made several images"):
         views({"a": pair})
     sizes = iter([8, 9])
-    content = Images(build_transform({"a": lambda image: image[: next(sizes)]}, 16), TransformConfig())
+    content = Content({"a": lambda image: image[: next(sizes)]}, TransformConfig())
     content.one(EncodedSample(picture(3)), KEY)
-    with pytest.raises(ConfigError, match=r"made views of .*9x48.*8x48.* is expected as for the others"):
+    with pytest.raises(ConfigError, match=r"made view.a uint8 \(9, 48, 3\), where view.a uint8 \(8, 48, 3\) is"):
         content.one(EncodedSample(picture(3)), KEY)
 
 

@@ -30,28 +30,6 @@ from raypipe.transform.samples import Samples
 _MAX_DECODED = 32 << 20  # bytes of pixels that are decoded before a call
 
 
-class Slots(NamedTuple):
-    """Where images are put: uint8 (B, h, w, 3); or luma (B, h, w, 1), and chroma (B, h/2, w/2, 2)."""
-
-    pixels: np.ndarray
-    chroma: np.ndarray | None = None
-
-    @staticmethod
-    def of(crop: Crop, arrays: Mapping[str, np.ndarray]) -> Slots:
-        """Those of a crop, in the arrays of a micro-batch by field."""
-        parts = (arrays.get(name) for name in (crop.field, chroma_of(crop.field)))
-        pixels, chroma = (part if part is None or crop.number is None else part[:, crop.number] for part in parts)
-        assert pixels is not None
-        return Slots(pixels, chroma)
-
-    def put(self, row: int, image: np.ndarray) -> None:
-        """Fill a slot with an image, uint8 (h, w, 3)."""
-        if self.chroma is None:
-            self.pixels[row] = image
-        else:
-            self.pixels[row], self.chroma[row] = kernel.planes(image)
-
-
 class Finished(NamedTuple):
     """Rows of a micro-batch whose images are made, and the draws for the first image of each.
 
@@ -129,19 +107,7 @@ class ProgramsAtOnce:
         if len(rows) < len(images):
             is_run = (sizes[:, 0] > 0).tolist()
             images = [image if wanted else None for image, wanted in zip(images, is_run, strict=True)]
-        jobs = []
-        for crop in self._crops:
-            program = crop.transform.program
-            assert program is not None
-            drawn, _ = program.draw(crop.keys(keys[rows]), sizes[rows])
-            params = drawn
-            if len(rows) < len(images):
-                params = np.zeros((len(images), drawn.shape[1]), np.int64)
-                params[rows] = drawn
-            slots = Slots.of(crop, arrays)
-            if crop.transform.has_rest:
-                slots = Slots(np.empty((len(images), *(program.size or ()), 3), np.uint8))
-            jobs.append(Job(program.ops, params, *slots))
+        jobs = [_job_of(crop, rows, sizes, keys, arrays) for crop in self._crops]
         called = jobs
         if target:
             called = [_scaled(job, sizes, target) for job in jobs]
@@ -153,7 +119,7 @@ class ProgramsAtOnce:
                 done[row] = _by_reference(images[row], jobs, row)
         for crop, job in zip(self._crops, jobs, strict=True):
             if crop.transform.has_rest:
-                _finish(crop, job.out, keys, arrays, done)
+                _finish(crop, job.out, job._replace(**_results(crop, arrays)), keys, done)
         (rows,) = np.nonzero(done)
         return Finished(rows, jobs[0].params[rows], sizes[rows])
 
@@ -181,6 +147,27 @@ class ProgramsAtOnce:
             return None
 
 
+def _job_of(
+    crop: Crop, rows: np.ndarray, sizes: np.ndarray, keys: np.ndarray, arrays: Mapping[str, np.ndarray]
+) -> Job:
+    """The job of a crop, of which these rows, int (n,), have draws; before steps of the library, in new memory."""
+    program = crop.transform.program
+    assert program is not None
+    params = np.zeros((len(keys), program.num_params), np.int64)
+    params[rows], _ = program.draw(crop.keys(keys[rows]), sizes[rows])
+    if crop.transform.has_rest:
+        return Job(program.ops, params, np.empty((len(keys), *(program.size or ()), 3), np.uint8))
+    return Job(program.ops, params, **_results(crop, arrays))
+
+
+def _results(crop: Crop, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """Where the images of a crop are put, in the arrays of a micro-batch by field; see `Job`."""
+    places = {"out": arrays[crop.field], "chroma": arrays.get(chroma_of(crop.field))}
+    if crop.number is None:
+        return places
+    return {name: None if array is None else array[:, crop.number] for name, array in places.items()}
+
+
 def _scaled(job: Job, sizes: np.ndarray, target: Sides) -> Job:
     """A job that begins with a crop, by which the crop is decoded at a scale."""
     applies, boxes, others = job.params[:, :1], job.params[:, 1:5], job.params[:, 5:]
@@ -199,27 +186,21 @@ def _whole(job: Job) -> Job:
 def _by_reference(image: np.ndarray, jobs: Sequence[Job], row: int) -> bool:
     try:
         for job in jobs:
-            Slots(job.out, job.chroma).put(row, reference.apply_all(image, job.ops, job.params[row]))
+            job.put(row, reference.apply_all(image, job.ops, job.params[row]))
     except ValueError:
         return False
     return True
 
 
-def _finish(
-    crop: Crop,
-    images: np.ndarray,
-    keys: np.ndarray,
-    arrays: Mapping[str, np.ndarray],
-    done: np.ndarray,
-) -> None:
+def _finish(crop: Crop, images: np.ndarray, job: Job, keys: np.ndarray, done: np.ndarray) -> None:
     """Have the library do the rest of the steps, sample by sample."""
-    slots, own_keys = Slots.of(crop, arrays), crop.keys(keys).tolist()
+    own_keys = crop.keys(keys).tolist()
     for row in np.flatnonzero(done).tolist():
         try:
             image = crop.transform.finish(images[row], {}, own_keys[row])["image"]
         except Exception:  # the straight loop meets it again, and says what it is
             done[row] = False
             continue
-        done[row] = image.shape[:2] == slots.pixels.shape[1:3]  # else nothing was written
+        done[row] = image.shape[:2] == job.out.shape[1:3]  # else nothing was written
         if done[row]:
-            slots.put(row, image)
+            job.put(row, image)

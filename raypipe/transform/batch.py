@@ -111,7 +111,7 @@ class MicroBatchTransform:
             ConfigError: a result has a wrong kind or size.
         """
         rows, bad = Rows(memory or BlockMemory(self.content.fields), len(indices)), []
-        if isinstance(samples, Samples) and rows.has_begun and not attempt.before_sample:
+        if isinstance(samples, Samples) and not attempt.before_sample:
             wanted = (indices != PADDING) & ~np.isin(indices, list(attempt.bad))
             self.content.fill(rows, samples, indices, keys, wanted)
         for row in np.flatnonzero(rows.weight == 0).tolist():
@@ -138,8 +138,8 @@ class MicroBatchTransform:
                         break
                 else:
                     raise self._none_is_good(index, error, *last) from error
-        if not rows.has_begun:
-            rows.begin(self._first())
+        if rows.arrays is None:
+            rows.begun(self._first())
         return rows, bad
 
     def one(self, sample: Sample, index: int, key: Key, attempt: Attempt = FIRST_ATTEMPT) -> dict[str, Any]:

@@ -130,7 +130,7 @@ class Content:
             keys: uint64 (B, 2).
             wanted: bool (B,), the rows to fill.
         """
-        if self._at_once is None:
+        if self._at_once is None or rows.arrays is None:
             return
         for made, params, sizes in self._at_once.make(samples, wanted, keys, rows.arrays):
             if not self._targets and self._columns is None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -186,7 +186,6 @@ class BlockMemory:
         return {name: array[self._taken - 1] for name, array in self.arrays.items()}
 
 
-@dataclass
 class Rows:
     """The rows of a micro-batch, which are filled one after the other.
 
@@ -196,26 +195,22 @@ class Rows:
 
     Attributes:
         index, weight: see `MicroBatch`.
+        arrays: arrays by field, (B, …); None = their shapes are not known yet.
     """
 
-    memory: BlockMemory
-    num_samples: int
-    index: np.ndarray = field(init=False)
-    weight: np.ndarray = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.index = np.full(self.num_samples, PADDING, np.int64)
-        self.weight = np.zeros(self.num_samples, np.float32)
+    def __init__(self, memory: BlockMemory, num_samples: int) -> None:
+        self.memory, self.num_samples = memory, num_samples
+        self.index = np.full(num_samples, PADDING, np.int64)
+        self.weight = np.zeros(num_samples, np.float32)
         self._missing, self._lists = list[int](), dict[str, list[Any]]()
-        self._arrays = self.memory.take(self.num_samples) if _are_known(self.memory.fields) else None
+        are_known = all(like.kind != "array" or like.shape is not None for like in memory.fields.values())
+        self.arrays = memory.take(num_samples) if are_known else None
 
     def put(self, row: int, index: int, sample: Mapping[str, Any]) -> None:
-        """Fill a row with a sample, by fields."""
-        if self._arrays is None:
-            self.begin(sample)
-        assert self._arrays is not None
+        """Fill a row with a sample, by fields, or with those of them that it lacks."""
+        arrays = self.begun(sample)
         for name, value in sample.items():
-            array = self._arrays.get(name)
+            array = arrays.get(name)
             if array is None:
                 self._lists.setdefault(name, [None] * self.num_samples)[row] = value
                 continue
@@ -229,37 +224,29 @@ class Rows:
 
     def put_labels(self, rows: np.ndarray, indices: np.ndarray, labels: np.ndarray) -> None:
         """Fill rows, int (n,), of which all but the label is there, of B."""
+        assert self.arrays is not None
         self.arrays[LABEL][rows] = labels[rows]
         self.index[rows], self.weight[rows] = indices[rows], 1
-
-    @property
-    def arrays(self) -> dict[str, np.ndarray]:
-        """Return arrays of the fields, (B, …), once their shapes are known."""
-        assert self._arrays is not None
-        return self._arrays
 
     def leave_out(self, row: int, index: int = PADDING) -> None:
         """Fill a row that does not count: padding, or a sample that is bad."""
         self._missing.append(row)
         self.index[row] = index
 
-    @property
-    def has_begun(self) -> bool:
-        """True if the shapes of all fields are known."""
-        return self._arrays is not None
-
-    def begin(self, sample: Mapping[str, Any]) -> None:
-        """Learn the shapes of the fields by a sample."""
-        learn(self.memory.fields, sample)
-        self._arrays = self.memory.take(self.num_samples)
+    def begun(self, sample: Mapping[str, Any]) -> dict[str, np.ndarray]:
+        """The arrays; a sample shows the shapes that are not known yet."""
+        if self.arrays is None:
+            learn(self.memory.fields, sample)
+            self.arrays = self.memory.take(self.num_samples)
+        return self.arrays
 
     def finish(self) -> dict[str, np.ndarray | Ragged]:
         """The fields of the micro-batch."""
-        assert self._arrays is not None
+        assert self.arrays is not None
         fields: dict[str, np.ndarray | Ragged] = {}
         for name, like in self.memory.fields.items():
             if like.kind == "array":
-                array = self._arrays[name]
+                array = self.arrays[name]
                 if self._missing:
                     array[self._missing] = like.fill
                 fields[name] = array
@@ -277,7 +264,3 @@ def learn(fields: dict[str, Field], sample: Mapping[str, Any]) -> None:
         like = fields.get(name) or Field(fill=_NO_COLOR if is_chroma(name) else 0)
         if like.kind == "array" and like.shape is None:
             fields[name] = replace(like, dtype=value.dtype.name, shape=value.shape)
-
-
-def _are_known(fields: Mapping[str, Field]) -> bool:
-    return all(like.kind != "array" or like.shape is not None for like in fields.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -32,10 +33,18 @@ def samples_of(images: Iterable[bytes | None]) -> list[EncodedSample]:
     return [EncodedSample(image, 3 * row) for row, image in enumerate(images)]
 
 
+def as_samples(samples: Sequence[EncodedSample]) -> Samples:
+    """Join samples; a column that a sample lacks is None."""
+    images, columns = [sample.image for sample in samples], [sample.columns for sample in samples]
+    names = dict.fromkeys(itertools.chain.from_iterable(columns))
+    labels = np.array([sample.label for sample in samples], np.int64)
+    return Samples(images, labels, {name: [row.get(name) for row in columns] for name in names})
+
+
 def as_read(samples: Sequence[Sample]) -> Samples | list[Callable[[], Any]]:
     """As a store was read for a micro-batch, or each when it is its turn, where one of them is to be read then."""
     if not any(map(callable, samples)):
-        return Samples.of([*samples])
+        return as_samples([*samples])
     return [sample if callable(sample) else functools.partial([sample].__getitem__, 0) for sample in samples]
 
 

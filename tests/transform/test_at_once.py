@@ -12,6 +12,7 @@ import cv2
 import numpy as np
 import pytest
 import simplejpeg
+from micro_batches import as_samples
 from PIL import Image
 
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
@@ -23,7 +24,7 @@ from raypipe.transform.batch import MicroBatchTransform
 from raypipe.transform.contents import Content
 from raypipe.transform.fields import chroma_of, is_image
 from raypipe.transform.program import find_program
-from raypipe.transform.samples import EncodedSample, Samples
+from raypipe.transform.samples import EncodedSample
 
 RNG = np.random.default_rng(11)
 
@@ -84,7 +85,7 @@ def made(transform: Any, samples: Any = SAMPLES, threads: int = 1, alone: bool =
     def substitutes(row: int) -> Any:
         return [(GOOD[row % 2], 100 + row % 2, (row, 1))]
 
-    rows, bad = maker.run(Samples.of(samples), INDICES[: len(samples)], KEYS[: len(samples)], substitutes)
+    rows, bad = maker.run(as_samples(samples), INDICES[: len(samples)], KEYS[: len(samples)], substitutes)
     return {name: (part.tobytes(), part.shape) for name, part in rows.finish().items()}, bad
 
 

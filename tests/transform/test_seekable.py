@@ -16,6 +16,7 @@ import cv2
 import numpy as np
 import pytest
 import simplejpeg
+from micro_batches import as_samples
 from PIL import Image
 
 from raypipe.config import TransformConfig
@@ -27,7 +28,7 @@ from raypipe.transform.decode import decode
 from raypipe.transform.jpeg import decode_box
 from raypipe.transform.kernel import DONE, Job
 from raypipe.transform.ops import Op
-from raypipe.transform.samples import EncodedSample, Samples
+from raypipe.transform.samples import EncodedSample
 from raypipe.transform.seekable import check_checksum, is_seekable
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "csrc"))
@@ -181,7 +182,7 @@ def micro_batch(images: list[bytes], threads: int) -> tuple[dict[str, bytes], li
     samples = [EncodedSample(image, number) for number, image in enumerate(images)]
     keys = np.arange(2 * len(images), dtype=np.uint64).reshape(-1, 2)
     rows, bad = maker.run(
-        Samples.of(samples),
+        as_samples(samples),
         np.arange(len(images)),
         keys,
         lambda row: [(samples[0], 0, (row, 1)), (samples[1], 1, (row, 2))],

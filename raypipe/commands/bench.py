@@ -30,7 +30,7 @@ from raypipe.errors import ConfigError
 from raypipe.logs import table
 from raypipe.lookup import num_cpus, versions
 from raypipe.stores import Store
-from raypipe.transform.transform_steps import brief, config_without_files
+from raypipe.transform.transform_steps import brief
 
 # Images that one ceiling process keeps in memory: more than fit its caches, few enough to read at once.
 _CEILING_IMAGES = 512
@@ -72,7 +72,7 @@ def bench(
 
     opened = open_train(run)
     actors = run.pool.max_actors or _cpus_here()
-    config = config_without_files(run.transform)
+    config = run.transform
     pool = dataclasses.replace(run.pool, engine="ray", min_actors=actors, max_actors=actors)
     micro_batch = min(run.plan.micro_batch_size, len(opened))
     measured = []

@@ -23,7 +23,7 @@ from raypipe.transform.decode import decode
 from raypipe.transform.presets import build_transform, check_transform, num_pixels
 from raypipe.transform.sample_transform import SampleTransform
 from raypipe.transform.samples import EncodedSample
-from raypipe.transform.transform_steps import brief, without_files
+from raypipe.transform.transform_steps import brief
 from raypipe.transform.views import VIEW_PRESETS, find_views, view_key
 
 CROP = A.Compose([A.RandomResizedCrop((16, 16)), A.HorizontalFlip(p=0.5), A.GaussNoise(p=1)])
@@ -125,17 +125,6 @@ def test_settings_say_the_same_in_yaml_and_in_python() -> None:
     assert (num_pixels(yaml, 16), num_pixels("light", 16)) == (2 * 24**2 + 16**2, 256)
     assert num_pixels("dino", 224) == 2 * 224**2 + 8 * 96**2 and num_pixels({"a": CROP}, 16) is None
     assert brief(yaml) == "views a, b"
-
-
-def test_files_of_steps_are_read_in_views_too(tmp_path: Any) -> None:
-    file = tmp_path / "policy.json"
-    file.write_text('[{"Blur": {"p": 1}}]')
-    steps = [{"Blur": {"p": 1}}]
-    assert without_files({"a": {"transform": str(file), "count": 2}, "b": (str(file), 3)}) == {
-        "a": {"transform": steps, "count": 2},
-        "b": (steps, 3),
-    }
-    assert without_files({"a": {"transforms": [str(file), "light"]}}) == {"a": {"transforms": [steps, "light"]}}
 
 
 @pytest.mark.parametrize(

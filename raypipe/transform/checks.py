@@ -38,18 +38,12 @@ def check_follows(transform: Any, config: TransformConfig) -> None:
     defaults = (config.val, config.size) == (TransformConfig.val, TransformConfig.size)
     if defaults and not takes_size(transform) and num_pixels(transform, config.final_size) is None:
         raise ConfigError(
-            f"train_transform is {_name_of(transform)}, and val_transform is not set: validation would have the "
+            f"train_transform is {brief(transform)}, and val_transform is not set: validation would have the "
             f"default size, {config.final_size} px, regardless of the training's size. Write "
             "val_transform=PIPELINE, for "
             "the same size and without random steps; or 'center', with transform=TransformConfig(size=…); or "
             "None: pixels as they are stored"
         )
-
-
-def _name_of(transform: Any) -> str:
-    """A transform for a message."""
-    known = isinstance(transform, str | list) or makes_views(transform)
-    return brief(transform) if known else "None" if transform is None else f"a {type(transform).__name__}"
 
 
 def _check_views(config: TransformConfig, split: Split) -> None:
@@ -75,7 +69,7 @@ def check_sizes(
         if has_sizes(config, split, sides) and not takes_size(transforms[split]):
             several = "plan.buckets" if sides else "transform.size"
             raise ConfigError(
-                f"transform.{split} is {_name_of(transforms[split])}, which is made once, and {several} has "
+                f"transform.{split} is {brief(transforms[split])}, which is made once, and {several} has "
                 "several sizes: use a preset, or module:function, which is called with each size and returns a "
                 "transform"
             )

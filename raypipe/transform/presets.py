@@ -27,7 +27,7 @@ from raypipe.transform.sizes import Size, sides_of
 from raypipe.transform.targets import IGNORE
 from raypipe.transform.transform_steps import Steps, build_steps
 from raypipe.transform.user_code import NOT_OF_A_SAMPLE, place_of
-from raypipe.transform.views import VIEW_PRESETS, PresetSteps, View, find_views, jitter, makes_views
+from raypipe.transform.views import VIEW_PRESETS, PresetSteps, find_views, jitter, makes_views
 
 Transform = Callable[..., Any]
 
@@ -53,33 +53,24 @@ def build_transform(transform: Any, size: Size, by_library: bool = False) -> Any
     if makes_views(transform):
         if not isinstance(size, int):
             raise ConfigError("views have their own sizes, which buckets cannot set: use one image, or no buckets")
-        return {name: _with_built(name, view, by_library) for name, view in find_views(transform, size).items()}
-    if isinstance(transform, list):
-        return build_steps(transform)
-    if not isinstance(transform, str):
-        return transform
-    _check_name(transform)
-    if transform == "none":
-        return None
-    if ":" in transform:
-        return _imported(transform, size)
-    if transform in _TORCHVISION:
-        return _by_torchvision(transform, size)
-    steps = _STEPS[transform](size)
-    return build_steps(steps) if by_library else program_of(steps)
-
-
-def _with_built(name: str, view: View, by_library: bool) -> View:
-    """Return the view with callables for its transforms."""
-    with _of_view(name):
-        return replace(view, transforms=tuple(_of_crop(each, view.size, by_library) for each in view.transforms))
-
-
-def _of_crop(transform: Any, size: int, by_library: bool) -> Any:
-    """The transform of a crop; the steps of a preset of views are a program, if all are known."""
+        views = find_views(transform, size)
+        for name, view in views.items():
+            with _of_view(name):
+                built = tuple(build_transform(each, view.size, by_library) for each in view.transforms)
+            views[name] = replace(view, transforms=built)
+        return views
+    if isinstance(transform, str):
+        _check_name(transform)
+        if transform == "none":
+            return None
+        if ":" in transform:
+            return _imported(transform, size)
+        if transform in _TORCHVISION:
+            return _by_torchvision(transform, size)
+        transform = PresetSteps(_STEPS[transform](size))
     if isinstance(transform, PresetSteps) and not by_library:
         return program_of(transform)
-    return build_transform(transform, size, by_library)
+    return build_steps(transform) if isinstance(transform, list) else transform
 
 
 @contextlib.contextmanager

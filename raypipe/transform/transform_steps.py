@@ -39,10 +39,12 @@ _NEED = {
 
 
 def brief(transform: Any) -> str:
-    """A transform that a configuration names in a few words."""
+    """A transform in a few words."""
     if isinstance(transform, Mapping):
         return f"views {', '.join(transform)}"
-    return transform if isinstance(transform, str) else "+".join(str(name) for step in transform for name in step)
+    if isinstance(transform, list):
+        return "+".join(str(name) for step in transform for name in step)
+    return str(transform) if isinstance(transform, str | None) else f"a {type(transform).__name__}"
 
 
 def albumentations() -> Any:

@@ -1,7 +1,7 @@
 # /// script
 # requires-python = ">=3.11"
 # dependencies = [
-#     "raypipe",
+#     "raypipe-data",
 #     "datasets>=5,<6",
 #     "grain>=0.2.18",
 #     "lancedb>=0.40",
@@ -18,7 +18,7 @@
 # ]
 #
 # [tool.uv.sources]
-# raypipe = { path = "..", editable = true }
+# raypipe-data = { path = "..", editable = true }
 # ///
 """raypipe and its peers on the same files, with the same transform, cores and batch, one after the other.
 

@@ -102,9 +102,18 @@ def uses_ring(device: torch.device) -> bool:
 
 def view(array: np.ndarray) -> torch.Tensor:
     """An array as a tensor of the same memory. Nothing may write to it: shared memory is read-only."""
+    _have_torch_warn()
+    return torch.from_numpy(array)
+
+
+@cache
+def _have_torch_warn() -> None:
+    """Torch warns of the first array that is not writable, and of no other."""
+    array = np.empty(0, np.uint8)
+    array.flags.writeable = False
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        return torch.from_numpy(array)
+        torch.from_numpy(array)
 
 
 class Ring(Generic[Item]):

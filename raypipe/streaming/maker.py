@@ -50,6 +50,8 @@ NO_VIEWS = (
 
 _FIRST = MicroBatchId("train", 0, 0, 0)
 _NUM_TRIED = 8
+# Bytes of the micro-batches whose images are made in one call: more would only hold more samples in memory.
+_AT_ONCE_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -127,54 +129,69 @@ class MicroBatchMaker:
         draws = self.plan.draw_block(places)
         transform, *others = {self._transform(at, draws.at(number)) for number, at in enumerate(places)}
         memory = None if others else BlockMemory(transform.content.fields, len(places))
+        at_once = 1 if memory is None else memory.num_within(_AT_ONCE_BYTES, draws.indices.shape[1])
         outcomes = list[Outcome]()
-        for number, at in enumerate(places):
-            read = reads[number] if reads else None
-            of_one = draws.at(number)
-            outcomes.append(self.make(at, read, read_s / len(places), attempt(at), memory, of_one))
+        while len(outcomes) < len(places):
+            knowledge = attempt(places[len(outcomes)])
+            part = slice(len(outcomes), len(outcomes) + (at_once if knowledge is FIRST_ATTEMPT else 1))
+            read = Samples.joined(reads[part]) if reads else None
+            share_s = read_s * len(places[part]) / len(places)
+            outcomes += self._make(places[part], draws.at(part), read, share_s, knowledge, memory)
         return outcomes, memory
 
-    def make(
-        self,
-        at: MicroBatchId,
-        read: Samples | None = None,
-        read_s: float = 0.0,
-        attempt: Attempt = FIRST_ATTEMPT,
-        memory: BlockMemory | None = None,
-        draws: Draws | None = None,
-    ) -> Outcome:
+    def make(self, at: MicroBatchId, read: Samples | None = None, attempt: Attempt = FIRST_ATTEMPT) -> Outcome:
         """Make one micro-batch; reads the store unless a reader has done so.
 
         Args:
-            read, read_s: its B samples, by a reader, and the seconds that it took.
+            read: its B samples, by a reader.
             attempt: knowledge from earlier attempts.
-            memory: memory for its arrays; None = new memory.
-            draws: draws of its samples, if they are already computed.
         """
-        started = time.perf_counter()
-        self._log_place(at)
+        (outcome,) = self._make([at], self.plan.draw_block([at]), read, 0.0, attempt)
+        return outcome
+
+    def _make(
+        self,
+        places: Sequence[MicroBatchId],
+        draws: Draws,
+        read: Samples | None,
+        read_s: float,
+        attempt: Attempt,
+        memory: BlockMemory | None = None,
+    ) -> list[Outcome]:
+        """Make micro-batches of one transform, the images of all in one call as far as possible.
+
+        Args:
+            draws: of their samples, (k, B).
+            read, read_s: their k·B samples, by a reader, and its seconds.
+            memory: memory for their arrays; None = new memory.
+        """
+        started, first, num = time.perf_counter(), places[0], len(places)
+        self._log_place(first)
         self._attempt = attempt
-        draws = draws or self.plan.draw(at)
-        indices, transform = draws.indices, self._transform(at, draws)
-        samples = self._samples(at.split, indices, attempt) if read is None else read
+        flat = Draws(*(column.ravel() for column in draws))
+        samples = self._samples(first.split, flat.indices, attempt) if read is None else read
         if read is None:
             read_s = time.perf_counter() - started
 
         def substitutes(row: int) -> Iterator[Candidate]:
-            of_row = draws.at(slice(row, row + 1))
+            of_row, at = flat.at(slice(row, row + 1)), places[row * num // len(flat.indices)]
             for number in range(NUM_SUBSTITUTES):
-                index = self.plan.substitute(at, int(indices[row]), number)
+                index = self.plan.substitute(at, int(of_row.indices[0]), number)
                 k0, k1 = self.plan.sample_keys(at.split, of_row._replace(indices=np.array([index])))[0].tolist()
                 yield functools.partial(self._read, at.split, index), index, (k0, k1)
 
-        keys = self.plan.sample_keys(at.split, draws)
-        rows, bad = transform.run(samples, indices, keys, substitutes, attempt, memory)
-        fields = rows.finish()
-        if at == _FIRST and not attempt.before_sample and IMAGE in fields:
+        transform, keys = self._transform(first, draws.at(0)), self.plan.sample_keys(first.split, flat)
+        rows, bad = transform.run(samples, flat.indices, keys, substitutes, attempt, memory, num)
+        if first == _FIRST and not attempt.before_sample and IMAGE in rows.memory.fields:
             self._compare_with_val(rows.memory.fields[IMAGE].shape or ())
-        work_s = time.perf_counter() - started
-        batch = MicroBatch(at, rows.index, rows.weight, fields, len(bad), read_s, work_s)
-        return Outcome(batch, bad)
+        outcomes = list[Outcome]()
+        for number, at in enumerate(places):
+            part, fields = rows.part(number), rows.finish(number)
+            records = [record for row, record in bad.items() if part.start <= row < part.stop]
+            work_s = (time.perf_counter() - started) / num
+            batch = MicroBatch(at, rows.index[part], rows.weight[part], fields, len(records), read_s / num, work_s)
+            outcomes.append(Outcome(batch, records))
+        return outcomes
 
     def _samples(
         self, split: Split, indices: np.ndarray, attempt: Attempt

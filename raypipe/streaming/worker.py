@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import functools
+import math
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -36,6 +38,8 @@ _WARY_FOR = 64
 # What an actor's first block takes says little, and after some the rest are as long.
 _MEASURED = range(1, 8)
 _STDERR = 2
+# Seconds by which a time limit may be longer than it says.
+_UNWATCHED_S = 0.25
 
 
 class TransformWorker:
@@ -102,6 +106,7 @@ class Guard:
         self._actor = ray.get_runtime_context().get_actor_id() or f"process {self._process.pid}"
         restarted = ray.get(supervisor.arrived.remote(self._actor, str(self._process)))
         self._wary = _WARY_FOR if restarted else 0
+        self._watched_at = -math.inf
 
     @contextlib.contextmanager
     def block(self, block: Block) -> Iterator[Orders | None]:
@@ -123,6 +128,7 @@ class Guard:
         finally:
             patience.on_progress.remove(self._watch)
             faulthandler.cancel_dump_traceback_later()
+            self._watched_at = -math.inf
         if orders and orders.careful:
             ray.get(self._supervisor.ended.remote(self._actor))
 
@@ -136,9 +142,12 @@ class Guard:
         return Attempt(dict.fromkeys(orders.bad, why), touch)
 
     def _watch(self) -> None:
-        # A thread of C's: it works while a transform holds the interpreter, and shows where that was.
-        if self._time_limit_s:
-            faulthandler.dump_traceback_later(self._time_limit_s, exit=True, file=_STDERR)
+        # A thread of C's: it works while a transform holds the interpreter, and shows where that was. To start it
+        # takes as long as some tiny images, so it is started again only now and then, and waits that much longer.
+        now = time.monotonic()
+        if self._time_limit_s and now > self._watched_at + _UNWATCHED_S:
+            faulthandler.dump_traceback_later(self._time_limit_s + _UNWATCHED_S, exit=True, file=_STDERR)
+            self._watched_at = now
 
     def _touch(self, at: str, index: int) -> None:
         ray.get(self._supervisor.touches.remote(self._actor, at, index))

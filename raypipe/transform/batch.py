@@ -90,27 +90,32 @@ class MicroBatchTransform:
         substitutes: Substitutes | None = None,
         attempt: Attempt = FIRST_ATTEMPT,
         memory: BlockMemory | None = None,
-    ) -> tuple[Rows, list[dict[str, Any]]]:
-        """Make one micro-batch.
+        num: int = 1,
+    ) -> tuple[Rows, dict[int, dict[str, Any]]]:
+        """Make a micro-batch, or several end to end, with one call for their images.
+
+        A call costs as much as some tens of small images, however many it makes.
 
         Args:
-            samples: B samples, read already or when needed; those of padding are ignored.
-            indices: int64 (B,), PADDING among them.
-            keys: uint64 (B, 2), one key per sample.
+            samples: num·B samples, read already or when needed; those of padding are ignored.
+            indices: int64 (num·B,), PADDING among them.
+            keys: uint64 (num·B, 2), one key per sample.
             substitutes: replacements for a bad sample; the first good one is used.
             attempt: knowledge from earlier attempts.
-            memory: memory for its arrays; None = new memory.
+            memory: memory for their arrays; None = new memory.
+            num: number of micro-batches.
 
         Returns:
-            The rows, and a record per bad sample: `store` (address), `index`, `name` (the store's own, "" where it
-            has none), `substitute` (index, or None during validation), `error` (reason), `fault` ("store", or
-            "transform").
+            The rows, and a record per bad sample, by its row: `store` (address), `index`, `name` (the store's own,
+            "" where it has none), `substitute` (index, or None during validation), `error` (reason), `fault`
+            ("store", or "transform").
 
         Raises:
             SampleError: a bad sample under "raise"; or one for which no good substitute was found.
             ConfigError: a result has a wrong kind or size.
         """
-        rows, bad = Rows(memory or BlockMemory(self.content.fields), len(indices)), []
+        rows = Rows(memory or BlockMemory(self.content.fields), len(indices) // num, num)
+        bad = dict[int, dict[str, Any]]()
         if isinstance(samples, Samples) and not attempt.before_sample:
             wanted = (indices != PADDING) & ~np.isin(indices, list(attempt.bad))
             self.content.fill(rows, samples, indices, keys, wanted)
@@ -122,8 +127,7 @@ class MicroBatchTransform:
             try:
                 rows.put(row, index, self.one(samples[row], index, key, attempt))
             except SampleError as error:
-                record = self._record(index, error)
-                bad.append(record)
+                record = bad[row] = self._record(index, error)
                 if self._exact and self._tolerant:
                     rows.leave_out(row, index)
                     continue

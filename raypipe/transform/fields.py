@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
@@ -172,8 +173,8 @@ class BlockMemory:
         self.fields, self.arrays = fields, dict[str, np.ndarray]()
         self._count, self._taken = count, 0
 
-    def take(self, num_samples: int) -> dict[str, np.ndarray]:
-        """The arrays (B, …) of the next micro-batch; the fields have shapes."""
+    def take(self, num_samples: int, num: int = 1) -> dict[str, np.ndarray]:
+        """The arrays of the next micro-batches of B, end to end, (num·B, …); the fields have shapes."""
         if not self.arrays:
             self.arrays = reused_arrays(
                 {
@@ -182,29 +183,38 @@ class BlockMemory:
                     if like.kind == "array"
                 }
             )
-        self._taken += 1
-        return {name: array[self._taken - 1] for name, array in self.arrays.items()}
+        self._taken += num
+        part = slice(self._taken - num, self._taken)
+        return {name: array[part].reshape(-1, *array.shape[2:]) for name, array in self.arrays.items()}
+
+    def num_within(self, num_bytes: int, num_samples: int) -> int:
+        """Count the micro-batches of B samples whose arrays have so many bytes together: at least 1, 1 if unknown."""
+        if not _are_known(self.fields):
+            return 1
+        arrays = [like for like in self.fields.values() if like.kind == "array"]
+        each = sum(math.prod(like.shape or ()) * np.dtype(like.dtype).itemsize for like in arrays) * num_samples
+        return max(1, num_bytes // max(1, each))
 
 
 class Rows:
-    """The rows of a micro-batch, which are filled one after the other.
+    """The rows of micro-batches, end to end, which are filled one after the other.
 
     Args:
-        memory: where its arrays lie.
+        memory: where their arrays lie.
         num_samples: B.
+        num: number of micro-batches.
 
     Attributes:
         index, weight: see `MicroBatch`.
-        arrays: arrays by field, (B, …); None = their shapes are not known yet.
+        arrays: arrays by field, (num·B, …); None = their shapes are not known yet.
     """
 
-    def __init__(self, memory: BlockMemory, num_samples: int) -> None:
-        self.memory, self.num_samples = memory, num_samples
-        self.index = np.full(num_samples, PADDING, np.int64)
-        self.weight = np.zeros(num_samples, np.float32)
+    def __init__(self, memory: BlockMemory, num_samples: int, num: int = 1) -> None:
+        self.memory, self._size, self._num = memory, num_samples, num
+        self.index = np.full(num * num_samples, PADDING, np.int64)
+        self.weight = np.zeros(num * num_samples, np.float32)
         self._missing, self._lists = list[int](), dict[str, list[Any]]()
-        are_known = all(like.kind != "array" or like.shape is not None for like in memory.fields.values())
-        self.arrays = memory.take(num_samples) if are_known else None
+        self.arrays = memory.take(num_samples, num) if _are_known(memory.fields) else None
 
     def put(self, row: int, index: int, sample: Mapping[str, Any]) -> None:
         """Fill a row with a sample, by fields, or with those of them that it lacks."""
@@ -212,7 +222,7 @@ class Rows:
         for name, value in sample.items():
             array = arrays.get(name)
             if array is None:
-                self._lists.setdefault(name, [None] * self.num_samples)[row] = value
+                self._lists.setdefault(name, [None] * len(self.index))[row] = value
                 continue
             like = self.memory.fields[name]
             if like.is_padded:
@@ -223,7 +233,7 @@ class Rows:
         self.index[row], self.weight[row] = index, 1
 
     def put_labels(self, rows: np.ndarray, indices: np.ndarray, labels: np.ndarray) -> None:
-        """Fill rows, int (n,), of which all but the label is there, of B."""
+        """Fill rows, int (n,), of which all but the label is there, of all."""
         assert self.arrays is not None
         self.arrays[LABEL][rows] = labels[rows]
         self.index[rows], self.weight[rows] = indices[rows], 1
@@ -237,21 +247,25 @@ class Rows:
         """The arrays; a sample shows the shapes that are not known yet."""
         if self.arrays is None:
             learn(self.memory.fields, sample)
-            self.arrays = self.memory.take(self.num_samples)
+            self.arrays = self.memory.take(self._size, self._num)
         return self.arrays
 
-    def finish(self) -> dict[str, np.ndarray | Ragged]:
-        """The fields of the micro-batch."""
+    def part(self, number: int) -> slice:
+        """The rows of one of the micro-batches."""
+        return slice(number * self._size, (number + 1) * self._size)
+
+    def finish(self, number: int = 0) -> dict[str, np.ndarray | Ragged]:
+        """The fields of one of the micro-batches."""
         assert self.arrays is not None
-        fields: dict[str, np.ndarray | Ragged] = {}
+        part, fields = self.part(number), dict[str, np.ndarray | Ragged]()
         for name, like in self.memory.fields.items():
             if like.kind == "array":
                 array = self.arrays[name]
                 if self._missing:
                     array[self._missing] = like.fill
-                fields[name] = array
+                fields[name] = array[part]
             else:
-                samples = self._lists.get(name, [None] * self.num_samples)
+                samples = self._lists.get(name, [None] * len(self.index))[part]
                 fields[name] = Ragged.of(like.kind, samples, like)
         return fields
 
@@ -264,3 +278,7 @@ def learn(fields: dict[str, Field], sample: Mapping[str, Any]) -> None:
         like = fields.get(name) or Field(fill=_NO_COLOR if is_chroma(name) else 0)
         if like.kind == "array" and like.shape is None:
             fields[name] = replace(like, dtype=value.dtype.name, shape=value.shape)
+
+
+def _are_known(fields: Mapping[str, Field]) -> bool:
+    return all(like.kind != "array" or like.shape is not None for like in fields.values())

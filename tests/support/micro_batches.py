@@ -69,7 +69,7 @@ def run(
     given = [*(range(FIRST, FIRST + len(samples)) if indices is None else indices), *[PADDING] * padding]
     read = as_read([*samples, *[EncodedSample(None)] * padding])
     rows, bad = transform.run(read, np.array(given), keys[: len(given)], substitutes, **more)
-    return MicroBatch(AT, rows.index, rows.weight, rows.finish(), len(bad)), bad
+    return MicroBatch(AT, rows.index, rows.weight, rows.finish(), len(bad)), [*bad.values()]
 
 
 def with_fields(batch: MicroBatch, fields: Mapping[str, np.ndarray | Ragged]) -> MicroBatch:

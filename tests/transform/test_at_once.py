@@ -86,7 +86,7 @@ def made(transform: Any, samples: Any = SAMPLES, threads: int = 1, alone: bool =
         return [(GOOD[row % 2], 100 + row % 2, (row, 1))]
 
     rows, bad = maker.run(as_samples(samples), INDICES[: len(samples)], KEYS[: len(samples)], substitutes)
-    return {name: (part.tobytes(), part.shape) for name, part in rows.finish().items()}, bad
+    return {name: (part.tobytes(), part.shape) for name, part in rows.finish().items()}, [*bad.values()]
 
 
 OTHERS: dict[str, Callable[[], Any]] = {

@@ -187,7 +187,9 @@ def micro_batch(images: list[bytes], threads: int) -> tuple[dict[str, bytes], li
         keys,
         lambda row: [(samples[0], 0, (row, 1)), (samples[1], 1, (row, 2))],
     )
-    return {name: part.tobytes() for name, part in rows.finish().items()}, [record["index"] for record in bad]
+    return {name: part.tobytes() for name, part in rows.finish().items()}, [
+        record["index"] for record in bad.values()
+    ]
 
 
 def test_a_micro_batch_is_that_of_the_originals(

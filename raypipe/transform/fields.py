@@ -188,7 +188,7 @@ class BlockMemory:
         return {name: array[part].reshape(-1, *array.shape[2:]) for name, array in self.arrays.items()}
 
     def num_within(self, num_bytes: int, num_samples: int) -> int:
-        """Count the micro-batches of B samples whose arrays have so many bytes together: at least 1, 1 if unknown."""
+        """Count the micro-batches of B samples with arrays of so many bytes together: at least 1, 1 if unknown."""
         if not _are_known(self.fields):
             return 1
         arrays = [like for like in self.fields.values() if like.kind == "array"]

@@ -20,7 +20,7 @@ import numpy as np
 from raypipe import TransformConfig, open_store
 from raypipe.config import CropDecode
 from raypipe.transform.batch import MicroBatchTransform
-from raypipe.transform.contents import build_content
+from raypipe.transform.contents import Content
 from raypipe.transform.kernel import why_no_kernel
 from raypipe.transform.samples import Samples, read_samples
 
@@ -63,7 +63,7 @@ def main() -> None:
     samples = samples_of(options.store, options.samples)
     names: list[CropDecode] = ["off", "exact", "scaled"]
     configs = {name: TransformConfig(size=options.size, crop_decode=name) for name in names}
-    modes = {name: MicroBatchTransform(build_content(options.transform, configs[name])) for name in names}
+    modes = {name: MicroBatchTransform(Content(options.transform, configs[name])) for name in names}
     measure(samples[:1], modes, 0)
     repeats = [measure(samples, modes, epoch) for epoch in range(1, options.repeats + 1)]
     print(f"{sum(map(len, samples))} images, {options.transform}; extension: {why_no_kernel() or 'used'}")

@@ -19,7 +19,7 @@ from crop_decode import measure, samples_of
 
 from raypipe import TransformConfig
 from raypipe.transform.batch import MicroBatchTransform
-from raypipe.transform.contents import build_content
+from raypipe.transform.contents import Content
 from raypipe.transform.kernel import why_no_kernel
 
 NAMES = ["light", "heavy", "tv-light", "autoaugment", "randaugment", "trivialaugment", "augmix"]
@@ -38,7 +38,7 @@ def main() -> None:
     cv2.setNumThreads(1)  # as in an actor
     samples = samples_of(options.store, options.samples)
     config = TransformConfig(size=options.size)
-    modes = {name: MicroBatchTransform(build_content(name, config)) for name in options.transforms}
+    modes = {name: MicroBatchTransform(Content(name, config)) for name in options.transforms}
     measure(samples[:1], modes, 0)
     repeats = [measure(samples, modes, epoch) for epoch in range(1, options.repeats + 1)]
     print(f"{sum(map(len, samples))} images to {options.size} px; extension: {why_no_kernel() or 'used'}")

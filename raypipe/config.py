@@ -225,9 +225,8 @@ class TransformConfig(Section, prefix="transform."):
     """The CPU transform, which actors apply to each sample; see docs/transforms.md.
 
     Attributes:
-        train: transform of training samples: a preset, `module:function`, a list of Albumentations transforms, a
-            file with such a list (`*.yaml`, `*.json`), or several views,
-            `{NAME: {transform: …, count: …, size: …}, …}`.
+        train: transform of training samples: a preset, `module:function`, a list of Albumentations transforms, or
+            several views, `{NAME: {transform: …, count: …, size: …}, …}`.
         val: transform of validation samples; the same choices.
         size: side of the images that presets make, in pixels; or sides by the epoch from which they apply, such as
             {0: 128, 10: 160, 20: 224}.

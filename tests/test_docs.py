@@ -413,8 +413,6 @@ def test_what_docs_transforms_has_makes_images(
     (tmp_path / "my_transforms.py").write_text(own)
     names: dict[str, Any] = {}
     exec(compile(given, "transforms.md", "exec"), names)
-    (policy,) = blocks("json", page)
-    (tmp_path / "policy.json").write_text(policy)
 
     def first(**changes: Any) -> np.ndarray:
         made = raypipe.open_stream("train.lmdb", plan=names["spec"].plan.config, **changes)
@@ -422,10 +420,9 @@ def test_what_docs_transforms_has_makes_images(
 
     (tmp_path / "run.yaml").write_text(blocks("yaml", page)[1])
     saved = parse_run([f"--config={tmp_path / 'run.yaml'}"], None)
-    assert saved.transform.train == "policy.json"
     image = first(transform=saved.transform)
     assert image.shape == (16, 32, 32, 3)
-    assert np.array_equal(image, first(train_transform=json.loads(policy)))
+    assert np.array_equal(image, first(train_transform=saved.transform.train))
     spec = names["spec"]
     at = next(spec.plan.micro_batches(spec.plan.start()))
     assert MicroBatchMaker(spec).batch(at)["image"].shape == (16, 32, 32, 3)

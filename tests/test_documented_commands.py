@@ -205,7 +205,9 @@ def test_docs_moving_converts_a_folder(capsys: pytest.CaptureFixture[str]) -> No
 @pytest.mark.usefixtures("ray_cluster", "folder")
 def test_docs_transforms_draws_steps_and_views_and_hashes_them(capsys: pytest.CaptureFixture[str]) -> None:
     write_atomically("train.lmdb", samples(64), CLASSES)
-    Path("policy.json").write_text('[{"RandomResizedCrop": {"size": [32, 32]}}, {"HorizontalFlip": {}}]')
+    Path("policy.yaml").write_text(
+        "transform: {train: [{RandomResizedCrop: {size: [32, 32]}}, {HorizontalFlip: }]}"
+    )
     previews = of("transforms.md", "preview")
     assert [run(words, capsys)["samples"] for words in previews] == [6, 6, 6, 2]
     for digest in of("transforms.md", "digest"):

@@ -30,7 +30,7 @@ from raypipe.errors import ConfigError
 from raypipe.logs import table
 from raypipe.lookup import num_cpus, versions
 from raypipe.stores import Store
-from raypipe.transform.transform_steps import brief, config_without_files
+from raypipe.transform.transform_steps import brief
 
 # Images that one ceiling process keeps in memory: more than fit its caches, few enough to read at once.
 _CEILING_IMAGES = 512
@@ -72,7 +72,7 @@ def bench(
 
     opened = open_train(run)
     actors = run.pool.max_actors or _cpus_here()
-    config = config_without_files(run.transform)
+    config = run.transform
     pool = dataclasses.replace(run.pool, engine="ray", min_actors=actors, max_actors=actors)
     micro_batch = min(run.plan.micro_batch_size, len(opened))
     measured = []
@@ -188,8 +188,7 @@ def _alone(store: Store, transform: TransformConfig, threads: int, micro_batch: 
     import cv2
 
     from raypipe.transform.batch import MicroBatchTransform
-    from raypipe.transform.contents import Images
-    from raypipe.transform.presets import build_transform
+    from raypipe.transform.contents import Content
     from raypipe.transform.samples import Samples
 
     cv2.setNumThreads(1)  # an actor does so too
@@ -197,8 +196,7 @@ def _alone(store: Store, transform: TransformConfig, threads: int, micro_batch: 
     began_cpu = time.process_time()
     encoded = store.read(np.arange(min(len(store), _CEILING_IMAGES)), ("image",))["image"]
     read_cpu_s = time.process_time() - began_cpu
-    built = build_transform(transform.train, transform.final_size)
-    maker = MicroBatchTransform(Images(built, transform, threads=threads))
+    maker = MicroBatchTransform(Content(transform.train, transform, threads=threads))
     indices = np.arange(min(micro_batch, len(encoded)))
 
     def make(first: int) -> None:

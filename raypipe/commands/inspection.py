@@ -29,11 +29,11 @@ from raypipe.stores.base import Store, name_of
 from raypipe.stores.numbers import NPY
 from raypipe.stores.parquet import ParquetStore
 from raypipe.stores.record import write_bad_list
-from raypipe.transform.batch import WRONG_LABEL
 from raypipe.transform.column_types import type_of
 from raypipe.transform.columns import NO_COLUMNS, ColumnMaker, SampleColumns
 from raypipe.transform.decode_array import decode_any
 from raypipe.transform.image_header import image_kind
+from raypipe.transform.samples import WRONG_LABEL
 from raypipe.transform.targets import decode_targets
 
 # Samples that a description decodes, within a second or two.

@@ -11,7 +11,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,8 +30,7 @@ from raypipe.transform.batch import (
     Candidate,
     MicroBatchTransform,
 )
-from raypipe.transform.columns import ColumnMaker
-from raypipe.transform.contents import build_content
+from raypipe.transform.contents import Content
 from raypipe.transform.fields import IMAGE, LABEL, BlockMemory, MicroBatch
 from raypipe.transform.presets import is_preset
 from raypipe.transform.process_state import process_kept
@@ -95,7 +94,7 @@ class MicroBatchMaker:
     @property
     def draws_globally(self) -> bool:
         """True if a transform draws from generators of the process."""
-        return any(transform.draws_globally for transform in self._transforms.values())
+        return any(transform.content.draws_globally for transform in self._transforms.values())
 
     def batch(self, at: MicroBatchId) -> MicroBatch:
         """Make one micro-batch in a process shared with the user, and record its bad samples."""
@@ -184,18 +183,17 @@ class MicroBatchMaker:
                 yield functools.partial(self._read, at.split, index), index, (k0, k1)
 
         transform, keys = self._transform(first, draws.at(0)), self.plan.sample_keys(first.split, flat)
-        filling = transform.run_several(num, samples, flat.indices, keys, substitutes, attempt, memory)
+        rows, bad = transform.run(samples, flat.indices, keys, substitutes, attempt, memory, num)
+        if first == _FIRST and not attempt.before_sample and IMAGE in rows.memory.fields:
+            self._compare_with_val(rows.memory.fields[IMAGE].shape or ())
         outcomes = list[Outcome]()
-        for at in places:
-            self._log_place(at)
-            rows, bad = next(filling)
-            fields = rows.finish()
-            if at == _FIRST and not attempt.before_sample and IMAGE in fields:
-                self._compare_with_val(rows.memory.fields[IMAGE].shape or ())
-            batch = MicroBatch(at, rows.index, rows.weight, fields, len(bad), read_s / num)
-            outcomes.append(Outcome(batch, bad))
-        work_s = (time.perf_counter() - started) / num
-        return [replace(each, batch=replace(each.batch, work_s=work_s)) for each in outcomes]
+        for number, at in enumerate(places):
+            part, fields = rows.part(number), rows.finish(number)
+            records = [record for row, record in bad.items() if part.start <= row < part.stop]
+            work_s = (time.perf_counter() - started) / num
+            batch = MicroBatch(at, rows.index[part], rows.weight[part], fields, len(records), read_s / num, work_s)
+            outcomes.append(Outcome(batch, records))
+        return outcomes
 
     def _samples(
         self, split: Split, indices: np.ndarray, attempt: Attempt
@@ -252,10 +250,9 @@ def transform_of(spec: StreamSpec, split: Split, size: Size, **options: Any) -> 
     store, buckets = spec.stores[split], spec.plan.config.sides_in(split)
     sides = sides_of(size) if has_sizes(spec.transform, split, buckets) else None
     return MicroBatchTransform(
-        build_content(spec.transforms[split], spec.transform, spec.columns, size, sides, spec.pool.kernel_threads),
+        Content(spec.transforms[split], spec.transform, spec.columns, size, sides, spec.pool.kernel_threads),
         store_address=store.address,
         sample_name=functools.partial(name_of, store),
-        columns=ColumnMaker(spec.columns) if spec.columns else None,
         **options,
     )
 

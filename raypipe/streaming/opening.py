@@ -26,7 +26,6 @@ from raypipe.transform.checks import check_follows, check_sizes, check_transform
 from raypipe.transform.column_types import NUM_PROBED, find_columns
 from raypipe.transform.columns import MakeColumns, SampleColumns
 from raypipe.transform.fields import LABEL
-from raypipe.transform.transform_steps import config_without_files, without_files
 
 Train = Store | str | Path | Mapping[str, Store | str | Path]
 """A training store or its address; or several, by names, which a mixture draws from."""
@@ -77,7 +76,7 @@ def open_stream(
     check("raypipe.open_stream: pool", pool, PoolConfig | None)
     plan, pool = plan or PlanConfig(), pool or PoolConfig()
     declared = renamed(column_options(columns), target_column)
-    transform = config_without_files(transform or TransformConfig())
+    transform = transform or TransformConfig()
     options = store_options(image_column, target_column or "")
     train_store = open_stores(train, options)
     val_store = None if val is None else _opened(val, options)
@@ -118,7 +117,7 @@ def _transforms_of(
     }
     if "val" in stores and val == "" != train:
         check_follows(chosen["train"], config)
-    transforms = {split: without_files(chosen[split]) for split in stores}
+    transforms = {split: chosen[split] for split in stores}
     check_transforms(config, transforms, stores)
     return transforms
 

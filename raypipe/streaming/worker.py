@@ -143,7 +143,7 @@ class Guard:
 
     def _watch(self) -> None:
         # A thread of C's: it works while a transform holds the interpreter, and shows where that was. To start it
-        # takes as long as some tiny images, so it is started anew only now and then, and waits that much longer.
+        # takes as long as some tiny images, so it is started again only now and then, and waits that much longer.
         now = time.monotonic()
         if self._time_limit_s and now > self._watched_at + _UNWATCHED_S:
             faulthandler.dump_traceback_later(self._time_limit_s + _UNWATCHED_S, exit=True, file=_STDERR)

@@ -44,7 +44,6 @@ from raypipe.storage.filesystem import (
 from raypipe.storage.lease import RunExistsError, check_owner, leased
 from raypipe.streaming.checkpoints import has_checkpoints
 from raypipe.streaming.opening import with_digits
-from raypipe.transform.transform_steps import config_without_files
 
 FIGURES_FILE = "figures.json"
 CONFIG_FILE = "config.yaml"
@@ -114,7 +113,6 @@ def located(run: RunConfig, prefix: str = "") -> Iterator[tuple[RunConfig, str, 
     if start_from := run.train.start_from:
         run = dataclasses.replace(run, train=dataclasses.replace(run.train, start_from=as_uri(start_from)))
     run = with_digits(run)
-    run = dataclasses.replace(run, transform=config_without_files(run.transform))
     with leased(run_uri) as lease:
         check_run_folder(run_uri, bool(run.resume))  # checked again, now that no other process can change it
         yield run, run_uri, lease

@@ -10,125 +10,73 @@ the reason.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from raypipe.config import TransformConfig
 from raypipe.errors import SampleError
-from raypipe.plan.order import mix64
 from raypipe.plan.places import Sides
 from raypipe.transform import kernel, reference
+from raypipe.transform.crops import Crop
 from raypipe.transform.decode import decode
-from raypipe.transform.draws import Key
-from raypipe.transform.fields import MadeAtOnce, chroma_of
+from raypipe.transform.fields import chroma_of
 from raypipe.transform.jpeg import jpeg_orientation, scaled_boxes
 from raypipe.transform.kernel import DONE, Job
 from raypipe.transform.ops import Op
-from raypipe.transform.program import Program
 from raypipe.transform.samples import Samples
 
 _MAX_DECODED = 32 << 20  # bytes of pixels that are decoded before a call
 
 
-class Slots(NamedTuple):
-    """Where images are put: uint8 (B, h, w, 3); or luma (B, h, w, 1), and chroma (B, h/2, w/2, 2)."""
-
-    pixels: np.ndarray
-    chroma: np.ndarray | None = None
-
-    def put(self, row: int, image: np.ndarray) -> None:
-        """Fill a slot with an image, uint8 (h, w, 3)."""
-        if self.chroma is None:
-            self.pixels[row] = image
-        else:
-            self.pixels[row], self.chroma[row] = kernel.planes(image)
-
-
-@dataclass(frozen=True)
-class Crop:
-    """Image that a program makes of each sample: its only image, or one of a view.
+class Finished(NamedTuple):
+    """Rows of a micro-batch whose images are made, and the draws for the first image of each.
 
     Attributes:
-        field: the image's field.
-        program: program that makes it.
-        finish: step after the program, on an image, its targets and the key; None = no step.
-        number: its number among several of the field.
-        part: uint64 (2,), mixed with the samples' keys; None = the keys are used as they are.
+        rows: int64 (n,).
+        params: int64 (n, P), see `Program.draw`.
+        sizes: (height, width) of the images before, int (n, 2).
     """
 
-    field: str
-    program: Program
-    finish: Callable[[np.ndarray, dict[str, Any], Key], dict[str, np.ndarray]] | None = None
-    number: int | None = None
-    part: np.ndarray | None = None
-
-    def keys(self, keys: np.ndarray) -> np.ndarray:
-        """Derive its keys, uint64 (B, 2), from those of the samples."""
-        return keys if self.part is None else mix64(self.part ^ keys)
-
-    def slots(self, arrays: Mapping[str, np.ndarray]) -> Slots:
-        """Where its images are put, in the arrays of a micro-batch by field."""
-        parts = (arrays.get(name) for name in (self.field, chroma_of(self.field)))
-        pixels, chroma = (part if part is None or self.number is None else part[:, self.number] for part in parts)
-        assert pixels is not None
-        return Slots(pixels, chroma)
-
-
-def shapes_of(crops: Sequence[Crop]) -> dict[str, tuple[int, ...]]:
-    """The shapes of a sample's fields, of which these are the images."""
-    shapes = dict[str, tuple[int, ...]]()
-    for crop in crops:
-        several = () if crop.number is None else (crop.number + 1,)
-        shapes[crop.field] = *several, *(crop.program.size or ()), 3
-    return shapes
+    rows: np.ndarray
+    params: np.ndarray
+    sizes: np.ndarray
 
 
 class ProgramsAtOnce:
     """Makes the images of micro-batches.
 
     Args:
-        crops: of each sample.
+        crops: of each sample; all begin with a program.
         config: how images are decoded.
         threads: that the kernel uses.
     """
 
     def __init__(self, crops: Sequence[Crop], config: TransformConfig, threads: int) -> None:
         self._crops, self._config, self._threads = crops, config, threads
-        self._target = crops[0].program.crop_target if config.crop_decode == "scaled" else None
+        self._target = crops[0].transform.crop_target if config.crop_decode == "scaled" else None
 
     def make(
-        self,
-        samples: Samples,
-        wanted: np.ndarray,
-        keys: np.ndarray,
-        arrays: Mapping[str, np.ndarray],
-    ) -> MadeAtOnce:
-        """Make the images of B samples.
+        self, samples: Samples, wanted: np.ndarray, keys: np.ndarray, arrays: Mapping[str, np.ndarray]
+    ) -> Iterator[Finished]:
+        """Make the images of B samples, and yield the rows that are made; slots of others may hold anything.
 
         Args:
             wanted: bool (B,), the rows that are.
             keys: uint64 (B, 2).
             arrays: by field, (B, …).
-
-        Returns:
-            Which are made. Slots of others may hold anything.
         """
-        first = self._crops[0].program
-        made = MadeAtOnce(
-            np.zeros(len(samples), bool),
-            np.zeros((len(samples), first.num_params), np.int64),
-            np.zeros((len(samples), 2), np.int32),
-        )
         sizes = self._sizes(samples.images)
         sizes[~wanted] = 0
-        self._run(samples.images, sizes, keys, arrays, made, self._target)
-        for decoded in self._decoded(samples, wanted & ~made.rows):
+        wanted = wanted.copy()
+        if sizes.any():
+            finished = self._run(samples.images, sizes, keys, arrays, self._target)
+            wanted[finished.rows] = False
+            yield finished
+        for decoded in self._decoded(samples, wanted):
             sizes = np.array([(0, 0) if image is None else image.shape[:2] for image in decoded])
-            self._run(decoded, sizes, keys, arrays, made)
-        return made
+            yield self._run(decoded, sizes, keys, arrays)
 
     def _sizes(self, images: Sequence[bytes | memoryview | None]) -> np.ndarray:
         """(height, width), int32 (B, 2), of those that the kernel decodes; zeros of others.
@@ -148,31 +96,18 @@ class ProgramsAtOnce:
         sizes: np.ndarray,
         keys: np.ndarray,
         arrays: Mapping[str, np.ndarray],
-        made: MadeAtOnce,
         target: Sides | None = None,
-    ) -> None:
-        """Make the images of the rows that have sizes, and note them.
+    ) -> Finished:
+        """Make the images of the rows that have sizes.
 
         Args:
             target: decode crops at a reduced scale, not below this (height, width).
         """
         (rows,) = np.nonzero(sizes[:, 0])
-        if not rows.size:
-            return
         if len(rows) < len(images):
             is_run = (sizes[:, 0] > 0).tolist()
             images = [image if wanted else None for image, wanted in zip(images, is_run, strict=True)]
-        jobs = []
-        for crop in self._crops:
-            drawn, _ = crop.program.draw(crop.keys(keys[rows]), sizes[rows])
-            params = drawn
-            if len(rows) < len(images):
-                params = np.zeros((len(images), drawn.shape[1]), np.int64)
-                params[rows] = drawn
-            slots = crop.slots(arrays)
-            if crop.finish:
-                slots = Slots(np.empty((len(images), *(crop.program.size or ()), 3), np.uint8))
-            jobs.append(Job(crop.program.ops, params, *slots))
+        jobs = [_job_of(crop, rows, sizes, keys, arrays) for crop in self._crops]
         called = jobs
         if target:
             called = [_scaled(job, sizes, target) for job in jobs]
@@ -183,10 +118,10 @@ class ProgramsAtOnce:
             if isinstance(images[row], np.ndarray):
                 done[row] = _by_reference(images[row], jobs, row)
         for crop, job in zip(self._crops, jobs, strict=True):
-            if crop.finish:
-                _finish(crop, job.out, keys, arrays, rows, done)
-        made.rows[done] = True
-        made.params[done], made.sizes[done] = jobs[0].params[done], sizes[done]
+            if crop.transform.has_rest:
+                _finish(crop, job.out, job._replace(**_results(crop, arrays)), keys, done)
+        (rows,) = np.nonzero(done)
+        return Finished(rows, jobs[0].params[rows], sizes[rows])
 
     def _decoded(self, samples: Samples, wanted: np.ndarray) -> Iterator[list[np.ndarray | None]]:
         """The pixels of the rows that are wanted, where they can be had, by row; not too many at a time."""
@@ -212,6 +147,27 @@ class ProgramsAtOnce:
             return None
 
 
+def _job_of(
+    crop: Crop, rows: np.ndarray, sizes: np.ndarray, keys: np.ndarray, arrays: Mapping[str, np.ndarray]
+) -> Job:
+    """The job of a crop, of which these rows, int (n,), have draws; before steps of the library, in new memory."""
+    program = crop.transform.program
+    assert program is not None
+    params = np.zeros((len(keys), program.num_params), np.int64)
+    params[rows], _ = program.draw(crop.keys(keys[rows]), sizes[rows])
+    if crop.transform.has_rest:
+        return Job(program.ops, params, np.empty((len(keys), *(program.size or ()), 3), np.uint8))
+    return Job(program.ops, params, **_results(crop, arrays))
+
+
+def _results(crop: Crop, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """Where the images of a crop are put, in the arrays of a micro-batch by field; see `Job`."""
+    places = {"out": arrays[crop.field], "chroma": arrays.get(chroma_of(crop.field))}
+    if crop.number is None:
+        return places
+    return {name: None if array is None else array[:, crop.number] for name, array in places.items()}
+
+
 def _scaled(job: Job, sizes: np.ndarray, target: Sides) -> Job:
     """A job that begins with a crop, by which the crop is decoded at a scale."""
     applies, boxes, others = job.params[:, :1], job.params[:, 1:5], job.params[:, 5:]
@@ -230,29 +186,21 @@ def _whole(job: Job) -> Job:
 def _by_reference(image: np.ndarray, jobs: Sequence[Job], row: int) -> bool:
     try:
         for job in jobs:
-            Slots(job.out, job.chroma).put(row, reference.apply_all(image, job.ops, job.params[row]))
+            job.put(row, reference.apply_all(image, job.ops, job.params[row]))
     except ValueError:
         return False
     return True
 
 
-def _finish(
-    crop: Crop,
-    images: np.ndarray,
-    keys: np.ndarray,
-    arrays: Mapping[str, np.ndarray],
-    rows: np.ndarray,
-    done: np.ndarray,
-) -> None:
+def _finish(crop: Crop, images: np.ndarray, job: Job, keys: np.ndarray, done: np.ndarray) -> None:
     """Have the library do the rest of the steps, sample by sample."""
-    assert crop.finish is not None
-    slots, own_keys = crop.slots(arrays), crop.keys(keys).tolist()
-    for row in rows[done[rows]].tolist():
+    own_keys = crop.keys(keys).tolist()
+    for row in np.flatnonzero(done).tolist():
         try:
-            image = crop.finish(images[row], {}, own_keys[row])["image"]
+            image = crop.transform.finish(images[row], {}, own_keys[row])["image"]
         except Exception:  # the straight loop meets it again, and says what it is
             done[row] = False
             continue
-        done[row] = image.shape[:2] == slots.pixels.shape[1:3]  # else nothing was written
+        done[row] = image.shape[:2] == job.out.shape[1:3]  # else nothing was written
         if done[row]:
-            slots.put(row, image)
+            job.put(row, image)

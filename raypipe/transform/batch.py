@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -11,10 +11,9 @@ import numpy as np
 from raypipe.errors import ConfigError, SampleError
 from raypipe.plan.places import PADDING
 from raypipe.stores.base import title_of
-from raypipe.transform.columns import ColumnMaker
 from raypipe.transform.draws import Key
-from raypipe.transform.fields import LABEL, BlockMemory, Drawn, Field, MadeAtOnce, Rows
-from raypipe.transform.samples import NO_LABEL, WRONG_LABEL, EncodedSample, Samples
+from raypipe.transform.fields import BlockMemory, Field, Rows
+from raypipe.transform.samples import EncodedSample, Samples
 
 Sample = EncodedSample | Callable[[], EncodedSample]
 """Of a store, or read when it is its turn."""
@@ -28,41 +27,17 @@ Substitutes = Callable[[int], Iterable[Candidate]]
 NUM_SUBSTITUTES = 8  # at the default budget of 1 % bad samples, 8 bad substitutes in a row have a chance of 1e-16
 
 
-class Content(Protocol):
-    """Contents of samples, see `raypipe.transform.contents`.
-
-    Attributes:
-        fields: fields of a sample, by name; the first sample sets unknown shapes.
-        draws_globally: whether it draws from generators that all threads share.
-        makes_images_alone: whether samples have only images, label and columns.
-    """
+class SampleMaker(Protocol):
+    """Makes the fields of samples, as `raypipe.transform.contents.Content` does."""
 
     fields: dict[str, Field]
     draws_globally: bool
-    makes_images_alone: bool
 
-    def one(self, sample: EncodedSample, key: Key, out: np.ndarray | None = None) -> dict[str, Any]:
-        """The fields of one sample but label and columns; its image may be made in `out`."""
-        ...
+    def one(self, sample: EncodedSample, key: Key) -> dict[str, Any]: ...
 
-    def at_once(
-        self, samples: Samples, wanted: np.ndarray, keys: np.ndarray, arrays: dict[str, np.ndarray]
-    ) -> MadeAtOnce:
-        """Make the images of a micro-batch in the arrays of its fields, where one call can make them.
-
-        Args:
-            wanted: bool (B,), the rows to make.
-            keys: uint64 (B, 2).
-            arrays: arrays by field, (B, …).
-
-        Returns:
-            The rows that are made; `one` makes or rejects the others.
-        """
-        ...
-
-    def following(self, sample: EncodedSample, drawn: Drawn) -> dict[str, Any]:
-        """The other fields that `one` would make, of a row that `at_once` has made the images of."""
-        ...
+    def fill(
+        self, rows: Rows, samples: Samples, indices: np.ndarray, keys: np.ndarray, wanted: np.ndarray
+    ) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -90,29 +65,22 @@ class MicroBatchTransform:
         exact: for validation: a bad sample is not substituted, its row has weight 0.
         store_address: named in errors and records.
         sample_name: returns the store's name of a sample by its index, for errors and records.
-        columns: makes the columns of each sample; None = no columns.
         probe: samples that show the size of images if the first micro-batch is all padding.
     """
 
     def __init__(
         self,
-        content: Content,
+        content: SampleMaker,
         *,
         tolerant: bool = True,
         exact: bool = False,
         store_address: str = "",
         sample_name: Callable[[int], str] = lambda _: "",
-        columns: ColumnMaker | None = None,
         probe: Callable[[], Iterable[EncodedSample]] = tuple,
     ) -> None:
-        self.content, self._columns, self._probe = content, columns, probe
+        self.content, self._probe = content, probe
         self._tolerant, self._exact = tolerant, exact
         self._store_address, self._sample_name = store_address, sample_name
-
-    @property
-    def draws_globally(self) -> bool:
-        """True if it draws from generators that all threads share."""
-        return self.content.draws_globally or bool(self._columns and self._columns.draws_globally)
 
     def run(
         self,
@@ -122,87 +90,50 @@ class MicroBatchTransform:
         substitutes: Substitutes | None = None,
         attempt: Attempt = FIRST_ATTEMPT,
         memory: BlockMemory | None = None,
-    ) -> tuple[Rows, list[dict[str, Any]]]:
-        """Make one micro-batch.
+        num: int = 1,
+    ) -> tuple[Rows, dict[int, dict[str, Any]]]:
+        """Make a micro-batch, or several end to end, with one call for their images.
+
+        A call costs as much as some tens of small images, however many it makes.
 
         Args:
-            samples: B samples, read already or when needed; those of padding are ignored.
-            indices: int64 (B,), PADDING among them.
-            keys: uint64 (B, 2), one key per sample.
+            samples: num·B samples, read already or when needed; those of padding are ignored.
+            indices: int64 (num·B,), PADDING among them.
+            keys: uint64 (num·B, 2), one key per sample.
             substitutes: replacements for a bad sample; the first good one is used.
             attempt: knowledge from earlier attempts.
-            memory: memory for its arrays; None = new memory.
+            memory: memory for their arrays; None = new memory.
+            num: number of micro-batches.
 
         Returns:
-            The rows, and a record per bad sample: `store` (address), `index`, `name` (the store's own, "" where it
-            has none), `substitute` (index, or None during validation), `error` (reason), `fault` ("store", or
-            "transform").
+            The rows, and a record per bad sample, by its row: `store` (address), `index`, `name` (the store's own,
+            "" where it has none), `substitute` (index, or None during validation), `error` (reason), `fault`
+            ("store", or "transform").
 
         Raises:
             SampleError: a bad sample under "raise"; or one for which no good substitute was found.
             ConfigError: a result has a wrong kind or size.
         """
-        ((rows, bad),) = self.run_several(1, samples, indices, keys, substitutes, attempt, memory)
-        return rows, bad
-
-    def run_several(
-        self,
-        num: int,
-        samples: Samples | Sequence[Callable[[], EncodedSample]],
-        indices: np.ndarray,
-        keys: np.ndarray,
-        substitutes: Substitutes | None = None,
-        attempt: Attempt = FIRST_ATTEMPT,
-        memory: BlockMemory | None = None,
-    ) -> Iterator[tuple[Rows, list[dict[str, Any]]]]:
-        """Make micro-batches that lie one after the other in a block's memory, with one call for their images.
-
-        A call costs as much as some tens of small images, however many it makes.
-
-        Args:
-            num: how many; the other arguments are `run`'s, end to end.
-
-        Yields:
-            The rows and records of each micro-batch.
-        """
-        memory, size = memory or BlockMemory(self.content.fields), len(indices) // num
-        all_rows = [Rows(memory, size) for _ in range(num)]
-        made = self._at_once(all_rows, samples, indices, keys, attempt)
-        for number, rows in enumerate(all_rows):
-            yield rows, self._fill(rows, number * size, samples, indices, keys, made, substitutes, attempt)
-
-    def _fill(
-        self,
-        rows: Rows,
-        first: int,
-        samples: Samples | Sequence[Callable[[], EncodedSample]],
-        indices: np.ndarray,
-        keys: np.ndarray,
-        made: MadeAtOnce,
-        substitutes: Substitutes | None,
-        attempt: Attempt,
-    ) -> list[dict[str, Any]]:
-        """Fill a micro-batch's rows, of which `first` is the first among all; returns a record per bad sample."""
-        bad = list[dict[str, Any]]()
-        is_filled = self._put_labels(rows, first, samples, indices, made)
-        for row in np.flatnonzero(~is_filled).tolist():
-            place = first + row
-            index, key = int(indices[place]), keys[place].tolist()
+        rows = Rows(memory or BlockMemory(self.content.fields), len(indices) // num, num)
+        bad = dict[int, dict[str, Any]]()
+        if isinstance(samples, Samples) and not attempt.before_sample:
+            wanted = (indices != PADDING) & ~np.isin(indices, list(attempt.bad))
+            self.content.fill(rows, samples, indices, keys, wanted)
+        for row in np.flatnonzero(rows.weight == 0).tolist():
+            index, key = int(indices[row]), keys[row].tolist()
             if index == PADDING:
                 rows.leave_out(row)
                 continue
             try:
-                sample = self.one(samples[place], index, key, attempt, rows.image(row), made.drawn(place))
-                rows.put(row, index, sample)
+                rows.put(row, index, self.one(samples[row], index, key, attempt))
             except SampleError as error:
-                record = self._record(index, error)
-                bad.append(record)
+                record = bad[row] = self._record(index, error)
                 if self._exact and self._tolerant:
                     rows.leave_out(row, index)
                     continue
-                for other, substitute, other_key in self._substitutes(index, error, substitutes, place):
+                for other, substitute, other_key in self._substitutes(index, error, substitutes, row):
                     try:
-                        stand_in = self.one(other, substitute, other_key, attempt, rows.image(row))
+                        stand_in = self.one(other, substitute, other_key, attempt)
                     except SampleError as further:
                         last = further, substitute
                     else:
@@ -211,51 +142,12 @@ class MicroBatchTransform:
                         break
                 else:
                     raise self._none_is_good(index, error, *last) from error
-        if not rows.has_begun:
-            rows.begin(self._first())
-        return bad
+        if rows.arrays is None:
+            rows.begun(self._first())
+        return rows, bad
 
-    def _at_once(
-        self,
-        rows: Sequence[Rows],
-        samples: Samples | Sequence[Any],
-        indices: np.ndarray,
-        keys: np.ndarray,
-        attempt: Attempt,
-    ) -> MadeAtOnce:
-        """Have the images of all rows made in one call, as far as possible; see `Content.at_once`."""
-        if not isinstance(samples, Samples) or attempt.before_sample or not rows[0].has_begun:
-            return MadeAtOnce.nothing(len(indices))
-        wanted = indices != PADDING
-        if attempt.bad:
-            wanted &= ~np.isin(indices, list(attempt.bad))
-        return self.content.at_once(samples, wanted, keys, rows[0].memory.latest(len(rows)))
-
-    def _put_labels(
-        self,
-        rows: Rows,
-        first: int,
-        samples: Samples | Sequence[Any],
-        indices: np.ndarray,
-        made: MadeAtOnce,
-    ) -> np.ndarray:
-        """Fill the rows that need no more than their label; which they are, bool (B,)."""
-        part = slice(first, first + rows.num_samples)
-        needs_more = self._columns is not None or not self.content.makes_images_alone
-        if needs_more or not isinstance(samples, Samples) or not made.rows[part].any():
-            return np.zeros(rows.num_samples, bool)
-        return rows.put_labels(made.rows[part], indices[part], samples.labels[part], NO_LABEL)
-
-    def one(
-        self,
-        sample: Sample,
-        index: int,
-        key: Key,
-        attempt: Attempt = FIRST_ATTEMPT,
-        out: np.ndarray | None = None,
-        drawn: Drawn | None = None,
-    ) -> dict[str, Any]:
-        """Make the fields of one sample; for finished images, return only the draws.
+    def one(self, sample: Sample, index: int, key: Key, attempt: Attempt = FIRST_ATTEMPT) -> dict[str, Any]:
+        """Make the fields of one sample.
 
         Raises:
             SampleError: it is bad.
@@ -267,22 +159,10 @@ class MicroBatchTransform:
             raise SampleError(attempt.bad[index])
         if callable(sample):
             sample = sample()
-        label = sample.label
-        if label == NO_LABEL:
-            raise SampleError(WRONG_LABEL)
         try:
-            columns: dict[str, Any] = {}
-            if self._columns is not None:
-                columns = self._columns.one(sample.columns, key)  # first: it costs less than an image
-            if drawn is not None:
-                made = self.content.following(sample, drawn)
-            else:
-                made = self.content.one(sample, key, out)
+            return self.content.one(sample, key)
         except ConfigError as error:
             raise ConfigError(f"{self._title(index)}: {error}") from error
-        made[LABEL] = label
-        made.update(columns)
-        return made
 
     def _substitutes(
         self, index: int, error: SampleError, substitutes: Substitutes | None, row: int

@@ -22,7 +22,7 @@ _NUM_TRIED = 8  # images, by whose headers a crop is held to have room
 def check_transforms(
     config: TransformConfig, transforms: Mapping[Split, Any], stores: Mapping[Split, Store]
 ) -> None:
-    """Raise ConfigError where `build_content` would, as far as can be known without the user's code."""
+    """Raise ConfigError where `Content` would, as far as can be known without the user's code."""
     for split, store in stores.items():
         transform = transforms[split]
         check_transform(transform, config.final_size, config.decode_as == "array")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from raypipe.transform.draws import between, integers
 from raypipe.transform.filters import gaussian_coefficients, motion_kernels
 from raypipe.transform.ops import MAX_FILTER, MAX_RADIUS, POSTERIZE, SOLARIZE, Op
-from raypipe.transform.step import Filled, Numbers, Range, Step
+from raypipe.transform.step import Filled, Numbers, Range, Step, Supported
 
 _ONE = 1 << 16  # in Q16
 _MAX_HOLES = 64
@@ -44,15 +44,10 @@ class ColorJitter(Step):
 class ToGray(Step):
     """Gray, in three channels."""
 
-    num_output_channels: int = 3
-    method: str = "weighted_average"
     p: float = 0.5
 
     ops = (Op.GRAY,)
-
-    @property
-    def is_known(self) -> bool:
-        return self.num_output_channels == 3 and self.method == "weighted_average"
+    supported: ClassVar[Supported] = {"num_output_channels": (3,), "method": ("weighted_average",)}
 
     def draw(self, u: np.ndarray, sizes: np.ndarray) -> Numbers:
         return []

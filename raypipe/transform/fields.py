@@ -20,12 +20,12 @@ import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from raypipe.plan.places import PADDING, MicroBatchId, Sides
+from raypipe.plan.places import PADDING, MicroBatchId
 from raypipe.transform.memory import reused_arrays
 from raypipe.transform.wire import rgb
 
@@ -159,40 +159,6 @@ class MicroBatch:
         return values
 
 
-@dataclass(frozen=True)
-class MadeAtOnce:
-    """Finished images of a micro-batch, and the draws for the first one of each sample.
-
-    Attributes:
-        rows: bool (B,), which have their images.
-        params: int64 (B, P), see `Program.draw`.
-        sizes: (height, width) of the images before, int32 (B, 2).
-    """
-
-    rows: np.ndarray
-    params: np.ndarray
-    sizes: np.ndarray
-
-    @staticmethod
-    def nothing(num: int) -> MadeAtOnce:
-        """No row is made."""
-        return MadeAtOnce(np.zeros(num, bool), np.zeros((num, 0), np.int64), np.zeros((num, 2), np.int32))
-
-    def drawn(self, row: int) -> Drawn | None:
-        """Return the draws for a row; None = its image is not made."""
-        if not self.rows[row]:
-            return None
-        height, width = self.sizes[row].tolist()
-        return Drawn(self.params[row], (height, width))
-
-
-class Drawn(NamedTuple):
-    """Draws of a program for an image, int64 (P,), and the image's (height, width) before."""
-
-    params: np.ndarray
-    size: Sides
-
-
 class BlockMemory:
     """The memory of `count` micro-batches of one block, which is shipped as one piece.
 
@@ -207,8 +173,8 @@ class BlockMemory:
         self.fields, self.arrays = fields, dict[str, np.ndarray]()
         self._count, self._taken = count, 0
 
-    def take(self, num_samples: int) -> dict[str, np.ndarray]:
-        """The arrays (B, …) of the next micro-batch; the fields have shapes."""
+    def take(self, num_samples: int, num: int = 1) -> dict[str, np.ndarray]:
+        """The arrays of the next micro-batches of B, end to end, (num·B, …); the fields have shapes."""
         if not self.arrays:
             self.arrays = reused_arrays(
                 {
@@ -217,16 +183,12 @@ class BlockMemory:
                     if like.kind == "array"
                 }
             )
-        self._taken += 1
-        return {name: array[self._taken - 1] for name, array in self.arrays.items()}
-
-    def latest(self, num: int) -> dict[str, np.ndarray]:
-        """The arrays of the `num` micro-batches that were taken last, end to end, (num·B, …)."""
+        self._taken += num
         part = slice(self._taken - num, self._taken)
         return {name: array[part].reshape(-1, *array.shape[2:]) for name, array in self.arrays.items()}
 
     def num_within(self, num_bytes: int, num_samples: int) -> int:
-        """How many micro-batches of B samples have arrays of so many bytes together: at least 1, 1 if unknown."""
+        """Count the micro-batches of B samples with arrays of so many bytes together: at least 1, 1 if unknown."""
         if not _are_known(self.fields):
             return 1
         arrays = [like for like in self.fields.values() if like.kind == "array"]
@@ -234,94 +196,76 @@ class BlockMemory:
         return max(1, num_bytes // max(1, each))
 
 
-@dataclass
 class Rows:
-    """The rows of a micro-batch, which are filled one after the other.
+    """The rows of micro-batches, end to end, which are filled one after the other.
 
     Args:
-        memory: where its arrays lie.
+        memory: where their arrays lie.
         num_samples: B.
+        num: number of micro-batches.
 
     Attributes:
         index, weight: see `MicroBatch`.
+        arrays: arrays by field, (num·B, …); None = their shapes are not known yet.
     """
 
-    memory: BlockMemory
-    num_samples: int
-    index: np.ndarray = field(init=False)
-    weight: np.ndarray = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.index = np.full(self.num_samples, PADDING, np.int64)
-        self.weight = np.zeros(self.num_samples, np.float32)
+    def __init__(self, memory: BlockMemory, num_samples: int, num: int = 1) -> None:
+        self.memory, self._size, self._num = memory, num_samples, num
+        self.index = np.full(num * num_samples, PADDING, np.int64)
+        self.weight = np.zeros(num * num_samples, np.float32)
         self._missing, self._lists = list[int](), dict[str, list[Any]]()
-        self._image: np.ndarray | None = None
-        self._arrays = self.memory.take(self.num_samples) if _are_known(self.memory.fields) else None
-
-    def image(self, row: int) -> np.ndarray | None:
-        """Memory that a row's image may be made in; None = it is not known yet."""
-        images = self._arrays.get(IMAGE) if self._arrays else None
-        self._image = None if images is None else images[row]
-        return self._image
+        self.arrays = memory.take(num_samples, num) if _are_known(memory.fields) else None
 
     def put(self, row: int, index: int, sample: Mapping[str, Any]) -> None:
-        """Fill a row with a sample, by fields."""
-        if self._arrays is None:
-            self.begin(sample)
-        assert self._arrays is not None
+        """Fill a row with a sample, by fields, or with those of them that it lacks."""
+        arrays = self.begun(sample)
         for name, value in sample.items():
-            array = self._arrays.get(name)
+            array = arrays.get(name)
             if array is None:
-                self._lists.setdefault(name, [None] * self.num_samples)[row] = value
-            elif value is not self._image:
-                like = self.memory.fields[name]
-                if like.is_padded:
-                    array[row, : len(value)] = value
-                    array[row, len(value) :] = like.fill
-                else:
-                    array[row] = value
+                self._lists.setdefault(name, [None] * len(self.index))[row] = value
+                continue
+            like = self.memory.fields[name]
+            if like.is_padded:
+                array[row, : len(value)] = value
+                array[row, len(value) :] = like.fill
+            else:
+                array[row] = value
         self.index[row], self.weight[row] = index, 1
 
-    def put_labels(self, rows: np.ndarray, indices: np.ndarray, labels: np.ndarray, none: int) -> np.ndarray:
-        """Fill those of some rows, bool (B,), that have a label: all else of them is there. Which, bool (B,)."""
-        filled = rows & (labels != none)
-        self.arrays[LABEL][filled] = labels[filled]
-        self.index[filled], self.weight[filled] = indices[filled], 1
-        return filled
-
-    @property
-    def arrays(self) -> dict[str, np.ndarray]:
-        """Return arrays of the fields, (B, …), once their shapes are known."""
-        assert self._arrays is not None
-        return self._arrays
+    def put_labels(self, rows: np.ndarray, indices: np.ndarray, labels: np.ndarray) -> None:
+        """Fill rows, int (n,), of which all but the label is there, of all."""
+        assert self.arrays is not None
+        self.arrays[LABEL][rows] = labels[rows]
+        self.index[rows], self.weight[rows] = indices[rows], 1
 
     def leave_out(self, row: int, index: int = PADDING) -> None:
         """Fill a row that does not count: padding, or a sample that is bad."""
         self._missing.append(row)
         self.index[row] = index
 
-    @property
-    def has_begun(self) -> bool:
-        """True if the shapes of all fields are known."""
-        return self._arrays is not None
+    def begun(self, sample: Mapping[str, Any]) -> dict[str, np.ndarray]:
+        """The arrays; a sample shows the shapes that are not known yet."""
+        if self.arrays is None:
+            learn(self.memory.fields, sample)
+            self.arrays = self.memory.take(self._size, self._num)
+        return self.arrays
 
-    def begin(self, sample: Mapping[str, Any]) -> None:
-        """Learn the shapes of the fields by a sample."""
-        learn(self.memory.fields, sample)
-        self._arrays = self.memory.take(self.num_samples)
+    def part(self, number: int) -> slice:
+        """The rows of one of the micro-batches."""
+        return slice(number * self._size, (number + 1) * self._size)
 
-    def finish(self) -> dict[str, np.ndarray | Ragged]:
-        """The fields of the micro-batch."""
-        assert self._arrays is not None
-        fields: dict[str, np.ndarray | Ragged] = {}
+    def finish(self, number: int = 0) -> dict[str, np.ndarray | Ragged]:
+        """The fields of one of the micro-batches."""
+        assert self.arrays is not None
+        part, fields = self.part(number), dict[str, np.ndarray | Ragged]()
         for name, like in self.memory.fields.items():
             if like.kind == "array":
-                array = self._arrays[name]
+                array = self.arrays[name]
                 if self._missing:
                     array[self._missing] = like.fill
-                fields[name] = array
+                fields[name] = array[part]
             else:
-                samples = self._lists.get(name, [None] * self.num_samples)
+                samples = self._lists.get(name, [None] * len(self.index))[part]
                 fields[name] = Ragged.of(like.kind, samples, like)
         return fields
 

@@ -7,16 +7,14 @@ Albumentations; keypoints are all kept.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import cv2
 import numpy as np
 
 from raypipe.plan.places import Sides
 from raypipe.transform import reference
-from raypipe.transform.geometry_steps import NEAREST
 from raypipe.transform.ops import Op, sizes_behind
-from raypipe.transform.program import Program
 from raypipe.transform.step import Step
 
 _LEAST = 1 - 1e-6  # pixels of a box's width and height
@@ -25,22 +23,22 @@ POINTS = ("bboxes", "keypoints")
 
 
 def follow(
-    program: Program, params: np.ndarray, size: Sides, targets: Mapping[str, np.ndarray]
+    applied: Iterable[tuple[Step, Op, list[int]]], size: Sides, targets: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
     """Move what goes with one image.
 
     Args:
-        params: int64 (P,), from `Program.draw`.
+        applied: the operations on it, see `Program.applied`.
         size: (height, width) of the image.
         targets: "bboxes", float (K, 5); "keypoints", float (K, 3); all others (H, W), numbers.
 
     Returns:
-        The same of the image that the program makes.
+        The same of the image that they make.
     """
     moved = {name: value.astype(np.float64) if name in POINTS else value for name, value in targets.items()}
     if "keypoints" in moved:
         moved["keypoints"][:, :2] += 0.5
-    for step, op, numbers in program.applied(params):
+    for step, op, numbers in applied:
         height, width = sizes_behind(op, np.array(numbers), np.array(size)).tolist()
         for name, value in moved.items():
             if name == "keypoints":
@@ -120,7 +118,7 @@ def _mask(mask: np.ndarray, step: Step, op: Op, p: list[int]) -> np.ndarray:
     if op == Op.AFFINE:
         fill = step.mask_fill or 0
         as_image = np.broadcast_to(mask[:, :, None], (*mask.shape, 3))
-        return reference.affine(as_image, [*p[:6], NEAREST, p[7], fill, fill, fill])[:, :, 0]
+        return reference.affine(as_image, [*p[:6], reference.NEAREST, p[7], fill, fill, fill])[:, :, 0]
     if op == Op.DROPOUT and step.mask_fill is not None:
         mask = mask.copy()
         for top, left, bottom, right in np.array(p[4 : 4 + 4 * p[3]]).reshape(-1, 4).tolist():

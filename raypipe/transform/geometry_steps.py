@@ -12,7 +12,7 @@ import numpy as np
 from raypipe.transform.draws import between, integers
 from raypipe.transform.exact import exp, sin_cos
 from raypipe.transform.ops import Op
-from raypipe.transform.step import Filled, Numbers, Range, Step
+from raypipe.transform.step import Filled, Numbers, Range, Step, Supported
 
 NEAREST, LINEAR, CUBIC = 0, 1, 2
 """OpenCV's numbers of interpolations."""
@@ -23,15 +23,13 @@ _WITHOUT_COPIES = (0, 1)
 @dataclass(frozen=True, kw_only=True)
 class _Resizing(Step):
     interpolation: int = LINEAR
-    mask_interpolation: int = NEAREST
-    area_for_downscale: str | None = None
 
     ops: ClassVar[tuple[Op, ...]] = (Op.RESIZE,)
-
-    @property
-    def is_known(self) -> bool:
-        is_plain = self.interpolation in (NEAREST, LINEAR, CUBIC) and self.mask_interpolation == NEAREST
-        return is_plain and not self.area_for_downscale
+    supported: ClassVar[Supported] = {
+        "interpolation": (NEAREST, LINEAR, CUBIC),
+        "mask_interpolation": (NEAREST,),
+        "area_for_downscale": (None,),
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,13 +88,9 @@ class FixedCrop(Step):
 
     height: int
     width: int
-    pad_if_needed: bool = False
 
     ops = (Op.CROP,)
-
-    @property
-    def is_known(self) -> bool:
-        return not self.pad_if_needed
+    supported: ClassVar[Supported] = {"pad_if_needed": (False,)}
 
     def draw(self, u: np.ndarray, sizes: np.ndarray) -> Numbers:
         return [self._starts(u, np.maximum(sizes - (self.height, self.width), 0)), self.height, self.width]
@@ -160,9 +154,7 @@ class _Bordered(Filled):
     fill_mask: Any = 0
     border_mode: int = 0
 
-    @property
-    def is_known(self) -> bool:
-        return self.border_mode in _BORDERS and super().is_known
+    supported: ClassVar[Supported] = {"border_mode": _BORDERS}
 
     @property
     def takes_points(self) -> bool:
@@ -196,10 +188,6 @@ class Turn(Step):
     ops = (Op.TURN,)
     num_uniforms = 1
 
-    @property
-    def is_random(self) -> bool:
-        return 0 < self.p < 1 or (self.p > 0 and len(self.codes) > 1)
-
     def draw(self, u: np.ndarray, sizes: np.ndarray) -> Numbers:
         return [np.array(self.codes)[integers(u[:, 0], 0, len(self.codes) - 1)]]
 
@@ -217,21 +205,19 @@ class Affine(_Bordered):
     rotate: Range = (0.0, 0.0)
     shear: Any = (0.0, 0.0)
     interpolation: int = LINEAR
-    fit_output: bool = False
     keep_ratio: bool = False
-    balanced_scale: bool = False
-    mask_interpolation: int = NEAREST
-    rotate_method: str = "largest_box"
     p: float = 0.5
 
     ops = (Op.AFFINE,)
     num_uniforms = 7
-
-    @property
-    def is_known(self) -> bool:
-        plain = not self.fit_output and not self.balanced_scale and self.interpolation in (NEAREST, LINEAR)
-        of_targets = self.mask_interpolation == NEAREST and self.rotate_method == "largest_box"
-        return plain and of_targets and super().is_known
+    supported: ClassVar[Supported] = {
+        **_Bordered.supported,
+        "interpolation": (NEAREST, LINEAR),
+        "fit_output": (False,),
+        "balanced_scale": (False,),
+        "mask_interpolation": (NEAREST,),
+        "rotate_method": ("largest_box",),
+    }
 
     def draw(self, u: np.ndarray, sizes: np.ndarray) -> Numbers:
         height, width = sizes.astype(np.float64).T

@@ -52,6 +52,13 @@ class Job(NamedTuple):
     out: np.ndarray
     chroma: np.ndarray | None = None
 
+    def put(self, row: int, image: np.ndarray) -> None:
+        """Fill a row of the results with an image, uint8 (H, W, 3)."""
+        if self.chroma is None:
+            self.out[row] = image
+        else:
+            self.out[row], self.chroma[row] = planes(image)
+
 
 def sizes(images: Sequence[Image]) -> tuple[np.ndarray, np.ndarray]:
     """Heights and widths of JPEGs, int32 (B, 2), 0, 0 of what `run` takes not; and which have EXIF, bool (B,)."""

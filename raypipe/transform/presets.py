@@ -4,7 +4,7 @@
     light … small   programs of steps, see _STEPS; with targets, and of arrays, the same steps by Albumentations
     tv-light …      pipelines of torchvision.transforms.v2, with the arguments of its own training scripts, see
                     _TORCHVISION; they import torch and torchvision into each process
-    steps           a list of Albumentations transforms, or a file of one
+    steps           a list of Albumentations transforms
     module:name     a function of the size that makes a transform, or a transform
     simclr, dino    several views of an image, as is a mapping of names, see `raypipe.transform.views`
 
@@ -25,9 +25,9 @@ from raypipe.lookup import choices, import_name
 from raypipe.transform.program import program_of
 from raypipe.transform.sizes import Size, sides_of
 from raypipe.transform.targets import IGNORE
-from raypipe.transform.transform_steps import Steps, build_steps, is_file, without_files
+from raypipe.transform.transform_steps import Steps, build_steps
 from raypipe.transform.user_code import NOT_OF_A_SAMPLE, place_of
-from raypipe.transform.views import VIEW_PRESETS, PresetSteps, View, find_views, jitter, makes_views
+from raypipe.transform.views import VIEW_PRESETS, PresetSteps, find_views, jitter, makes_views
 
 Transform = Callable[..., Any]
 
@@ -36,7 +36,7 @@ def build_transform(transform: Any, size: Size, by_library: bool = False) -> Any
     """Build a CPU transform, for `raypipe.transform.sample_transform.SampleTransform`.
 
     Args:
-        transform: see the module's table; for steps, and files of them, see `raypipe.transform.transform_steps`.
+        transform: see the module's table; for steps, see `raypipe.transform.transform_steps`.
             Other values are returned as they are.
         size: side of the images of named transforms, pixels; or (height, width).
         by_library: Albumentations makes named steps, with targets and arrays.
@@ -46,41 +46,31 @@ def build_transform(transform: Any, size: Size, by_library: bool = False) -> Any
         these.
 
     Raises:
-        ConfigError: no such preset, file, module or name; steps that are wrong; or the name is not a transform.
+        ConfigError: no such preset, module or name; steps that are wrong; or the name is not a transform.
     """
     if min(sides_of(size)) < 1:
         raise ConfigError(f"transform.size is {size}; it is at least 1 pixel")
-    found = without_files(transform)
-    if makes_views(found):
+    if makes_views(transform):
         if not isinstance(size, int):
             raise ConfigError("views have their own sizes, which buckets cannot set: use one image, or no buckets")
-        return {name: _with_built(name, view, by_library) for name, view in find_views(found, size).items()}
-    if isinstance(found, list):
-        return build_steps(found)
-    if not isinstance(found, str):
-        return found
-    _check_name(found)
-    if found == "none":
-        return None
-    if ":" in found:
-        return _imported(found, size)
-    if found in _TORCHVISION:
-        return _by_torchvision(found, size)
-    steps = _STEPS[found](size)
-    return build_steps(steps) if by_library else program_of(steps)
-
-
-def _with_built(name: str, view: View, by_library: bool) -> View:
-    """Return the view with callables for its transforms."""
-    with _of_view(name):
-        return replace(view, transforms=tuple(_of_crop(each, view.size, by_library) for each in view.transforms))
-
-
-def _of_crop(transform: Any, size: int, by_library: bool) -> Any:
-    """The transform of a crop; the steps of a preset of views are a program, if all are known."""
+        views = find_views(transform, size)
+        for name, view in views.items():
+            with _of_view(name):
+                built = tuple(build_transform(each, view.size, by_library) for each in view.transforms)
+            views[name] = replace(view, transforms=built)
+        return views
+    if isinstance(transform, str):
+        _check_name(transform)
+        if transform == "none":
+            return None
+        if ":" in transform:
+            return _imported(transform, size)
+        if transform in _TORCHVISION:
+            return _by_torchvision(transform, size)
+        transform = PresetSteps(_STEPS[transform](size))
     if isinstance(transform, PresetSteps) and not by_library:
         return program_of(transform)
-    return build_transform(transform, size, by_library)
+    return build_steps(transform) if isinstance(transform, list) else transform
 
 
 @contextlib.contextmanager
@@ -108,7 +98,7 @@ def check_transform(transform: object, size: Size, arrays: bool = False) -> None
                     check_transform(each, view.size, arrays)
     elif isinstance(transform, list):
         build_transform(transform, size)
-    elif isinstance(transform, str) and not is_file(transform):
+    elif isinstance(transform, str):
         _check_name(transform)
 
 
@@ -119,8 +109,7 @@ def _check_name(name: str) -> None:
     if name in known or ":" in name:
         return
     raise ConfigError(
-        f"no transform preset {name!r}{choices(name, known)}; module:name, a list of steps, and a file of"
-        " them (*.yaml, *.json) will do as well"
+        f"no transform preset {name!r}{choices(name, known)}; module:name, and a list of steps will do as well"
     )
 
 
@@ -142,7 +131,7 @@ def is_preset(transform: object) -> bool:
 
 def takes_size(transform: object) -> bool:
     """True if a transform may be built for several sizes; for "module:name" only building it shows."""
-    return is_preset(transform) or (isinstance(transform, str) and ":" in transform and not is_file(transform))
+    return is_preset(transform) or (isinstance(transform, str) and ":" in transform)
 
 
 def _crop_ratio(size: Size) -> dict[str, tuple[float, float]]:

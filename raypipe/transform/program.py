@@ -19,7 +19,7 @@ import numpy as np
 from raypipe.plan.places import Sides
 from raypipe.transform.color_steps import COLOR_STEPS
 from raypipe.transform.draws import uniforms
-from raypipe.transform.geometry_steps import GEOMETRY_STEPS, TURNS, FixedCrop, RandomResizedCrop, Turn
+from raypipe.transform.geometry_steps import GEOMETRY_STEPS, TURNS, RandomResizedCrop, Turn
 from raypipe.transform.ops import Op, sizes_behind
 from raypipe.transform.step import SIZING, Step
 
@@ -34,7 +34,6 @@ class Program:
         ops: int32 (n, 2): the code of each operation, and where its parameters begin.
         num_params: P, see `draw`.
         size: (height, width) of its results; None = it depends on the image.
-        is_random: whether any draw has an effect.
         takes_points: whether boxes and keypoints can follow, see `raypipe.transform.follow`.
         crop_target: (height, width) to which the first step resizes the crop that it begins with; None: it begins
             with another.
@@ -50,7 +49,6 @@ class Program:
         self.ops = np.array(ops, np.int32).reshape(-1, 2)
         self.num_params = offset
         self._num_uniforms = sum(1 + step.num_uniforms for step in self.steps)
-        self.is_random = any(step.is_random for step in self.steps)
         self.takes_points = all(step.takes_points for step in self.steps)
         self.size = self._find_size()
         first = self.steps[0] if self.steps else None
@@ -69,7 +67,7 @@ class Program:
             The parameters, int64 (B, P), see `raypipe.transform.ops`; and the (height, width) of what they make.
         """
         params = np.empty((len(keys), self.num_params), np.int64)
-        u = uniforms(keys, self._num_uniforms) if self.is_random else np.zeros((len(keys), self._num_uniforms))
+        u = uniforms(keys, self._num_uniforms)
         sizes, column, place = sizes.astype(np.int64), 0, 0
         for step in self.steps:
             applies = u[:, place] < step.p
@@ -99,25 +97,6 @@ class Program:
                     yield step, op, params[column + 1 : end].tolist()
                 column = end
 
-    def no_room(self, size: Sides) -> str:
-        """Return why an image of this size is too small for a crop; empty = it is not."""
-        behind, (params, _) = np.array(size), self.draw(np.zeros((1, 2), np.uint64), np.array([size]))
-        for _, op, numbers in self.applied(params[0]):
-            if op == Op.CROP and (behind < numbers[2:4]).any():
-                return (
-                    "Crop size (height, width) exceeds image dimensions (height, width): "
-                    f"{tuple(numbers[2:4])} vs {tuple(behind.tolist())}"
-                )
-            if op != Op.TURN:  # none of these can make an image too small
-                behind = sizes_behind(op, np.array(numbers), behind)
-        return ""
-
-    @property
-    def crops_first(self) -> bool:
-        """True if the first step that sets a size is a crop, for which an image may be too small."""
-        sizing = (step for step in self.steps if {Op.CROP, Op.RESIZE} & {*step.ops})
-        return isinstance(next(sizing, None), FixedCrop)
-
     def _find_size(self) -> Sides | None:
         """Return the size of all results: equal for images of two sizes, for all draws."""
         keys = np.array([(k, 1) for k in range(16)], np.uint64)
@@ -138,7 +117,7 @@ def native_step(name: str, arguments: Mapping[str, Any]) -> Step | None:
         codes, p = TURNS[name]
         return Turn(codes=codes, p=arguments.get("p", p))
     kind = _KINDS.get(name)
-    if kind is None:
+    if kind is None or any(arguments.get(name, of[0]) not in of for name, of in kind.supported.items()):
         return None
     step = kind(**{field.name: arguments[field.name] for field in fields(kind) if field.name in arguments})
     return step if step.is_known and (step.p >= 1 or not SIZING & {*step.ops}) else None

@@ -30,6 +30,9 @@ def crop(image: np.ndarray, params: Params) -> np.ndarray:
     """Cut out a box: top, left, height, width. A view."""
     top, left, height, width = params[:4]
     rows, columns = image.shape[:2]
+    sizes = f"{(height, width)} vs {(rows, columns)}"
+    room = f"box: Crop size (height, width) exceeds image dimensions: {sizes}"
+    check(height <= rows and width <= columns, room)
     check(0 <= top <= rows - height and 0 <= left <= columns - width and height >= 1 and width >= 1, "box")
     return image[top : top + height, left : left + width]
 

@@ -88,9 +88,9 @@ class SampleTransform:
             # Not set_random_seed: it gives every child the same seed, so that two flips always agree.
             self.transform.set_random_state(self._keyed.generator, self._random)
         self._arrays = arrays
-        self._crop_first = None if arrays else _find_crop_first(self.transform)
-        first = None if arrays else self.program or self._crop_first
-        self.crop_target = first.crop_target if first else None
+        self.crop_target: Sides | None = None
+        if not arrays:
+            self.crop_target = self.program.crop_target if self.program else _size_of_crop(self.transform)
         self.draws_globally = self.kind == "torchvision" or (self.kind == "plain" and not self._rng)
 
     def __reduce__(self) -> Any:
@@ -101,7 +101,7 @@ class SampleTransform:
         return self.with_targets(image, {}, key)["image"]
 
     def with_targets(
-        self, image: np.ndarray | Undecoded, targets: dict[str, Any], key: Key, out: np.ndarray | None = None
+        self, image: np.ndarray | Undecoded, targets: dict[str, Any], key: Key
     ) -> dict[str, np.ndarray]:
         """Transform one image and its targets.
 
@@ -110,10 +110,9 @@ class SampleTransform:
                 decoded, where there is a `crop_target`: the result is the same.
             targets: `mask`, `bboxes` and the like, as Albumentations takes them.
             key: determines all random draws.
-            out: uint8 (h, w, 3), where the image may be put.
 
         Returns:
-            `image`, uint8 of shape (h, w, 3), the same as without targets: maybe `out`, a view, or the
+            `image`, uint8 of shape (h, w, 3), the same as without targets: maybe a view, or the
             argument. And the targets. Or, where a function made views, these: uint8 (h, w, 3) or (n, h, w, 3).
 
         Raises:
@@ -124,19 +123,18 @@ class SampleTransform:
             size = image.shape[:2] if isinstance(image, np.ndarray) else image[0]
             params = self.program.draw(np.array([key], np.uint64), np.array([size]))[0][0]
             goes_on = self.has_rest and not self._arrays
-            image = self._by_program(image, params, None if goes_on else out)
-            targets = follow(self.program, params, (size[0], size[1]), targets) if targets else targets
+            image = self._by_program(image, params)
+            targets = follow(self.program.applied(params), (size[0], size[1]), targets) if targets else targets
             return self.finish(image, targets, key) if goes_on else {"image": image, **targets}
         if self.transform is None:
             assert isinstance(image, np.ndarray)
             return {"image": image, **targets}
         if isinstance(image, np.ndarray):
             return self.finish(image, targets, key)
-        assert self._crop_first is not None
         self._seed(key)
-        return {"image": _checked(self._crop_first(*image), self.kind)}
+        return {"image": _checked(_crop_first(self.transform, *image), self.kind)}
 
-    def _by_program(self, image: np.ndarray | Undecoded, params: np.ndarray, out: np.ndarray | None) -> np.ndarray:
+    def _by_program(self, image: np.ndarray | Undecoded, params: np.ndarray) -> np.ndarray:
         """Run the program on one image; raise ValueError if it is too small for a crop."""
         program = self.program
         assert program is not None and program.size is not None, "where sizes differ, the library does it"
@@ -144,10 +142,7 @@ class SampleTransform:
             top, left, height, width = params[1:5].tolist()
             params, image = params.copy(), image[1]((top, left, height, width))
             params[1:5] = 0, 0, *image.shape[:2]
-        elif reason := program.no_room((image.shape[0], image.shape[1])) if program.crops_first else "":
-            raise ValueError(reason)
-        if out is None or out.shape[:2] != program.size:
-            out = np.empty((*program.size, 3), np.uint8)
+        out = np.empty((*program.size, 3), np.uint8)
         kernel.run_one(image, program.ops, params, out)
         return out
 
@@ -252,38 +247,12 @@ def _checked_views(made: Mapping[Any, Any], arrays: bool = False) -> dict[str, n
     return views
 
 
-class _TorchvisionCropFirst:
-    """A v2.Compose that begins with RandomResizedCrop, used as it is; it draws from torch's global generator.
+def _size_of_crop(pipeline: Any) -> Sides | None:
+    """(height, width) to which a torchvision pipeline resizes the crop that it begins with; None: it may begin
+    with another step.
 
-    `crop_target` is the (height, width) to which the crop is resized.
-    """
-
-    def __init__(self, pipeline: Any) -> None:
-        self._first, *self._others = pipeline.transforms
-        self.crop_target: Sides = tuple(self._first.size) * (2 // len(self._first.size))
-
-    def __call__(self, size: tuple[int, int], decode_box: Callable[[Box], np.ndarray]) -> Any:
-        """Run the pipeline on an image of this (height, width)."""
-        import torch
-        from torchvision import tv_tensors
-
-        whole = tv_tensors.Image(torch.zeros((), dtype=torch.uint8).expand(3, *size))  # takes no memory
-        drawn = self._first.make_params([whole])
-        crop = decode_box((drawn["top"], drawn["left"], drawn["height"], drawn["width"]))
-        height, width = crop.shape[:2]
-        image = tv_tensors.Image(torch.from_numpy(crop).permute(2, 0, 1))
-        result = self._first.transform(image, {"top": 0, "left": 0, "height": height, "width": width})
-        for transform in self._others:
-            result = transform(result)
-        return result
-
-
-def _find_crop_first(pipeline: Any) -> _TorchvisionCropFirst | None:
-    """Build a pipeline that draws a crop before the image is decoded; None = it may not begin with a crop.
-
-    The library's own code draws the crop from an image that has only the size; the crop is then decoded, and
-    the library resizes it and continues. `v2.Compose([RandomResizedCrop(…), …])` without hooks is recognized,
-    and no look-alike (a subclass may do as it likes with the pixels outside).
+    `v2.Compose([RandomResizedCrop(…), …])` without hooks is recognized, and no look-alike (a subclass may do as it
+    likes with the pixels outside).
     """
     steps = getattr(pipeline, "transforms", None)
     v2 = sys.modules.get("torchvision.transforms.v2")
@@ -293,6 +262,27 @@ def _find_crop_first(pipeline: Any) -> _TorchvisionCropFirst | None:
     if type(first) is not v2.RandomResizedCrop or not hasattr(first, "make_params"):
         return None
     hooks = [*vars(pipeline).items(), *vars(first).items()]
-    return (
-        None if any(value for name, value in hooks if name.endswith("_hooks")) else _TorchvisionCropFirst(pipeline)
-    )
+    if any(value for name, value in hooks if name.endswith("_hooks")):
+        return None
+    return tuple(first.size) * (2 // len(first.size))
+
+
+def _crop_first(pipeline: Any, size: Sides, decode_box: Callable[[Box], np.ndarray]) -> Any:
+    """Run a pipeline that begins with a crop, on an image of this (height, width).
+
+    The library's own code draws the crop from an image that has only the size, by torch's global generator; the
+    crop is then decoded, and the library resizes it and continues.
+    """
+    import torch
+    from torchvision import tv_tensors
+
+    first, *others = pipeline.transforms
+    whole = tv_tensors.Image(torch.zeros((), dtype=torch.uint8).expand(3, *size))  # takes no memory
+    drawn = first.make_params([whole])
+    crop = decode_box((drawn["top"], drawn["left"], drawn["height"], drawn["width"]))
+    height, width = crop.shape[:2]
+    image = tv_tensors.Image(torch.from_numpy(crop).permute(2, 0, 1))
+    result = first.transform(image, {"top": 0, "left": 0, "height": height, "width": width})
+    for transform in others:
+        result = transform(result)
+    return result

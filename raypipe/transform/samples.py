@@ -59,14 +59,6 @@ class Samples:
         return map(self.__getitem__, range(len(self)))
 
     @staticmethod
-    def of(samples: Sequence[EncodedSample]) -> Samples:
-        """Join samples; a column that a sample lacks is None."""
-        images, columns = [sample.image for sample in samples], [sample.columns for sample in samples]
-        names = dict.fromkeys(itertools.chain.from_iterable(columns))
-        labels = np.array([sample.label for sample in samples], np.int64)
-        return Samples(images, labels, {name: [row.get(name) for row in columns] for name in names})
-
-    @staticmethod
     def joined(parts: Sequence[Samples]) -> Samples:
         """Those of several micro-batches, one after the other."""
         images = list(itertools.chain.from_iterable(part.images for part in parts))

@@ -7,6 +7,7 @@ transform.geometry_steps` and `color_steps` have the steps.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -17,6 +18,7 @@ from raypipe.transform.ops import NUM_PARAMS, Op
 Range = tuple[float, float]
 Numbers = list[np.ndarray | int]
 """Parameters of a step's operations in turn: integers for all samples, int64 (B,) or (B, n)."""
+Supported = Mapping[str, Sequence[Any]]
 SIZING = {Op.CROP, Op.RESIZE, Op.PAD}
 """Operations whose results have another size, however they are drawn."""
 
@@ -29,22 +31,19 @@ class Step:
         p: probability that it applies to a sample.
         ops: its operations.
         num_uniforms: number of draws for a sample, besides one for its probability.
+        supported: values of arguments that are, by name; others may have any.
     """
 
     p: float = 1.0
 
     ops: ClassVar[tuple[Op, ...]]
     num_uniforms: ClassVar[int] = 0
+    supported: ClassVar[Supported] = {}
 
     @property
     def is_known(self) -> bool:
-        """True if the values of its arguments are supported."""
+        """True if its fields have values that are supported."""
         return True
-
-    @property
-    def is_random(self) -> bool:
-        """True if any draw has an effect."""
-        return 0 < self.p < 1 or (self.p > 0 and self.num_uniforms > 0)
 
     def num_params(self, op: Op) -> int:
         """Number of the parameters of its operation, without `apply`."""

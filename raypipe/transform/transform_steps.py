@@ -4,34 +4,28 @@
     - HorizontalFlip: {p: 0.5}
     - OneOf: {transforms: [{Blur: {p: 1}}, {MotionBlur: {p: 1}}], p: 0.3}
 
-Steps come from a run's YAML, from the command line, or from a file. They are built only from public transforms
-of Albumentations: they cannot import modules or call functions by name.
+Steps come from a run's YAML, or from the command line. They are built only from public transforms of
+Albumentations: they cannot import modules or call functions by name.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
-import json
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
-import yaml
-
-from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError
 from raypipe.lookup import choices
-from raypipe.storage.files import read_text
 
 Steps = list[dict[str, Any]]
 """Each `{NAME: {argument: value, …}}`; the arguments of a step without any may be None."""
 
 # A long policy has a hundred values and is four deep. A YAML of a few lines can stand for billions (aliases of
 # aliases), and for lists that hold themselves.
-_MAX_BYTES, _MAX_VALUES, _MAX_DEPTH = 1 << 20, 10_000, 24
+_MAX_CHARACTERS, _MAX_VALUES, _MAX_DEPTH = 1 << 20, 10_000, 24
 
 _BASES = {"BaseCompose", "BasicTransform", "DualTransform", "ImageOnlyTransform", "Transform3D"}
 _OF_FLOATS = {"Normalize", "ToFloat", "FromFloat", "ToTensorV2", "ToTensor3D"}
@@ -44,25 +38,6 @@ _NEED = {
 }
 
 
-def is_file(transform: object) -> bool:
-    """True if a transform is the address of a file of steps."""
-    return isinstance(transform, str) and transform.lower().endswith((".yaml", ".yml", ".json"))
-
-
-def without_files(transform: Any) -> Any:
-    """Replace a file's address in a transform or in views with the file's steps; see `read_steps`."""
-    if isinstance(transform, Mapping):
-        return {name: without_files(part) for name, part in transform.items()}
-    if isinstance(transform, list | tuple) and any(map(is_file, transform)):  # a view's transforms
-        return type(transform)(map(without_files, transform))
-    return read_steps(transform) if is_file(transform) else transform
-
-
-def config_without_files(config: TransformConfig) -> TransformConfig:
-    """Return the settings with steps instead of files, so no process reads the files again."""
-    return replace(config, train=without_files(config.train), val=without_files(config.val))
-
-
 def brief(transform: Any) -> str:
     """A transform in a few words."""
     if isinstance(transform, Mapping):
@@ -70,28 +45,6 @@ def brief(transform: Any) -> str:
     if isinstance(transform, list):
         return "+".join(str(name) for step in transform for name in step)
     return str(transform) if isinstance(transform, str | None) else f"a {type(transform).__name__}"
-
-
-def read_steps(address: str) -> Steps:
-    """The steps of a file at a local path or a URI, a list of them as JSON or YAML.
-
-    Raises:
-        ConfigError: it cannot be read, or holds no steps. Whether they can be built, `build_steps` tells.
-    """
-    text = read_text(address, _MAX_BYTES)
-    try:
-        content = json.loads(text)  # not as YAML, for which 1e-05 is a word; the file's name proves neither
-    except (ValueError, RecursionError):
-        try:
-            content = yaml.safe_load(text)
-        except Exception as error:  # PyYAML has more kinds than its own: KeyError for !!bool x, RecursionError
-            reason = " ".join(str(error).split())
-            raise ConfigError(f"{address} is neither JSON nor YAML: {type(error).__name__}: {reason}") from None
-    _check_plain(content, address)
-    if not isinstance(content, list):
-        expected = "expected is a list of steps `- NAME: {argument: value, …}`"
-        raise ConfigError(f"{address} holds no transform: {expected}")
-    return content
 
 
 def albumentations() -> Any:
@@ -197,8 +150,8 @@ def _check_plain(content: Any, where: str) -> None:
         value, depth = todo.pop()
         num_values += 1
         num_characters += len(value) if isinstance(value, str) else 1
-        if num_values > _MAX_VALUES or num_characters > _MAX_BYTES or depth > _MAX_DEPTH:
-            limits = f"{_MAX_VALUES:,} names and values, or {_MAX_BYTES:,} characters"
+        if num_values > _MAX_VALUES or num_characters > _MAX_CHARACTERS or depth > _MAX_DEPTH:
+            limits = f"{_MAX_VALUES:,} names and values, or {_MAX_CHARACTERS:,} characters"
             raise ConfigError(f"{where}: more than {limits}, or nested more than {_MAX_DEPTH} deep")
         inner = [*value, *value.values()] if isinstance(value, dict) else value
         if isinstance(value, dict) and not all(isinstance(key, str) for key in value):

@@ -44,7 +44,6 @@ from raypipe.stores.record import read_bad_list
 from raypipe.streaming.digest import DigestFile
 from raypipe.stores import open_store
 from raypipe.stores import base, folder, lmdb, parquet, tar
-from raypipe.transform.transform_steps import read_steps
 
 def store(path):
     opened = open_store(path)
@@ -67,7 +66,6 @@ READERS = {
     "store": store,
     "bad list": lambda path: read_bad_list(path, empty, "store.exclude"),
     "digests": DigestFile.read,
-    "transform": read_steps,
     "inspect": lambda path: command("inspect", path),
     "convert": lambda path: command("convert", path, path + ".lmdb"),
     "settings": lambda path: parse_command("", job, ["--config", path], "doc"),
@@ -172,7 +170,7 @@ def test_a_folder_that_is_called_as_an_image(read: Read, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-@pytest.mark.parametrize("reader", ["bad list", "digests", "transform"])
+@pytest.mark.parametrize("reader", ["bad list", "digests"])
 def test_a_file_of_settings_or_results(reader: str, kind: str, read: Read, tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     KINDS[kind][0](path)

@@ -25,9 +25,8 @@ from raypipe.streaming.opening import open_stream
 from raypipe.streaming.row import SourceRow, batches_of, block_row
 from raypipe.streaming.source import MicroBatchSource
 from raypipe.streaming.spec import StreamSpec
-from raypipe.transform.contents import Images
+from raypipe.transform.contents import Content
 from raypipe.transform.decode import encode_jpeg
-from raypipe.transform.presets import build_transform
 from raypipe.transform.samples import EncodedSample, read_samples
 
 SIZE = (192, 256)
@@ -55,8 +54,8 @@ def store() -> MemoryStore:
     return MemoryStore(list(images), np.zeros(12, np.int64), columns={"joints": packed})
 
 
-def content(transform: Any, **config: Any) -> Images:
-    return Images(build_transform(transform, 128), TransformConfig(size=128, keypoints_column="joints", **config))
+def content(transform: Any, **config: Any) -> Content:
+    return Content(transform, TransformConfig(size=128, keypoints_column="joints", **config))
 
 
 PIPELINES: dict[str, Any] = {
@@ -69,7 +68,7 @@ PIPELINES: dict[str, Any] = {
 @pytest.mark.parametrize("name", PIPELINES)
 def test_a_keypoint_is_where_its_disc_is_and_changes_no_pixel(name: str) -> None:
     made, num_seen, num_marked = content(PIPELINES[name]), 0, 0
-    alone = Images(build_transform(PIPELINES[name], 128), TransformConfig(size=128))
+    alone = Content(PIPELINES[name], TransformConfig(size=128))
     for (image, points), key in zip(SCENES, KEYS, strict=True):
         found = made.one(EncodedSample(image, 0, {"joints": points}), tuple(key))
         pixels = found["image"]

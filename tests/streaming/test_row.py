@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from micro_batches import plain
+from micro_batches import as_samples, plain
 
 from raypipe.config import PlanConfig
 from raypipe.errors import ConfigError
@@ -21,7 +21,7 @@ from raypipe.streaming.row import (
     host_batches,
 )
 from raypipe.transform.fields import BlockMemory, Field, MicroBatch, Ragged
-from raypipe.transform.samples import NO_LABEL, EncodedSample, Samples
+from raypipe.transform.samples import NO_LABEL, EncodedSample
 
 BLOCK = [MicroBatchId("val", 3, 2, 0), MicroBatchId("val", 3, 2, 1)]
 
@@ -35,8 +35,8 @@ COLUMNS = [
 @pytest.mark.parametrize("columns", [[{}, {}], COLUMNS])
 def test_what_a_reader_has_read_is_what_an_actor_unpacks(columns: list[dict[str, Any]]) -> None:
     reads = [
-        Samples.of([EncodedSample(b"a", 7, columns[0]), EncodedSample(None, 0, columns[1])]),
-        Samples.of([EncodedSample(None, -1, columns[1]), EncodedSample(b"b", NO_LABEL, columns[1])]),
+        as_samples([EncodedSample(b"a", 7, columns[0]), EncodedSample(None, 0, columns[1])]),
+        as_samples([EncodedSample(None, -1, columns[1]), EncodedSample(b"b", NO_LABEL, columns[1])]),
     ]
     row = SourceRow.unpacked(SourceRow(BLOCK, reads, 0.5).packed())
     assert row.reads is not None and (row.block, row.read_s) == (BLOCK, 0.5)

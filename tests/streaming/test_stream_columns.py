@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from micro_batches import as_samples
 from ray.data.block import BlockAccessor
 from without_ray import digests, every_batch, host_batches
 
@@ -28,7 +29,7 @@ from raypipe.streaming.row import SourceRow, batches_of, block_row
 from raypipe.streaming.source import MicroBatchSource
 from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.fields import COLUMN, MicroBatch, Ragged, in_group
-from raypipe.transform.samples import EncodedSample, Samples
+from raypipe.transform.samples import EncodedSample
 
 from pictures import picture  # isort: skip
 
@@ -167,7 +168,7 @@ def test_what_a_reader_sends_of_any_value_is_what_an_actor_gets() -> None:
         "bool": True,
     }
     block = [MicroBatchId("train", 0, 0, 0)]
-    samples = Samples.of([EncodedSample(b"x", 1, values), EncodedSample(None, 2, dict.fromkeys(values))])
+    samples = as_samples([EncodedSample(b"x", 1, values), EncodedSample(None, 2, dict.fromkeys(values))])
     read = SourceRow.unpacked(SourceRow(block, [samples]).packed()).reads
     assert read
     found, nothing = (sample.columns for sample in read[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,7 @@ import numpy as np
 from raypipe.config import TransformConfig
 from raypipe.plan.places import PADDING, MicroBatchId
 from raypipe.transform.batch import MicroBatchTransform, Sample, Substitutes
-from raypipe.transform.contents import build_content
+from raypipe.transform.contents import Content
 from raypipe.transform.fields import MicroBatch, Ragged
 from raypipe.transform.samples import EncodedSample, Samples
 
@@ -24,9 +25,7 @@ FIRST = 20
 def transform_of(transform: Any, config: TransformConfig | None = None, **of_a_split: Any) -> MicroBatchTransform:
     """By a user's transform, settings of a run, and options of a split."""
     config = config or TransformConfig()
-    return MicroBatchTransform(
-        build_content(transform, config), tolerant=config.max_bad_fraction > 0, **of_a_split
-    )
+    return MicroBatchTransform(Content(transform, config), tolerant=config.max_bad_fraction > 0, **of_a_split)
 
 
 def samples_of(images: Iterable[bytes | None]) -> list[EncodedSample]:
@@ -34,10 +33,18 @@ def samples_of(images: Iterable[bytes | None]) -> list[EncodedSample]:
     return [EncodedSample(image, 3 * row) for row, image in enumerate(images)]
 
 
+def as_samples(samples: Sequence[EncodedSample]) -> Samples:
+    """Join samples; a column that a sample lacks is None."""
+    images, columns = [sample.image for sample in samples], [sample.columns for sample in samples]
+    names = dict.fromkeys(itertools.chain.from_iterable(columns))
+    labels = np.array([sample.label for sample in samples], np.int64)
+    return Samples(images, labels, {name: [row.get(name) for row in columns] for name in names})
+
+
 def as_read(samples: Sequence[Sample]) -> Samples | list[Callable[[], Any]]:
     """As a store was read for a micro-batch, or each when it is its turn, where one of them is to be read then."""
     if not any(map(callable, samples)):
-        return Samples.of([*samples])
+        return as_samples([*samples])
     return [sample if callable(sample) else functools.partial([sample].__getitem__, 0) for sample in samples]
 
 
@@ -62,7 +69,7 @@ def run(
     given = [*(range(FIRST, FIRST + len(samples)) if indices is None else indices), *[PADDING] * padding]
     read = as_read([*samples, *[EncodedSample(None)] * padding])
     rows, bad = transform.run(read, np.array(given), keys[: len(given)], substitutes, **more)
-    return MicroBatch(AT, rows.index, rows.weight, rows.finish(), len(bad)), bad
+    return MicroBatch(AT, rows.index, rows.weight, rows.finish(), len(bad)), [*bad.values()]
 
 
 def with_fields(batch: MicroBatch, fields: Mapping[str, np.ndarray | Ragged]) -> MicroBatch:

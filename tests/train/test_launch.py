@@ -36,7 +36,7 @@ from raypipe.train.console import changes, describe
 from raypipe.train.interrupts import Stopped
 from raypipe.train.launch import _as_run_error, _withdraw_stop, train
 from raypipe.train.models import num_classes_of
-from raypipe.train.run_folder import as_plain, located, store_config
+from raypipe.train.run_folder import as_plain, store_config
 
 RUN = RunConfig(
     store=StoreConfig(train="train.lmdb", val="val.lmdb"),
@@ -65,7 +65,6 @@ def spec(train: MemoryStore, val: MemoryStore | None = None) -> StreamSpec:
         "store.val={}",
         "store.exclude={}",
         "store.exclude={{val: {}}}",
-        "transform.val={}",
         "storage_path={}",
         "resume={}",
         "plan={}",
@@ -257,34 +256,6 @@ def test_steps_come_back_from_the_stored_configuration_as_they_were(tmp_path: Pa
     assert again.transform == run.transform
     again = parse_run([f"--resume={tmp_path / 'mine'}", "--transform.train=heavy"], None)
     assert (again.transform.train, again.transform.val) == ("heavy", STEPS[:1])
-
-
-def test_a_run_holds_the_steps_of_a_file_and_need_not_read_it_again(
-    stores: dict[str, Path], tmp_path: Path
-) -> None:
-    file = tmp_path / "policy.yaml"
-    file.write_text(yaml.safe_dump(STEPS))
-    given = parse_run(
-        [
-            f"--store.train={stores['train']}",
-            f"--transform.train={file}",
-            f"--storage_path={tmp_path}",
-            "--name=mine",
-        ],
-        None,
-    )
-    with located(given) as (run, run_uri, _):
-        assert run.transform == dataclasses.replace(given.transform, train=STEPS)
-        store_config(run, run_uri)
-    file.unlink()
-    with located(parse_run([f"--resume={tmp_path / 'mine'}"], None)) as (resumed, _, _):
-        assert resumed.transform == run.transform
-        assert spec_of(resumed, run_uri).transforms["train"] == STEPS
-    with (
-        pytest.raises(ConfigError, match=r"policy\.yaml cannot be read"),
-        located(dataclasses.replace(given, name="other")),
-    ):
-        pass
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import cv2
 import numpy as np
 import pytest
 import simplejpeg
+from micro_batches import as_samples
 from PIL import Image
 
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
@@ -20,10 +21,10 @@ import albumentations as A  # noqa: N812
 from raypipe.config import TransformConfig
 from raypipe.transform import jpeg, kernel, wire
 from raypipe.transform.batch import MicroBatchTransform
-from raypipe.transform.contents import build_content
-from raypipe.transform.fields import MadeAtOnce, chroma_of, is_image
+from raypipe.transform.contents import Content
+from raypipe.transform.fields import chroma_of, is_image
 from raypipe.transform.program import find_program
-from raypipe.transform.samples import EncodedSample, Samples
+from raypipe.transform.samples import EncodedSample
 
 RNG = np.random.default_rng(11)
 
@@ -76,16 +77,16 @@ def without_kernel() -> Iterator[None]:
 def made(transform: Any, samples: Any = SAMPLES, threads: int = 1, alone: bool = False, **settings: Any) -> Any:
     """The arrays of a micro-batch by field, and its bad samples."""
     settings = {"size": 32} | settings
-    content = build_content(transform, TransformConfig(**settings), threads=threads)
+    content = Content(transform, TransformConfig(**settings), threads=threads)
     if alone:
-        content.at_once = lambda samples, *_: MadeAtOnce.nothing(len(samples))  # type: ignore[method-assign]
+        content.fill = lambda *_: None  # type: ignore[method-assign]
     maker = MicroBatchTransform(content)
 
     def substitutes(row: int) -> Any:
         return [(GOOD[row % 2], 100 + row % 2, (row, 1))]
 
-    rows, bad = maker.run(Samples.of(samples), INDICES[: len(samples)], KEYS[: len(samples)], substitutes)
-    return {name: (part.tobytes(), part.shape) for name, part in rows.finish().items()}, bad
+    rows, bad = maker.run(as_samples(samples), INDICES[: len(samples)], KEYS[: len(samples)], substitutes)
+    return {name: (part.tobytes(), part.shape) for name, part in rows.finish().items()}, [*bad.values()]
 
 
 OTHERS: dict[str, Callable[[], Any]] = {

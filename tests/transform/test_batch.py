@@ -19,7 +19,7 @@ os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 import albumentations as A  # noqa: N812
 import torch
 import torchvision
-from micro_batches import run, samples_of, transform_of
+from micro_batches import as_samples, run, samples_of, transform_of
 from PIL import Image
 from ray import cloudpickle
 from torchvision.transforms import v2
@@ -31,7 +31,7 @@ from raypipe.transform.decode import encode_jpeg
 from raypipe.transform.fields import MicroBatch
 from raypipe.transform.presets import build_transform
 from raypipe.transform.sample_transform import SampleTransform
-from raypipe.transform.samples import NO_LABEL, WRONG_LABEL, EncodedSample, Samples
+from raypipe.transform.samples import NO_LABEL, WRONG_LABEL, EncodedSample
 
 RNG = np.random.default_rng(0)
 IMAGES = [
@@ -252,7 +252,7 @@ def test_indices_and_keys_given_are_not_written_to() -> None:
     for array in (indices, keys):
         array.setflags(write=False)
     samples = samples_of([JPEGS[0], b"bad", JPEGS[1], None, None])
-    made(FLIP).run(Samples.of(samples), indices, keys, substitutes)
+    made(FLIP).run(as_samples(samples), indices, keys, substitutes)
 
 
 def test_padding_is_black_and_weighs_nothing_and_is_never_decoded() -> None:
@@ -286,7 +286,7 @@ def test_padding_alone_of_unknown_size_is_a_config_error() -> None:
 
 def test_a_sample_of_another_size_is_a_config_error_with_both_sizes() -> None:
     images = [np.zeros((20, 30, 3), np.uint8), np.zeros((20, 31, 3), np.uint8)]
-    with pytest.raises(ConfigError, match=r"x.lmdb sample 21: .* 20x31 .*20x30 .*crop or resize"):
+    with pytest.raises(ConfigError, match=r"x.lmdb sample 21: .*\(20, 31, 3\).*\(20, 30, 3\).*crop or resize"):
         batch(made(None, store_address="x.lmdb"), [encode_jpeg(i) for i in images])
 
 

@@ -96,19 +96,6 @@ def test_omitted_rows_hold_the_fill_of_each_field_and_do_not_count() -> None:
     assert unpacked(batch, "column.meta") == [None, {"number": 4}, None]
 
 
-def test_a_bad_sample_leaves_nothing_of_what_it_had_begun_in_its_row() -> None:
-    memory = BlockMemory(fields())
-    learn(memory.fields, sample(1))
-    rows = Rows(memory, 2)
-    image = rows.image(0)
-    assert image is not None
-    image[:] = 77
-    rows.leave_out(0, 5)
-    rows.put(1, 6, sample(1))
-    assert not rows.finish()["image"][0].any()  # type: ignore[union-attr]
-    assert rows.index.tolist() == [5, 6] and rows.weight.tolist() == [0, 1]
-
-
 def test_a_row_may_be_left_out_before_the_first_sample_shows_the_shapes() -> None:
     batch = filled(BlockMemory(fields()), None, 2)
     assert batch["image"].shape == (2, 2, 3, 3) and not batch["image"][0].any() and batch["image"][1].all()
@@ -118,28 +105,12 @@ def test_padding_alone_has_the_shapes_that_another_sample_shows() -> None:
     rows = Rows(BlockMemory(fields()), 2)
     rows.leave_out(0)
     rows.leave_out(1)
-    assert not rows.has_begun
-    rows.begin(sample(3))
+    assert rows.arrays is None
+    rows.begun(sample(3))
     found = rows.finish()
-    assert rows.has_begun and not rows.weight.any()
+    assert not rows.weight.any()
     assert isinstance(found["image"], np.ndarray) and found["image"].shape == (2, 2, 3, 3)
     assert not found["image"].any()
-
-
-def test_an_image_that_is_made_in_its_row_is_not_copied_and_another_is() -> None:
-    memory = BlockMemory(fields())
-    assert Rows(memory, 2).image(0) is None, "its shape is not known yet"
-    learn(memory.fields, sample(1))
-    rows = Rows(memory, 2)
-    for row in range(2):
-        out = rows.image(row)
-        assert out is not None and out.shape == (2, 3, 3)
-        image = np.full((2, 3, 3), 5, np.uint8) if row else out
-        if not row:
-            out[:] = 9
-        rows.put(row, row, {**sample(1), "image": image})
-    found = rows.finish()["image"]
-    assert isinstance(found, np.ndarray) and found[:, 0, 0, 0].tolist() == [9, 5]
 
 
 # The memory of a block

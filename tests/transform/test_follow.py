@@ -134,7 +134,7 @@ def test_targets_are_where_the_library_has_them(name: str, size: tuple[int, int]
             for transform in of_library(step, originals[id(step)], op, numbers)
         ]
         expected = by_library(transforms, size, targets)
-        moved = follow(program, row, size, targets)
+        moved = follow(program.applied(row), size, targets)
         assert all(np.array_equal(targets[target], value) for target, value in before.items())
         assert expected["image"].shape[:2] == tuple(size_behind) == moved["mask"].shape
         # Of an affine map, places between two pixels are rounded by other arithmetic.
@@ -154,5 +154,5 @@ def test_nothing_follows_where_there_is_nothing() -> None:
     empty = {"bboxes": np.empty((0, 5), np.float32), "keypoints": np.empty((0, 3), np.float32)}
     params, _ = program.draw(KEYS, np.array([(9, 7)] * len(KEYS)))
     for row in params:
-        moved = follow(program, row, (9, 7), empty)
+        moved = follow(program.applied(row), (9, 7), empty)
         assert {name: value.shape for name, value in moved.items()} == {"bboxes": (0, 5), "keypoints": (0, 3)}

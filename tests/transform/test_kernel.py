@@ -22,7 +22,7 @@ from PIL import Image
 
 from raypipe.config import TransformConfig
 from raypipe.transform import kernel, ops, reference
-from raypipe.transform.contents import Images, build_content
+from raypipe.transform.contents import Content
 from raypipe.transform.decode import decode
 from raypipe.transform.kernel import Job
 from raypipe.transform.ops import Op as Code
@@ -305,8 +305,8 @@ def test_arrays_that_do_not_fit_are_errors(change: dict[str, np.ndarray]) -> Non
 
 def test_what_settings_turn_is_not_left_to_the_kernel() -> None:
     def sizes(images: list[bytes | None], **settings: Any) -> list[list[int]]:
-        content = build_content("light", TransformConfig(size=16, **settings))
-        assert isinstance(content, Images) and content._at_once is not None
+        content = Content("light", TransformConfig(size=16, **settings))
+        assert content._at_once is not None
         return content._at_once._sizes(images).tolist()
 
     image = noise(np.random.default_rng(0), 64, 80)

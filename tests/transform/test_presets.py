@@ -8,7 +8,6 @@ from pathlib import Path
 import cv2
 import numpy as np
 import pytest
-import yaml
 
 from raypipe.errors import ConfigError
 from raypipe.transform.presets import build_transform, check_transform
@@ -90,15 +89,13 @@ def test_what_was_meant_as_steps_and_is_text_is_told_so(text: str) -> None:
         check_transform(text, 8)
 
 
-def test_steps_and_files_of_them_are_transforms(tmp_path: Path) -> None:
+def test_steps_are_transforms() -> None:
     steps = [{"RandomResizedCrop": {"size": [9, 9]}}, {"HorizontalFlip": {"p": 0.5}}]
-    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(steps))
     image = picture(30, 40)
     for key in KEYS[:5]:
         expected = SampleTransform(build_transform("light", 9))(image.copy(), tuple(key))
-        for transform in (steps, str(tmp_path / "mine.yaml")):
-            found = SampleTransform(build_transform(transform, 224))(image.copy(), tuple(key))
-            np.testing.assert_array_equal(found, expected)
+        found = SampleTransform(build_transform(steps, 224))(image.copy(), tuple(key))
+        np.testing.assert_array_equal(found, expected)
 
 
 def test_a_check_finds_wrong_steps_and_leaves_user_code_alone() -> None:

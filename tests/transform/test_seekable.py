@@ -16,18 +16,19 @@ import cv2
 import numpy as np
 import pytest
 import simplejpeg
+from micro_batches import as_samples
 from PIL import Image
 
 from raypipe.config import TransformConfig
 from raypipe.errors import SampleError
 from raypipe.transform import jpeg, kernel
 from raypipe.transform.batch import MicroBatchTransform
-from raypipe.transform.contents import build_content
+from raypipe.transform.contents import Content
 from raypipe.transform.decode import decode
 from raypipe.transform.jpeg import decode_box
 from raypipe.transform.kernel import DONE, Job
 from raypipe.transform.ops import Op
-from raypipe.transform.samples import EncodedSample, Samples
+from raypipe.transform.samples import EncodedSample
 from raypipe.transform.seekable import check_checksum, is_seekable
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "csrc"))
@@ -177,16 +178,18 @@ def test_the_message_names_the_checksum(size: int | None) -> None:
 
 
 def micro_batch(images: list[bytes], threads: int) -> tuple[dict[str, bytes], list[Any]]:
-    maker = MicroBatchTransform(build_content("light", TransformConfig(size=32), threads=threads))
+    maker = MicroBatchTransform(Content("light", TransformConfig(size=32), threads=threads))
     samples = [EncodedSample(image, number) for number, image in enumerate(images)]
     keys = np.arange(2 * len(images), dtype=np.uint64).reshape(-1, 2)
     rows, bad = maker.run(
-        Samples.of(samples),
+        as_samples(samples),
         np.arange(len(images)),
         keys,
         lambda row: [(samples[0], 0, (row, 1)), (samples[1], 1, (row, 2))],
     )
-    return {name: part.tobytes() for name, part in rows.finish().items()}, [record["index"] for record in bad]
+    return {name: part.tobytes() for name, part in rows.finish().items()}, [
+        record["index"] for record in bad.values()
+    ]
 
 
 def test_a_micro_batch_is_that_of_the_originals(

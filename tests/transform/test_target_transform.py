@@ -84,7 +84,7 @@ def test_mask_and_box_are_where_the_square_is(name: str, crop_decode: Any) -> No
     transform, num_seen = both(pipeline(name), crop_decode=crop_decode).content, 0
     kernel = np.ones((11, 11), np.uint8)  # 5 pixels: what nearest and blurred edges differ by, enlarged
     for number, key in enumerate(KEYS.tolist()):
-        image, mask, boxes = transform.one(SCENES[number % 12], tuple(key)).values()
+        image, mask, boxes, _ = transform.one(SCENES[number % 12], tuple(key)).values()
         assert image.shape == (128, 128, 3) and mask.shape == (128, 128) and mask.dtype == np.uint8
         assert set(np.unique(mask)) <= {0, 1, IGNORE}
         square = (image[:, :, 1] > 100).astype(np.uint8)
@@ -107,7 +107,7 @@ def test_what_a_preset_pads_is_no_class(name: str) -> None:
 
 
 def test_no_transform_leaves_all_as_it_is() -> None:
-    image, mask, boxes = one(None, SCENES[3], (1, 2)).values()
+    image, mask, boxes, _ = one(None, SCENES[3], (1, 2)).values()
     assert image.shape == (192, 256, 3) and mask.sum() == mask[mask == 1].sum() > 0
     assert boxes.tolist() == [list(map(float, SCENES[3].columns["objects"][0]))]
 
@@ -248,7 +248,7 @@ def test_boxes_that_a_transform_cuts_into_more_than_there_is_room_for() -> None:
 
 
 def test_without_targets_there_are_none() -> None:
-    assert set(one(None, SCENES[0], (1, 2), columns={})) == {"image"}
+    assert set(one(None, SCENES[0], (1, 2), columns={})) == {"image", "label"}
     assert set(run(both(None, {}), SCENES[:2], KEYS)[0].fields) == {"image", "label"}
 
 

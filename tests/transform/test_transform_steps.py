@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import os
 import warnings
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 import cv2
 import numpy as np
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,7 +18,7 @@ import albumentations as A  # noqa: N812
 
 from raypipe.errors import ConfigError
 from raypipe.transform.sample_transform import SampleTransform
-from raypipe.transform.transform_steps import brief, build_steps, is_file, read_steps, without_files
+from raypipe.transform.transform_steps import brief, build_steps
 
 RNG = np.random.default_rng(0)
 IMAGE = cv2.resize(RNG.integers(0, 256, (9, 13, 3), np.uint8), (100, 70))
@@ -141,24 +141,6 @@ def test_each_library_transform_works_by_its_key_or_is_refused(name: str) -> Non
     assert all(np.array_equal(one, other) for one, other in zip(forward, backward, strict=True))
 
 
-# Files
-
-
-def test_a_file_may_hold_steps_as_they_stand_in_a_run(tmp_path: Path) -> None:
-    (tmp_path / "mine.yaml").write_text("# mine\n- Blur: {p: 1}\n- Transpose:\n")
-    assert read_steps(str(tmp_path / "mine.yaml")) == [{"Blur": {"p": 1}}, {"Transpose": None}]
-    file = tmp_path / "mine.json"
-    file.write_text(json.dumps(STEPS))
-    assert without_files(str(file)) == without_files(file.as_uri()) == STEPS
-
-
-def test_only_such_names_are_files() -> None:
-    assert is_file("s3://bucket/policy.yaml") and is_file("a/b.YML") and is_file("x.json")
-    others: list[Any] = ["light", "my_package.transforms:train", "none", STEPS, None]
-    assert not any(is_file(other) for other in others)
-    assert all(without_files(other) is other for other in others)
-
-
 def test_steps_in_brief() -> None:
     assert (brief("light"), brief(STEPS[:2])) == ("light", "RandomResizedCrop+HorizontalFlip")
 
@@ -171,17 +153,8 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "holds no transform"),
-        (b"light", "holds no transform"),
-        (b"{train: light}", "holds no transform"),
-        (b'{"transform": [1]}', "holds no transform"),
-        (b"- {", "neither JSON nor YAML: ParserError"),
-        (b"\xff\xfe\x00", "not text"),
-        (b"- Blur: {p: !!python/object/apply:os.system [true]}", "neither JSON nor YAML: ConstructorError"),
-        (b"- Blur: {p: !!bool x}", "neither JSON nor YAML: KeyError"),
         (b"- Blur: {p: 2026-01-01}", "is a date, which is not a valid argument"),
         (b"- Blur: {1: 2}", r"must be names, got \[1\]"),
-        (b"[" * 2000, "neither JSON nor YAML|nested"),
         (b"[" * 100 + b"]" * 100, "nested more than 24 deep"),
         (b"&a [*a]", "nested more than 24 deep"),
         (BOMB.encode(), "more than 10,000 names and values"),
@@ -190,20 +163,13 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
             "more than 10,000 names and values, or 1,048,576 characters",
         ),
         (b"a: &a {" + b"x" * 900 + b": 1}\nb: [" + b"*a," * 1500 + b"]", "or 1,048,576 characters"),
-        (b"#" * (1 << 20) + b"\n[]", "cannot be read: it has more than 1,048,576 bytes"),
     ],
-    ids=range(17),
+    ids=range(7),
 )
-def test_a_file_that_holds_no_steps_is_one_error(tmp_path: Path, content: bytes, message: str) -> None:
-    (tmp_path / "bad.yaml").write_bytes(content)
+def test_what_yaml_holds_beside_steps_is_one_error(content: bytes, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
-        read_steps(str(tmp_path / "bad.yaml"))
-    assert "bad.yaml" in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_a_file_that_is_not_there_is_one_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"none\.yaml cannot be read"):
-        read_steps(str(tmp_path / "none.yaml"))
+        build(yaml.safe_load(content))
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -311,19 +277,3 @@ def test_whatever_is_given_makes_a_pipeline_or_a_config_error(steps: Any) -> Non
     except ConfigError:
         return
     assert isinstance(made, A.Compose)
-
-
-@settings(max_examples=200, deadline=None)
-@given(
-    content=st.binary(max_size=60)
-    | st.text(alphabet="- {}[]:&*!|>%@`'\"#,\nabBlur01.", max_size=60).map(str.encode),
-)
-def test_whatever_a_file_holds_is_steps_or_a_config_error(
-    content: bytes, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    file = tmp_path_factory.getbasetemp() / "any.yaml"
-    file.write_bytes(content)
-    try:
-        assert isinstance(read_steps(str(file)), list)
-    except ConfigError as error:
-        assert "any.yaml" in str(error)

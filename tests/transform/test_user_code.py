@@ -15,7 +15,7 @@ from micro_batches import run, transform_of
 
 from raypipe.config import TransformConfig
 from raypipe.errors import SampleError, TransformError
-from raypipe.transform.contents import Images
+from raypipe.transform.contents import Content
 from raypipe.transform.decode import encode_jpeg
 from raypipe.transform.samples import EncodedSample
 from raypipe.transform.user_code import place_of
@@ -59,7 +59,7 @@ def module(path: Path, name: str = "mine") -> ModuleType:
 
 def failure(transform: Any) -> str:
     with pytest.raises(TransformError) as caught:
-        Images(transform, TransformConfig()).one(IMAGE, (0, 0))
+        Content(transform, TransformConfig()).one(IMAGE, (0, 0))
     return str(caught.value)
 
 
@@ -118,5 +118,5 @@ def test_only_the_users_code_is_at_fault_for_what_it_raises() -> None:
         raise SampleError("this one is no good")
 
     with pytest.raises(SampleError, match="no good") as caught:
-        Images(picky, TransformConfig()).one(IMAGE, (0, 0))
+        Content(picky, TransformConfig()).one(IMAGE, (0, 0))
     assert not isinstance(caught.value, TransformError)

@@ -18,12 +18,12 @@ from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError
 from raypipe.plan.order import Domain, mix64
 from raypipe.transform import contents
-from raypipe.transform.contents import Images
+from raypipe.transform.contents import Content
 from raypipe.transform.decode import decode
 from raypipe.transform.presets import build_transform, check_transform, num_pixels
 from raypipe.transform.sample_transform import SampleTransform
 from raypipe.transform.samples import EncodedSample
-from raypipe.transform.transform_steps import brief, without_files
+from raypipe.transform.transform_steps import brief
 from raypipe.transform.views import VIEW_PRESETS, find_views, view_key
 
 CROP = A.Compose([A.RandomResizedCrop((16, 16)), A.HorizontalFlip(p=0.5), A.GaussNoise(p=1)])
@@ -47,7 +47,9 @@ PIPELINES: dict[str, Any] = {
 
 
 def views(transform: Any, key: tuple[int, int] = KEY, size: int = 16) -> dict[str, np.ndarray]:
-    return Images(build_transform(transform, size), TransformConfig(size=size)).one(EncodedSample(picture(3)), key)
+    made = Content(transform, TransformConfig(size=size)).one(EncodedSample(picture(3)), key)
+    assert made.pop("label") == 0
+    return made
 
 
 def key_of(name: str, number: int) -> tuple[int, int]:
@@ -92,7 +94,7 @@ def test_a_crop_does_not_depend_on_how_many_there_are_nor_on_other_views() -> No
 def test_the_image_is_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     monkeypatch.setattr(contents, "decode", lambda *args, **kw: calls.append(args) or decode(*args, **kw))
-    content = Images(build_transform("dino", 28), TransformConfig())
+    content = Content("dino", TransformConfig(), size=28)
     content.one(EncodedSample(picture(3)), KEY)
     assert len(calls) == 1
 
@@ -123,17 +125,6 @@ def test_settings_say_the_same_in_yaml_and_in_python() -> None:
     assert (num_pixels(yaml, 16), num_pixels("light", 16)) == (2 * 24**2 + 16**2, 256)
     assert num_pixels("dino", 224) == 2 * 224**2 + 8 * 96**2 and num_pixels({"a": CROP}, 16) is None
     assert brief(yaml) == "views a, b"
-
-
-def test_files_of_steps_are_read_in_views_too(tmp_path: Any) -> None:
-    file = tmp_path / "policy.json"
-    file.write_text('[{"Blur": {"p": 1}}]')
-    steps = [{"Blur": {"p": 1}}]
-    assert without_files({"a": {"transform": str(file), "count": 2}, "b": (str(file), 3)}) == {
-        "a": {"transform": steps, "count": 2},
-        "b": (steps, 3),
-    }
-    assert without_files({"a": {"transforms": [str(file), "light"]}}) == {"a": {"transforms": [steps, "light"]}}
 
 
 @pytest.mark.parametrize(
@@ -196,9 +187,9 @@ def test_crops_of_unlike_sizes_and_views_in_views_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"a transform of view.a made several images"):
         views({"a": pair})
     sizes = iter([8, 9])
-    content = Images(build_transform({"a": lambda image: image[: next(sizes)]}, 16), TransformConfig())
+    content = Content({"a": lambda image: image[: next(sizes)]}, TransformConfig())
     content.one(EncodedSample(picture(3)), KEY)
-    with pytest.raises(ConfigError, match=r"made views of .*9x48.*8x48.* is expected as for the others"):
+    with pytest.raises(ConfigError, match=r"made view.a uint8 \(9, 48, 3\), where view.a uint8 \(8, 48, 3\) is"):
         content.one(EncodedSample(picture(3)), KEY)
 
 

@@ -1,5 +1,4 @@
-"""Class folders of images, `class/image.jpg`, as in torchvision's ImageFolder: the store of a folder, local or in
-an object store, and, for tar and zip, the samples of an archive by the names of its members."""
+"""Class folders of images, `class/image.jpg`, as in torchvision's ImageFolder, local or in an object store."""
 
 from __future__ import annotations
 
@@ -10,10 +9,9 @@ import os
 import stat
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path, PurePosixPath
-from typing import TypeVar
 
 import numpy as np
 import pyarrow.fs
@@ -23,8 +21,6 @@ from raypipe.storage.filesystem import explained, is_remote, join, open_filesyst
 from raypipe.storage.local_file import check_regular, open_regular
 from raypipe.storage.patience import in_threads, progress
 from raypipe.stores.base import ARRAY_SUFFIX, IMAGE_SUFFIXES, MAX_SAMPLE_BYTES, Columns, FileStore
-
-M = TypeVar("M")
 
 _SUFFIXES = {*IMAGE_SUFFIXES, ARRAY_SUFFIX}
 
@@ -258,53 +254,3 @@ def _unpacked(packed: _Packed) -> tuple[tuple[str, ...], list[int], list[_File]]
     classes, num, paths, sizes = packed
     names, numbers = zlib.decompress(paths).decode().split("\0"), np.frombuffer(zlib.decompress(sizes), "<i8")
     return classes, num, list(zip(names, numbers.tolist(), strict=True))
-
-
-# In an archive, by the names of its members
-
-
-def is_visible(name: PurePosixPath) -> bool:
-    """Return whether a member counts: hidden ones, absolute names and names that leave the folder do not."""
-    return not name.is_absolute() and not any(part.startswith(".") or part == "__MACOSX" for part in name.parts)
-
-
-def archive_samples(members: Iterable[tuple[str, M | None]]) -> dict[str, M]:
-    """Return the members of an archive that are samples, by name: its images or, if it has none, its arrays.
-
-    Args:
-        members: pairs of name and member; None for links and folders. The last of equal names counts.
-    """
-    files: dict[str, M] = {}
-    for name, member in members:
-        files.pop(name, None)
-        if member is not None and _suffix(name) in _SUFFIXES and is_visible(PurePosixPath(name)):
-            files[name] = member
-    images = {name: member for name, member in files.items() if _suffix(name) in IMAGE_SUFFIXES}
-    return images or files
-
-
-def class_samples(
-    address: str, archives: Sequence[Iterable[str]], hint: str = ""
-) -> tuple[tuple[str, ...], list[list[tuple[int, str]]]]:
-    """Return class names, position = label, and for each archive the sorted (label, name) of its samples.
-
-    Args:
-        address: address of the archives, for errors.
-        archives: for each archive, the names of its samples.
-        hint: another layout that such archives may have, for errors.
-    """
-    shards = [list(names) for names in archives]
-    shared = [name.split("/") for names in shards for name in names if "/" in name]
-    if not shared:
-        problem = "only images at its top, so their labels are unknown" if any(shards) else "no images"
-        raise StoreError(
-            f"{address} has {problem}: the layout is class/image.jpg, or folder/class/image.jpg{hint}"
-        )
-    depth = 0
-    # A folder that all samples share, such as `train/`, is a wrapper if a class folder remains below it.
-    while len({parts[depth] for parts in shared}) == 1 and min(map(len, shared)) > depth + 2:
-        depth += 1
-    by_class = [sorted((name.split("/")[depth], name) for name in names if "/" in name) for names in shards]
-    classes = tuple(sorted({name for samples in by_class for name, _ in samples}))
-    labels = {name: label for label, name in enumerate(classes)}
-    return classes, [[(labels[folder], name) for folder, name in samples] for samples in by_class]

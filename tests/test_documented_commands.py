@@ -6,7 +6,6 @@ Streams are made small by further options behind those of the page.
 from __future__ import annotations
 
 import json
-import struct
 import subprocess
 import sys
 import time
@@ -29,9 +28,8 @@ from raypipe.streaming.chronicle import Chronicle
 from raypipe.train.run_folder import CONFIG_HEAD
 from raypipe.transform.seekable import is_seekable
 
-from pictures import CLASSES, picture, samples, write_tar  # isort: skip
+from pictures import CLASSES, picture, samples  # isort: skip
 from s3_server import environment, make_bucket, s3_server  # isort: skip
-from shard_writers import write_mds  # isort: skip
 
 pytestmark = [pytest.mark.cluster, pytest.mark.pages, pytest.mark.timeout(300)]
 
@@ -152,8 +150,7 @@ def test_docs_quickstart_stops_a_run_and_tells_where_it_stands(capsys: pytest.Ca
 @runs(("concepts.md", "digest"))
 @pytest.mark.usefixtures("ray_cluster", "folder")
 def test_docs_concepts_audits_a_run(capsys: pytest.CaptureFixture[str]) -> None:
-    write_tar("photos.tar", (samples(64)[i % 64] for i in range(1600)))
-    run(["raypipe", "convert", "photos.tar", "train.lmdb"], capsys)
+    write_atomically("train.lmdb", [samples(64)[i % 64] for i in range(1600)], CLASSES)
     Path("run.yaml").write_text("store: {train: train.lmdb}\nplan: {epochs: 2}")
     digits, whole, part, of_run = of("concepts.md", "digest")
     assert run([*digits, "--pool.engine=inline"], capsys)["samples"] == 2 * 64  # of 128 on the page
@@ -168,7 +165,7 @@ def test_docs_concepts_audits_a_run(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.usefixtures("ray_cluster", "folder", "s3")
 def test_docs_formats_converts_into_a_bucket(capsys: pytest.CaptureFixture[str]) -> None:
-    write_tar("photos.tar", samples(100))
+    write_folder(Path("photos"), 100)
     (convert,) = (words for words in of("formats.md", "convert") if words[3].startswith("s3://"))
     assert run(convert, capsys)["samples"] == 100 == len(open_store(convert[3]))
 
@@ -177,9 +174,9 @@ def test_docs_formats_converts_into_a_bucket(capsys: pytest.CaptureFixture[str])
 @pytest.mark.soak  # tests/commands/test_bench.py has shorter ones
 @pytest.mark.usefixtures("folder", "s3")
 def test_the_benches_of_docs_measure_and_size_a_cluster() -> None:
-    write_tar("photos.tar", samples(100))
+    write_folder(Path("photos"), 100)
     for words in [words for page in ("performance.md", "clusters.md") for words in of(page, "bench")]:
-        run_alone(["raypipe", "convert", "photos.tar", words[2], "--overwrite"])
+        run_alone(["raypipe", "convert", "photos", words[2], "--overwrite"])
         found = run_alone(words)  # it ends the cluster that it is connected to
         assert found["ratio"] > 0 and found["store"].endswith(words[2])
         assert found.get("cpus_needed", 0) > 0 or not any("images-per-s" in word for word in words)
@@ -188,8 +185,8 @@ def test_the_benches_of_docs_measure_and_size_a_cluster() -> None:
 @pytest.mark.usefixtures("ray_cluster", "folder")
 def test_the_option_seekable_of_docs_formats(capsys: pytest.CaptureFixture[str]) -> None:
     assert "`--seekable`" in (ROOT / "docs" / "formats.md").read_text()
-    write_tar("photos.tar", samples(20))
-    assert run(["raypipe", "convert", "photos.tar", "train.lmdb", "--seekable"], capsys)["samples"] == 20
+    write_folder(Path("photos"), 20)
+    assert run(["raypipe", "convert", "photos", "train.lmdb", "--seekable"], capsys)["samples"] == 20
     assert all(map(is_seekable, open_store("train.lmdb").read(np.arange(20), ("image",))["image"]))
 
 
@@ -218,15 +215,6 @@ def test_docs_transforms_draws_steps_and_views_and_hashes_them(capsys: pytest.Ca
 # What others wrote
 
 
-def labelled_pictures() -> list[tuple[bytes, bytes]]:
-    return [(picture(i), struct.pack("<q", i % 5)) for i in range(30)]
-
-
-def write_mosaic() -> None:
-    Path("mds").mkdir()
-    write_mds(Path("mds/train"), {"x": ("jpeg", None), "y": ("int", 8)}, [labelled_pictures()], "zstd")
-
-
 def write_hugging_face(image: str = "image", label: str = "label") -> None:
     Path("data").mkdir(exist_ok=True)
     images = [{"bytes": picture(i), "path": f"{i}.jpg"} for i in range(30)]
@@ -237,8 +225,7 @@ def write_hugging_face(image: str = "image", label: str = "label") -> None:
 
 GIVEN: dict[str, Callable[[], None]] = {
     "data/train-*.parquet": write_hugging_face,
-    "mds/train": write_mosaic,
-    "photos.tar": lambda: write_tar("photos.tar", samples(30)),
+    "photos": lambda: write_folder(Path("photos"), 30),
     "train.lmdb": lambda: write_atomically("train.lmdb", samples(30), CLASSES),
 }
 

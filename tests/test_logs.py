@@ -182,7 +182,8 @@ def test_a_name_that_is_no_utf_8_breaks_no_table_and_no_picture(
 ) -> None:
     monkeypatch.setattr("raypipe.commands.cli._is_terminal", lambda: True)
     names = [b"\xe9t\xe9\x1b[31m/1.jpg", b"b/2.jpg"]
-    for store in (tar(tmp_path / "a.tar", *names), str(tmp_path / os.fsdecode(b"folder\xff"))):
+    members = [name.replace(b"jpg", suffix) for name in names for suffix in (b"jpg", b"cls")]
+    for store in (tar(tmp_path / "a.tar", *members), str(tmp_path / os.fsdecode(b"folder\xff"))):
         if not Path(store).exists():
             for name in names:
                 file = Path(store, os.fsdecode(name))

@@ -81,28 +81,23 @@ def open_lock(path: Path) -> int:
         raise StoreError(f"{path.parent} cannot be written to: {path.name}: {error}") from error
 
 
-def try_lock(descriptor: int, exclusive: bool) -> bool:
-    """Try to take a lock, shared or exclusive, without waiting; return whether it was free."""
+def try_lock(descriptor: int) -> bool:
+    """Try to take an exclusive lock without waiting; return whether it was free."""
     try:
-        fcntl.flock(descriptor, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True
 
 
-def wait_for_lock(descriptor: int, exclusive: bool) -> None:
-    """Take a lock, waiting until its holder releases it or dies."""
-    while not try_lock(descriptor, exclusive):
-        progress()
-        time.sleep(_POLL_S)
-
-
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Context manager: hold an exclusive lock across processes."""
+    """Context manager: hold an exclusive lock across processes, once its holder has released it or died."""
     descriptor = open_lock(path)
     try:
-        wait_for_lock(descriptor, exclusive=True)
+        while not try_lock(descriptor):
+            progress()
+            time.sleep(_POLL_S)
         yield
     finally:
         os.close(descriptor)

@@ -32,7 +32,6 @@ _HOME = {
 _STORES = {
     "folder": ("folder", "FolderStore"),
     "lmdb": ("lmdb", "LMDBStore"),
-    "mds": ("mds", "MDSStore"),
     "parquet": ("parquet", "ParquetStore"),
     "tar": ("tar", "TarStore"),
 }
@@ -56,8 +55,7 @@ __all__ = [
 _LAYOUTS = """raypipe reads:
   LMDB     a *.lmdb file that raypipe wrote, or a folder of them
   Parquet  a *.parquet file, or a folder of them
-  tar      an uncompressed *.tar of class/image.jpg, or WebDataset's pairs key.jpg, key.cls; a folder of *.tar
-  MDS      a folder with MosaicML's index.json and *.mds
+  tar      an uncompressed *.tar of WebDataset's pairs key.jpg, key.cls; a folder of *.tar
   folder   a folder of class/image.jpg
 Several files are NAME-*.parquet or NAME-{0000..0099}.tar. All may also be at s3://, gs://, az:// or
 abfs://. `raypipe.convert` copies any other format that Python can read (HDF5, TFRecord, LMDB of other programs)
@@ -148,21 +146,6 @@ def _kind_of_name(name: str) -> str:
     return next((kind for kind in _ENDS if name.endswith(f".{kind}")), "")
 
 
-def _is_mds(address: str, names: set[str]) -> bool:
-    """Return whether a folder is MDS, by its `index.json`, or by its files if that is damaged."""
-    from raypipe.storage.files import read_json
-    from raypipe.storage.filesystem import join
-
-    try:
-        content = read_json(join(address, "index.json"))
-    except ConfigError:
-        return any(".mds" in name for name in names)
-    match content:
-        case {"shards": [{"format": str()}, *_]}:
-            return True
-    return False
-
-
 def _kind_of_folder(address: str, names: set[str]) -> str:
     from raypipe.stores.addresses import has_folders
 
@@ -182,8 +165,11 @@ def _kind_of_folder(address: str, names: set[str]) -> str:
             f"{address} has Arrow files of the datasets library: write each split as Parquet, with "
             "dataset.to_parquet('train.parquet')"
         )
-    if "index.json" in names and _is_mds(address, names):
-        return "mds"
+    if "index.json" in names and any(".mds" in name for name in names):
+        raise StoreError(
+            f"{address} is MosaicML's MDS: read it with their library, and give the samples to `raypipe.convert`, "
+            "as docs/moving.md shows"
+        )
     if has_folders(address):
         return "folder"
     if "tar" in suffixes:

@@ -47,7 +47,7 @@ def new_path(dst: Path, overwrite: bool) -> Iterator[Path]:
         descriptor = open_lock(lock)
         stack.callback(os.close, descriptor)
         # If another process finished between our open and our lock, the locked file has been unlinked.
-        if not try_lock(descriptor, exclusive=True) or not os.fstat(descriptor).st_nlink:
+        if not try_lock(descriptor) or not os.fstat(descriptor).st_nlink:
             raise StoreError(f"another process is writing {dst} at the moment")
         stack.callback(lock.unlink, missing_ok=True)
         if old.exists() and not dst.exists():  # a process was killed between the renames below

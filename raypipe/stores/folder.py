@@ -1,5 +1,4 @@
-"""Class folders of images, `class/image.jpg`, as in torchvision's ImageFolder: the store of a folder, local or in
-an object store, and, for tar and zip, the samples of an archive by the names of its members."""
+"""Class folders of images, `class/image.jpg`, as in torchvision's ImageFolder, local or in an object store."""
 
 from __future__ import annotations
 
@@ -9,11 +8,9 @@ import itertools
 import os
 import stat
 import zlib
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path, PurePosixPath
-from typing import TypeVar
 
 import numpy as np
 import pyarrow.fs
@@ -23,8 +20,6 @@ from raypipe.storage.filesystem import explained, is_remote, join, open_filesyst
 from raypipe.storage.local_file import check_regular, open_regular
 from raypipe.storage.patience import in_threads, progress
 from raypipe.stores.base import ARRAY_SUFFIX, IMAGE_SUFFIXES, MAX_SAMPLE_BYTES, Columns, FileStore
-
-M = TypeVar("M")
 
 _SUFFIXES = {*IMAGE_SUFFIXES, ARRAY_SUFFIX}
 
@@ -51,9 +46,9 @@ class FolderStore(FileStore["_Images"]):
 
     def _open(self) -> _Images:
         if not is_remote(self.address):
-            return _LocalImages(self.address, *_samples_of(self.address, _scan_disk(self.address)))
+            return _Images(self.address, *_samples_of(self.address, _scan_disk(self.address)))
         self._listing = self._listing or _packed(*_samples_of(self.address, _list_objects(self.address)))
-        return _RemoteImages(self.address, *_unpacked(self._listing))
+        return _Images(self.address, *_unpacked(self._listing))
 
 
 def _samples_of(root: str, files: dict[str, list[_File]]) -> tuple[tuple[str, ...], list[int], list[_File]]:
@@ -73,8 +68,8 @@ def _suffix(path: str) -> str:
     return PurePosixPath(path).suffix.lower()
 
 
-class _Images(ABC):
-    """Contents of a folder: class names, and each sample's path from the root and label."""
+class _Images:
+    """Contents of a folder: class names, and each sample's path from the root, size and label."""
 
     columns = ("image", "label")
     groups = None
@@ -83,6 +78,7 @@ class _Images(ABC):
         self._root, self.classes = root, classes
         self._labels = np.repeat(np.arange(len(classes)), num)
         self._paths = [path for path, _ in files]
+        self._sizes = np.array([num_bytes for _, num_bytes in files], np.int64)
 
     def __len__(self) -> int:
         return len(self._paths)
@@ -90,8 +86,9 @@ class _Images(ABC):
     @cached_property
     def fingerprint(self) -> str:
         digest = hashlib.blake2b(repr(self.classes).encode(), digest_size=16)
-        for index, path in enumerate(self._paths):
-            digest.update(f"{path}\0{self._size(index)}\n".encode(errors="surrogateescape"))
+        for path, num_bytes in zip(self._paths, self._sizes.tolist(), strict=True):
+            size = num_bytes if is_remote(self._root) else _size_of(f"{self._root}/{path}")
+            digest.update(f"{path}\0{size}\n".encode(errors="surrogateescape"))
         return digest.hexdigest()
 
     def read(self, indices: np.ndarray, columns: tuple[str, ...]) -> Columns:
@@ -99,35 +96,35 @@ class _Images(ABC):
             name: self._labels[indices] if name == "label" else self._images(indices.tolist()) for name in columns
         }
 
-    @abstractmethod
     def sample_name(self, index: int) -> str:
         """Return a sample's path or URI."""
+        return join(self._root, *self._paths[index].split("/"))
 
-    @abstractmethod
-    def _size(self, index: int) -> int:
-        """Return the bytes of a sample's file; -1 if unknown."""
-
-    @abstractmethod
     def _images(self, indices: list[int]) -> list[bytes | None]:
         """Return the contents of files."""
+        if not is_remote(self._root):
+            return [_bytes_of(f"{self._root}/{self._paths[index]}") for index in indices]
+        with explained(StoreError, f"{self._root} cannot be read"):
+            filesystem, root = open_filesystem(self._root)
+            return in_threads(lambda index: self._object(filesystem, root, index), indices)
+
+    def _object(self, filesystem: pyarrow.fs.FileSystem, root: str, index: int) -> bytes | None:
+        path, num_bytes = self._paths[index], int(self._sizes[index])
+        if num_bytes > MAX_SAMPLE_BYTES:
+            return None
+        try:
+            with filesystem.open_input_file(f"{root}/{path}") as file:
+                if file.size() != num_bytes:
+                    raise StoreError(
+                        f"{self.sample_name(index)} has changed since the store was opened: {num_bytes} bytes "
+                        f"then, {file.size()} now. Start a new run, or put the old object back"
+                    )
+                return file.read(num_bytes)
+        except FileNotFoundError:
+            return None
 
 
 # On a disk
-
-
-class _LocalImages(_Images):
-    def sample_name(self, index: int) -> str:
-        return f"{self._root}/{self._paths[index]}"
-
-    def _size(self, index: int) -> int:
-        # Only the fingerprint needs it: readers are spared one system call per file.
-        try:
-            return Path(self.sample_name(index)).stat().st_size
-        except OSError:
-            return -1
-
-    def _images(self, indices: list[int]) -> list[bytes | None]:
-        return [_bytes_of(self.sample_name(index)) for index in indices]
 
 
 def _scan_disk(root: str) -> dict[str, list[_File]]:
@@ -177,6 +174,14 @@ def _mode(entry: os.DirEntry[str]) -> int:
         return stat.S_IFREG
 
 
+def _size_of(path: str) -> int:
+    """Return the size of a file; -1 if unknown. Only the fingerprint needs it, so readers do not ask for it."""
+    try:
+        return Path(path).stat().st_size
+    except OSError:
+        return -1
+
+
 def _bytes_of(path: str) -> bytes | None:
     try:
         with io.BufferedReader(io.FileIO(path, opener=open_regular)) as file:
@@ -187,38 +192,6 @@ def _bytes_of(path: str) -> bytes | None:
 
 
 # In an object store
-
-
-class _RemoteImages(_Images):
-    def __init__(self, root: str, classes: tuple[str, ...], num: Sequence[int], files: Sequence[_File]) -> None:
-        super().__init__(root, classes, num, files)
-        self._sizes = np.array([size for _, size in files], np.int64)
-
-    def sample_name(self, index: int) -> str:
-        return join(self._root, *self._paths[index].split("/"))
-
-    def _size(self, index: int) -> int:
-        return int(self._sizes[index])
-
-    def _images(self, indices: list[int]) -> list[bytes | None]:
-        with explained(StoreError, f"{self._root} cannot be read"):
-            filesystem, root = open_filesystem(self._root)
-            return in_threads(lambda index: self._image(filesystem, root, index), indices)
-
-    def _image(self, filesystem: pyarrow.fs.FileSystem, root: str, index: int) -> bytes | None:
-        num_bytes = self._size(index)
-        if num_bytes > MAX_SAMPLE_BYTES:
-            return None
-        try:
-            with filesystem.open_input_file(f"{root}/{self._paths[index]}") as file:
-                if file.size() != num_bytes:
-                    raise StoreError(
-                        f"{self.sample_name(index)} has changed since the store was opened: {num_bytes} bytes "
-                        f"then, {file.size()} now. Start a new run, or put the old object back"
-                    )
-                return file.read(num_bytes)
-        except FileNotFoundError:
-            return None
 
 
 def _list_objects(address: str) -> dict[str, list[_File]]:
@@ -258,53 +231,3 @@ def _unpacked(packed: _Packed) -> tuple[tuple[str, ...], list[int], list[_File]]
     classes, num, paths, sizes = packed
     names, numbers = zlib.decompress(paths).decode().split("\0"), np.frombuffer(zlib.decompress(sizes), "<i8")
     return classes, num, list(zip(names, numbers.tolist(), strict=True))
-
-
-# In an archive, by the names of its members
-
-
-def is_visible(name: PurePosixPath) -> bool:
-    """Return whether a member counts: hidden ones, absolute names and names that leave the folder do not."""
-    return not name.is_absolute() and not any(part.startswith(".") or part == "__MACOSX" for part in name.parts)
-
-
-def archive_samples(members: Iterable[tuple[str, M | None]]) -> dict[str, M]:
-    """Return the members of an archive that are samples, by name: its images or, if it has none, its arrays.
-
-    Args:
-        members: pairs of name and member; None for links and folders. The last of equal names counts.
-    """
-    files: dict[str, M] = {}
-    for name, member in members:
-        files.pop(name, None)
-        if member is not None and _suffix(name) in _SUFFIXES and is_visible(PurePosixPath(name)):
-            files[name] = member
-    images = {name: member for name, member in files.items() if _suffix(name) in IMAGE_SUFFIXES}
-    return images or files
-
-
-def class_samples(
-    address: str, archives: Sequence[Iterable[str]], hint: str = ""
-) -> tuple[tuple[str, ...], list[list[tuple[int, str]]]]:
-    """Return class names, position = label, and for each archive the sorted (label, name) of its samples.
-
-    Args:
-        address: address of the archives, for errors.
-        archives: for each archive, the names of its samples.
-        hint: another layout that such archives may have, for errors.
-    """
-    shards = [list(names) for names in archives]
-    shared = [name.split("/") for names in shards for name in names if "/" in name]
-    if not shared:
-        problem = "only images at its top, so their labels are unknown" if any(shards) else "no images"
-        raise StoreError(
-            f"{address} has {problem}: the layout is class/image.jpg, or folder/class/image.jpg{hint}"
-        )
-    depth = 0
-    # A folder that all samples share, such as `train/`, is a wrapper if a class folder remains below it.
-    while len({parts[depth] for parts in shared}) == 1 and min(map(len, shared)) > depth + 2:
-        depth += 1
-    by_class = [sorted((name.split("/")[depth], name) for name in names if "/" in name) for names in shards]
-    classes = tuple(sorted({name for samples in by_class for name, _ in samples}))
-    labels = {name: label for label, name in enumerate(classes)}
-    return classes, [[(labels[folder], name) for folder, name in samples] for samples in by_class]

@@ -1,4 +1,4 @@
-"""Uncompressed tars as stores: WebDataset's, see `raypipe.stores.webdataset`, or class folders, `class/image.jpg`.
+"""Uncompressed tars of WebDataset as stores, see `raypipe.stores.webdataset`.
 
 `tarfile` scans a tar's headers once, with checks against hostile ones, and samples are then read by position.
 Nothing is ever extracted, so members' names have no effect on the disk.
@@ -7,7 +7,6 @@ Nothing is ever extracted, so members' names have no effect on the disk.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import io
 import os
 import re
@@ -36,13 +35,12 @@ from raypipe.stores.base import (
     join_fingerprints,
     part_of,
 )
-from raypipe.stores.folder import archive_samples, class_samples
-from raypipe.stores.webdataset import Place, Scan, TarIndex, find_samples, index_samples
+from raypipe.stores.webdataset import TEXT_SUFFIXES, Place, Scan, find_samples, index_samples
 
 _NUM_FETCHES = 4  # tars that are fetched and scanned at a time
 # A scan takes about 80 us per member: at most a few seconds for a local tar below this size.
 _SMALL_BYTES = 64 << 20
-_SCAN_FILE = "tar-5.json"  # name in the cache, with the version of its layout
+_SCAN_FILE = "tar-6.json"  # name in the cache, with the version of its layout
 # Names have up to 4 KiB, extended attributes up to 64 KiB.
 _MAX_HEADER_BYTES = 128 << 10
 _ENDLESS_NUMBER = re.compile(rb"\d{256}")  # longer than the longest file name
@@ -51,13 +49,8 @@ _ENDLESS_NUMBER = re.compile(rb"\d{256}")  # longer than the longest file name
 class TarStore(FileStore["_Opened"]):
     """A store in one tar, in several, `NAME-{0000..0099}.tar`, or in a folder of `*.tar`, local or remote.
 
-    Class folders: members `class/image.jpg`. Classes are the folders with images, in the order of their names;
-    samples are sorted by shard, by class, then by member name. If a tar has several members of one name, the last
-    counts, as in extraction. Links, hidden files, absolute names and names with `..` do not count.
-
-    WebDataset: members `key.jpg`, `key.cls`, … , see `raypipe.stores.webdataset`. Samples are in the order of the
-    tars and of their members. A tar has this layout if any sample has a WebDataset label, or if every image has
-    text or JSON.
+    Members are `key.jpg`, `key.cls`, … , see `raypipe.stores.webdataset`; samples are in the order of the tars and
+    of their members. Links, hidden files, absolute names and names with `..` do not count.
 
     Remote tars are read through the node's cache, see `storage.local_cache`. Each node fetches and scans all of
     them once; it caches the result, for large local tars too. The fingerprint is a hash over the members' names,
@@ -66,9 +59,8 @@ class TarStore(FileStore["_Opened"]):
     Args:
         address: see above, or a URI; a relative path is made absolute, since processes differ in their working
             folder.
-        image_column: for WebDataset, the suffix of the images; "image" = any image suffix.
-        target_column: for WebDataset, the suffix of the labels, or their field in the JSON; "label" = `cls` or the
-            field `label`.
+        image_column: the suffix of the images; "image" = any image suffix.
+        target_column: the suffix of the labels, or their field in the JSON; "label" = `cls` or the field `label`.
     """
 
     def __init__(self, address: str | Path, image_column: str = "image", target_column: str = "label") -> None:
@@ -87,7 +79,7 @@ class TarStore(FileStore["_Opened"]):
             if is_remote(self.address):
                 self._listing = archives
         scans = in_threads(self._scanned, archives, _NUM_FETCHES)
-        return _Opened(archives, self._index([archive.name for archive in archives], scans))
+        return _Opened(archives, scans)
 
     def _scanned(self, archive: _Archive) -> Scan:
         """Return a tar's scan; those of remote and large tars are cached on the node for all its processes."""
@@ -122,20 +114,6 @@ class TarStore(FileStore["_Opened"]):
                 "allows no random access, truncated, or not a tar: uncompress it, or copy it again"
             ) from error
 
-    def _index(self, names: Sequence[str], scans: Sequence[Scan]) -> TarIndex:
-        has_samples = ["samples" in scan for scan in scans]
-        if all(has_samples):
-            return index_samples(names, scans)
-        if any(has_samples):
-            first, other = names[has_samples.index(True)], names[has_samples.index(False)]
-            raise StoreError(
-                f"{first} has the WebDataset layout, but {other} has another one, or no labels: all tars of one "
-                "store must have one layout"
-            )
-        if self._options != ("image", "label"):
-            raise StoreError(f"{self.address} does not have the WebDataset layout, so it has no {self._options}")
-        return _index_class_folders(self.address, scans, ", or WebDataset's pairs key.jpg, key.cls")
-
 
 @dataclass(frozen=True)
 class _Archive:
@@ -151,35 +129,38 @@ class _Archive:
 class _Opened:
     """The tars of a store, and the index of their samples."""
 
-    groups = None
+    classes = groups = None
 
-    def __init__(self, archives: list[_Archive], index: TarIndex) -> None:
-        self._archives, self._index = archives, index
-        self.columns, self.classes, self.fingerprint = tuple(index.columns), index.classes, index.fingerprint
-        labels = index.columns.get("label")
+    def __init__(self, archives: Sequence[_Archive], scans: Sequence[Scan]) -> None:
+        self._archives = archives
+        self._index = index_samples([archive.name for archive in archives], scans)
+        self._bounds = np.cumsum([0] + [scan["num"] for scan in scans])
+        self.columns = tuple(self._index)
+        self.fingerprint = join_fingerprints([scan["digest"] for scan in scans])
+        labels = self._index.get("label")
         self.label_is_class = labels is None or (labels.dtype == np.int64 and labels.ndim == 1)
 
     def __len__(self) -> int:
-        return int(self._index.bounds[-1])
+        return int(self._bounds[-1])
 
     def read(self, indices: np.ndarray, columns: tuple[str, ...]) -> Columns:
         return {name: self._read(name, indices) for name in columns}
 
     def _read(self, column: str, indices: np.ndarray) -> Any:
-        places = self._index.columns[column]
+        places = self._index[column]
         if column == "label":
             return places[indices]
         contents: list[bytes | None] = [None] * len(indices)
-        for number, positions in by_part(indices, self._index.bounds):
+        for number, positions in by_part(indices, self._bounds):
             archive = self._archives[number]
             file = archive.open()
             for position, place in zip(positions.tolist(), places[indices[positions]].tolist(), strict=True):
                 contents[position] = _content(file, archive.name, *place)
-        return list(map(as_text, contents)) if column in self._index.texts else contents
+        return list(map(as_text, contents)) if column in TEXT_SUFFIXES else contents
 
     def sample_name(self, index: int) -> str:
-        archive = self._archives[part_of(self._index.bounds, index)[0]]
-        start = int(self._index.columns["image"][index][0]) - tarfile.BLOCKSIZE
+        archive = self._archives[part_of(self._bounds, index)[0]]
+        start = int(self._index["image"][index][0]) - tarfile.BLOCKSIZE
         # A name beyond 100 characters, or in an extended header, is cut off here.
         header = os.pread(archive.open().descriptor, tarfile.BLOCKSIZE, start)
         return f"{archive.name}, {tarfile.TarInfo.frombuf(header, 'utf-8', 'surrogateescape').name}"
@@ -207,7 +188,7 @@ def _content(file: OpenFile, name: str, start: int, num_bytes: int) -> bytes | N
 
 
 def _scan(path: Path, name: str, image_column: str, target_column: str) -> Scan:
-    """Read all headers of a tar, and the labels of a WebDataset tar."""
+    """Read all headers of a tar, and its labels."""
     entries: list[tuple[str, Place | None]] = []
     with (
         _HeaderReader(io.FileIO(path, opener=open_regular)) as file,
@@ -227,10 +208,7 @@ def _scan(path: Path, name: str, image_column: str, target_column: str) -> Scan:
         tar.fileobj.seek(tar.offset)
         if tar.fileobj.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
             raise tarfile.ReadError(f"no valid member and no end mark at byte {tar.offset}")
-        samples = find_samples(name, entries, file.fileno(), image_column, target_column)
-    if samples is not None:
-        return {"samples": samples}
-    return {"members": archive_samples(entries)}
+        return find_samples(name, entries, file.fileno(), image_column, target_column)
 
 
 class _HeaderReader(io.BufferedReader):
@@ -249,27 +227,3 @@ class _HeaderReader(io.BufferedReader):
                 f"an extended header at byte {self.tell() - len(content)} contains an endless number"
             )
         return content
-
-
-def _index_class_folders(address: str, scans: Sequence[Scan], hint: str) -> TarIndex:
-    """Return the index of scans {"members": name → place}; samples are sorted by tar, by class, then by name."""
-    shards = [scan["members"] for scan in scans]
-    classes, samples_of_tars = class_samples(address, shards, hint)
-    pairs = list(zip(shards, samples_of_tars, strict=True))
-    places = [members[name][:2] for members, samples in pairs for _, name in samples]
-    labels = [label for samples in samples_of_tars for label, _ in samples]
-    return TarIndex(
-        columns={"image": np.array(places, np.int64), "label": np.array(labels, np.int64)},
-        texts=frozenset(),
-        classes=classes,
-        bounds=np.cumsum([0] + [len(samples) for samples in samples_of_tars]),
-        fingerprint=join_fingerprints([_fingerprint(members, samples) for members, samples in pairs]),
-    )
-
-
-def _fingerprint(members: dict[str, list[float]], samples: list[tuple[int, str]]) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    for _, name in samples:
-        line = "\0".join(map(str, (name, *members[name][1:])))
-        digest.update(f"{line}\n".encode(errors="surrogateescape"))
-    return digest.hexdigest()

@@ -1,4 +1,4 @@
-"""Samples of a tar in the WebDataset layout: consecutive members whose names are equal up to the first dot.
+"""Samples of a tar of WebDataset: consecutive members whose names are equal up to the first dot.
 
     000123.jpg    the image: the first member with an image suffix
     000123.cls    the label, an integer in ASCII; without it, the field `label` of 000123.json, which may also be
@@ -21,18 +21,16 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
 import numpy as np
 
 from raypipe.errors import StoreError
-from raypipe.stores.base import ARRAY_SUFFIX, IMAGE_SUFFIXES, RENAMED, join_fingerprints, missing
-from raypipe.stores.folder import is_visible
+from raypipe.stores.base import ARRAY_SUFFIX, IMAGE_SUFFIXES, RENAMED, missing
 from raypipe.stores.numbers import exactly
 
-_TEXT_SUFFIXES = frozenset({"txt", "text", "transcript", "html", "htm", "json", "jsn"})
+TEXT_SUFFIXES = frozenset({"txt", "text", "transcript", "html", "htm", "json", "jsn"})
 _SIMPLE_IMAGES = frozenset(suffix[1:] for suffix in IMAGE_SUFFIXES)
 _WEBDATASET_SKIPS = re.compile(r"__[^/]*__(/|$)")
 _INTEGER = re.compile(rb"[+-]?[0-9]{1,19}")
@@ -43,28 +41,7 @@ Place = tuple[int, int, float]
 """Position of a member's data, num_bytes, mtime."""
 
 Scan = dict[str, Any]
-"""Result of a tar's scan, as JSON values: {"members": {name: [position, num_bytes, mtime]}} for class folders,
-{"samples": return value of `find_samples`} for WebDataset."""
-
-
-@dataclass(frozen=True)
-class TarIndex:
-    """The samples of one or several tars, in the order of the tars.
-
-    Attributes:
-        columns: image and label first. Labels are numbers, (N,) or (N, …). Other columns are places, int64 of
-            shape (N, 2): position and num_bytes of each sample's member, -1 for no member.
-        texts: suffixes of columns that are text.
-        classes: class names, position = label; None if classes have no names.
-        bounds: int64 of shape (num_tars + 1,): the first sample of each tar, and N.
-        fingerprint: 32 hex digits.
-    """
-
-    columns: dict[str, np.ndarray]
-    texts: frozenset[str]
-    classes: tuple[str, ...] | None
-    bounds: np.ndarray
-    fingerprint: str
+"""Return value of `find_samples`, which consists of JSON values."""
 
 
 def _label(key: str, members: Mapping[str, Place], column: str, descriptor: int) -> Any:
@@ -128,7 +105,7 @@ def _label_suffix(column: str) -> str:
 
 def find_samples(
     name: str, entries: Sequence[tuple[str, Place | None]], descriptor: int, image_column: str, target_column: str
-) -> Scan | None:
+) -> Scan:
     """Group a tar's members into samples.
 
     Args:
@@ -139,13 +116,15 @@ def find_samples(
         target_column: the suffix of the labels, or their field in the JSON; "label" = as above.
 
     Returns:
-        None if the layout is not WebDataset's: no sample has a label, and not every image has text. Otherwise JSON
-        values:
         labels: the label of each sample; None without labels.
         places: suffix → position and num_bytes of each sample's member, as a flat list, -1 for no member; "" is
             the image.
         num, first_key: number of samples, and key of the first, for errors.
         digest: hash over the members' names, sizes and modification times, and the labels.
+
+    Raises:
+        StoreError: samples lack labels or a requested column, or have a member twice; or none has a label, and not
+            every image has text.
     """
     problem = ""
     samples: list[tuple[str, dict[str, Place]]] = []
@@ -168,9 +147,12 @@ def find_samples(
         if samples and column != usual and not is_there:
             _, members = samples[0]
             raise StoreError(missing(name, column, [*members, *_json_of(members, descriptor)], RENAMED[usual]))
-    texts = {not _TEXT_SUFFIXES.isdisjoint(members) for (_, members), i in zip(samples, images, strict=True) if i}
+    texts = {not TEXT_SUFFIXES.isdisjoint(members) for (_, members), i in zip(samples, images, strict=True) if i}
     if not labelled and texts != {True}:
-        return None
+        raise StoreError(
+            f"{name} has no labels: WebDataset has a key.cls or key.json for each image, or at least a text for "
+            "every one. Unpack a tar of class folders (tar -xf), and give the folder"
+        )
     if labelled and None in labels and not problem:
         problem = f"sample {samples[labels.index(None)][0]!r} has no label, but others have one"
     if problem:
@@ -200,8 +182,13 @@ def _parts(entries: Sequence[tuple[str, Place | None]]) -> Iterator[tuple[str, s
         folder, slash, file = name.rpartition("/")
         stem, _, suffix = file.partition(".")
         counts = place and stem and suffix and not _WEBDATASET_SKIPS.match(name)
-        if place and counts and is_visible(PurePosixPath(name)):
+        if place and counts and _is_visible(PurePosixPath(name)):
             yield folder + slash + stem, suffix.lower(), place
+
+
+def _is_visible(name: PurePosixPath) -> bool:
+    """Return whether a member counts: hidden ones, absolute names and names that leave the folder do not."""
+    return not name.is_absolute() and not any(part.startswith(".") or part == "__MACOSX" for part in name.parts)
 
 
 def _image_of(members: Mapping[str, Place], suffix: str) -> str | None:
@@ -219,27 +206,23 @@ def _bad(name: str, problem: str, target_column: str) -> StoreError:
     )
 
 
-def index_samples(names: Sequence[str], scans: Sequence[Scan]) -> TarIndex:
-    """Return the index of scans {"samples": …}, see `find_samples`, in their order; names are for errors."""
-    shards = [scan["samples"] for scan in scans]
-    labelled = [shard["labels"] is not None for shard in shards]
+def index_samples(names: Sequence[str], scans: Sequence[Scan]) -> dict[str, np.ndarray]:
+    """Return the columns of several tars, image and label first; names are for errors.
+
+    Labels are numbers, (N,) or (N, …). Other columns are places, int64 of shape (N, 2): position and num_bytes of
+    each sample's member, -1 for no member. A suffix that all tars have is a column.
+    """
+    labelled = [scan["labels"] is not None for scan in scans]
     if any(labelled) and not all(labelled):
         number = labelled.index(False)
-        first = shards[number]["first_key"]
+        first = scans[number]["first_key"]
         raise StoreError(f"{names[number]}: sample {first!r} has no label, but samples of other shards have one")
-    # A suffix becomes a column if all shards have it.
-    suffixes = [suffix for suffix in shards[0]["places"] if all(suffix in shard["places"] for shard in shards)]
-    places = {
-        suffix: np.concatenate([np.array(shard["places"][suffix], np.int64) for shard in shards]).reshape(-1, 2)
-        for suffix in suffixes
+    columns = {
+        suffix or "image": np.concatenate([np.array(scan["places"][suffix], np.int64) for scan in scans])
+        for suffix in scans[0]["places"]
+        if all(suffix in scan["places"] for scan in scans)
     }
-    columns = {"image": places.pop("")}
-    if labelled[0]:
-        columns["label"] = _labels_of(names[0], shards)
-    return TarIndex(
-        columns=columns | places,
-        texts=_TEXT_SUFFIXES,
-        classes=None,
-        bounds=np.cumsum([0] + [shard["num"] for shard in shards]),
-        fingerprint=join_fingerprints([shard["digest"] for shard in shards]),
-    )
+    places = {name: flat.reshape(-1, 2) for name, flat in columns.items()}
+    if not labelled[0]:
+        return places
+    return {"image": places.pop("image"), "label": _labels_of(names[0], scans), **places}

@@ -11,7 +11,6 @@ import io
 import json
 import re
 import struct
-import sys
 import tarfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,9 +28,6 @@ from mutate import ANY, EDGES, Mutation
 from PIL import Image
 
 from raypipe.stores.record import COLUMN_TYPES, KEY, METADATA_KEY, Metadata
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
-from shard_writers import write_mds
 
 SIDE = 6
 NUM = 17
@@ -383,26 +379,16 @@ def write_folder(suffix: str, path: Path, values: Values) -> Path:
     return path
 
 
-def write_shards(column: str, encoding: tuple[str, int | None], path: Path, values: Values) -> Path:
-    columns = {"image": ("png", None), "label": ("int", 8)} | {column: encoding}
-    rows = zip(*columns_of(column, values).values(), strict=True)
-    samples = [[struct.pack("<q", each) if isinstance(each, int) else each for each in row] for row in rows]
-    write_mds(path, columns, [samples[:10], samples[10:]])
-    return path
-
-
 def carriers(form: Form) -> Iterator[tuple[str, Write]]:
     """The formats that have columns of bytes, or of text, and how a store of a form's values is written."""
     yield "lmdb", partial(_lmdb_of, form)
     yield "parquet", partial(write_table, "value", _strings if form.is_text else pa.array)
-    yield "mds", partial(write_shards, "value", ("str" if form.is_text else "bytes", None))
 
 
 def image_carriers(suffix: str) -> Iterator[tuple[str, Write]]:
     yield "lmdb", _lmdb_images
     yield "parquet", partial(write_table, "image", pa.array)
-    yield "mds", partial(write_shards, "image", ("bytes", None))
-    yield "tar", partial(write_tar, lambda number, value: {f"a/{number:04d}.{suffix}": value})
+    yield "tar", partial(write_tar, lambda n, value: {f"{n:04d}.{suffix}": value, f"{n:04d}.cls": b"1"})
     yield "folder", partial(write_folder, suffix)
 
 
@@ -424,7 +410,7 @@ def column_cases() -> Iterator[Case]:
             yield Case(name, store, write, form.seeds, form.mean, damage, "image", {}, form.transform)
 
 
-# Records of LMDB and of shards: damage between the values
+# Records of LMDB: damage between the values
 
 
 RECORD = {"image": "binary", "label": "int64", "weight": "float64", "name": "string", "value": "float32[3]"}
@@ -452,39 +438,10 @@ def record_of(data: bytes) -> dict[str, Any]:
     return {"label": label, "weight": weight, "name": parts[1].decode(), "value": vector}
 
 
-def shard_record_of(data: bytes) -> dict[str, Any]:
-    """A sample of a shard of MDS: the sizes of image and name, then image, label, name."""
-    image, name = struct.unpack_from("<II", data)
-    if image + name + 16 != len(data):
-        raise ValueError("sizes")
-    (label,) = struct.unpack_from("<q", data, 8 + image)
-    return {"label": label, "name": data[16 + image :].decode()}
-
-
-def _shard_record(label: int, name: bytes) -> bytes:
-    return struct.pack("<II", len(IMAGE), len(name)) + IMAGE + struct.pack("<q", label) + name
-
-
-def write_shard_records(path: Path, values: Values) -> Path:
-    """A folder of MDS of one shard, of whole samples."""
-    write_mds(
-        path, {"image": ("png", None), "label": ("int", 8), "name": ("str", None)}, [[(b"", b"", b"")] * NUM]
-    )
-    offsets = np.cumsum([4 * (NUM + 2), *map(len, values)]).astype("<u4")
-    content = struct.pack("<I", NUM) + offsets.tobytes() + b"".join(values)
-    (path / "shard.00000.mds").write_bytes(content)
-    index = json.loads((path / "index.json").read_text())
-    index["shards"][0]["raw_data"]["bytes"] = len(content)
-    (path / "index.json").write_text(json.dumps(index))
-    return path
-
-
 def record_cases() -> Iterator[Case]:
     names = {"weight": {}, "name": {}, "value": {}}
     write = partial(write_lmdb, RECORD, bytes)
     yield Case("record", "lmdb", write, [*map(_record, range(3))], record_of, ANY, "", names)
-    seeds = [_shard_record(1, b"a"), _shard_record(2, "bä".encode())]
-    yield Case("record", "mds", write_shard_records, seeds, shard_record_of, ANY, "", {"name": {}})
 
 
 # Labels
@@ -597,7 +554,7 @@ def _exact_of(kind: pa.DataType, value: Any) -> Any:
     return as_numbers(found.as_py())
 
 
-# Encodings of MDS, by struct and numpy
+# Labels of LMDB and of WebDataset, by struct and numpy
 
 
 def _shaped(data: bytes, dtype: Any, shape: Sequence[int]) -> np.ndarray:
@@ -611,61 +568,13 @@ def _number_of(code: str, data: bytes) -> Any:
     return as_numbers(struct.unpack(f"<{code}", data)[0])
 
 
-_CODES = {"uint8": "B", "uint16": "H", "uint32": "I", "uint64": "Q", "int8": "b", "int16": "h", "int32": "i"}
-_CODES |= {"int64": "q", "float16": "e", "float32": "f", "float64": "d", "int": "q"}
-
-
 def digits(data: bytes, rng: np.random.Generator) -> bytes:
     """Text that is another number, or none."""
     others = [b"9" * 30, b"1e999", b"nan", b"1_0", b" 7 ", "٣".encode(), b"", b"0x1", b"-1", b"1.5", b"9" * 5000]
     return others[int(rng.integers(len(others)))]
 
 
-@dataclass(frozen=True)
-class Encoded:
-    """Sound values of an encoding, and their meaning.
-
-    Attributes:
-        num_bytes: as an index of MDS has it; None = each value has its own.
-        where: it may be a column, a label, or an image.
-    """
-
-    seeds: Sequence[bytes]
-    mean: Callable[[bytes], Any]
-    num_bytes: int | None = None
-    where: tuple[str, ...] = ("value", "label")
-
-
-_FILES = Encoded([IMAGE, _RGBA], IMAGES["image, PNG"].mean, where=("image",))
-ENCODED: dict[str, Encoded] = {
-    **dict.fromkeys(("jpeg", "png"), _FILES),
-    "bytes": Encoded([b"ab", b""], bytes, where=("value",)),
-    **{
-        kind: Encoded(
-            [struct.pack(f"<{code}", i) for i in range(3)],
-            partial(_number_of, code),
-            struct.calcsize(f"<{code}"),
-        )
-        for kind, code in _CODES.items()
-    },
-    "str_int": Encoded([b"1", b"-22"], lambda data: as_numbers(int(data.decode()))),
-    "str_float": Encoded([b"1.5", b"-2e3"], lambda data: as_numbers(float(data.decode()))),
-    "str": Encoded([b"ab", "ä".encode()], bytes.decode, where=("value",)),
-    "json": Encoded([b'{"a": 1}', b'{"a": [2, "x"]}'], json.loads, where=("value",)),
-}
-
-
-def encoding_cases() -> Iterator[Case]:
-    for kind, each in ENCODED.items():
-        for where in each.where:
-            write = partial(write_shards, where, (kind, each.num_bytes))
-            damage = ANY | ({"digits": digits} if kind.startswith("str_") else {})
-            columns = {"value": {}} if where == "value" else {}
-            yield Case(f"{where} of {kind}", "mds", write, each.seeds, each.mean, damage, where, columns)
-
-
 def other_labels() -> Iterator[Case]:
-    """Labels of LMDB, and of WebDataset."""
     for kind in (*COLUMN_TYPES, "float32[2]", "uint8[2]"):
         if kind in ("binary", "string"):  # no labels
             continue
@@ -707,6 +616,6 @@ def _same_size(mutate: Mutation, data: bytes, rng: np.random.Generator) -> bytes
 
 GROUPS: dict[str, Callable[[], list[Case]]] = {
     "columns": lambda: [*column_cases(), *record_cases()],
-    "labels": lambda: [*arrow_labels(), *other_labels(), *encoding_cases()],
+    "labels": lambda: [*arrow_labels(), *other_labels()],
 }
 """The cases, by the kind that names them in test_mutations.py."""

@@ -87,9 +87,10 @@ def _tar(path: Path, images: list[bytes], layout: int) -> Path:
     with tarfile.open(path, "w", format=layout) as tar:
         for i, image in enumerate(images):
             long = "long" * 30 + "/" if i % 4 == 0 else ""
-            member = tarfile.TarInfo(f"train/{CLASSES[i % 3]}/{long}{i:02d}.jpg")
-            member.size, member.mtime = len(image), 1_000_000_000.5 + i
-            tar.addfile(member, io.BytesIO(image))
+            for suffix, content in (("jpg", image), ("cls", b"%d" % (i % 3))):
+                member = tarfile.TarInfo(f"train/{long}{i:02d}.{suffix}")
+                member.size, member.mtime = len(content), 1_000_000_000.5 + i
+                tar.addfile(member, io.BytesIO(content))
     return path
 
 

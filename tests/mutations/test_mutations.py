@@ -30,7 +30,6 @@ from tiers import is_soak
 import raypipe
 import raypipe.stores
 from raypipe.stores.arrow_columns import is_target
-from raypipe.stores.encodings import ENCODINGS
 from raypipe.stores.record import COLUMN_TYPES
 from raypipe.transform.fields import Kind
 from raypipe.transform.targets import TARGETS
@@ -123,14 +122,9 @@ def test_every_column_and_target_has_damaged_values_in_every_format() -> None:
         found.setdefault(case.store, set()).add(case.form.split(",")[0])
     kinds = {*get_args(Kind), *TARGETS}
     with_columns = {store for store, kinds_of in found.items() if "text" in kinds_of}
-    assert with_columns == {"lmdb", "parquet", "mds", "tar"}
+    assert with_columns == {"lmdb", "parquet", "tar"}
     for store in with_columns:
         assert kinds <= {form.partition(" ")[0] for form in found[store]}, store
-
-
-def test_every_encoding_of_shards_has_damaged_values() -> None:
-    found = {case.form.split(" of ")[1] for case in cases() if case.store == "mds" and " of " in case.form}
-    assert found == set(ENCODINGS)
 
 
 def test_every_type_of_a_label_has_damaged_values() -> None:

@@ -124,13 +124,14 @@ def test_a_deletion_whose_answer_was_lost_is_done(bucket: str, proxy: FaultyProx
                 done.append(path)
                 raise OSError("AWS Error NETWORK_CONNECTION")
 
-    filesystem.handler._made = LosesAnAnswer()
+    filesystem.handler._inner = LosesAnAnswer()
     try:
         filesystem.delete_file(path)
+        assert done == [path]
         with pytest.raises(FileNotFoundError):
             filesystem.delete_file(path)
     finally:
-        filesystem.handler._made = inner
+        filesystem.handler._inner = inner
 
 
 def test_what_others_write_is_written_through_an_outage(bucket: str, proxy: FaultyProxy) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import struct
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,6 @@ from raypipe.stores.base import MemoryStore, is_class
 from raypipe.stores.filter import matching
 from raypipe.stores.joined import JoinedStore
 from raypipe.stores.record import column_types
-
-from shard_writers import write_mds  # isort: skip
 
 EMBEDDINGS = np.arange(12, dtype=np.float32).reshape(4, 3) / 7
 GRIDS = np.arange(24, dtype=np.uint8).reshape(4, 2, 3)
@@ -149,16 +146,6 @@ def test_a_copy_keeps_arrays_float_labels_and_lists(name: str, tmp_path: Path) -
     )
     assert found["label"].tolist() == expected["label"].tolist() and not is_class(copy)
     assert [json.loads(text) for text in found["ragged"]] == expected["ragged"]
-
-
-def test_mds_has_float_labels(tmp_path: Path) -> None:
-    columns = {"image": ("png", None), "score": ("float32", 4), "kind": ("int", 8)}
-    rows = [[b"x", struct.pack("<f", row / 2), struct.pack("<q", row)] for row in range(4)]
-    write_mds(tmp_path / "a", columns, [rows[:3], rows[3:]])
-    store = open_store(tmp_path / "a", target_column="score")
-    found = store.read(ORDER)["label"]
-    assert found.dtype == np.float32 and found.tolist() == (ORDER / 2).tolist() and not is_class(store)
-    assert is_class(open_store(tmp_path / "a", target_column="kind")) and is_class(open_store(tmp_path / "a"))
 
 
 def webdataset(path: Path, *contents: Any) -> Store:

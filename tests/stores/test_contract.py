@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import pickle
 import re
-import struct
 import subprocess
 import sys
 import tarfile
@@ -20,8 +19,6 @@ import pytest
 from raypipe.errors import StoreError
 from raypipe.stores import Store, open_store, open_writer
 from raypipe.stores.base import MemoryStore, name_of
-
-from shard_writers import write_mds  # isort: skip
 
 CLASSES = ("ant", "bee", "cat")
 LABELS = [0, 0, 0, 1, 1, 2, 2, 2, 2, 2]
@@ -74,14 +71,6 @@ def make_folder(folder: Path, images: list[bytes]) -> Store:
     return open_store(folder)
 
 
-def make_tar(folder: Path, images: list[bytes]) -> Store:
-    (folder / "train").mkdir()
-    make_folder(folder / "train", images)
-    with tarfile.open(folder / "data.tar", "w") as tar:
-        tar.add(folder / "train", arcname="./train", filter=_without_time)
-    return open_store(folder / "data.tar")
-
-
 def _write_webdataset(path: Path, start: int, end: int, images: list[bytes]) -> None:
     with tarfile.open(path, "w") as tar:
         for number in range(start, end):
@@ -102,26 +91,6 @@ def make_webdataset_shards(folder: Path, images: list[bytes]) -> Store:
     return open_store(folder)
 
 
-def _shards_of(images: list[bytes]) -> list[list[tuple[bytes, bytes]]]:
-    values = [(image, struct.pack("<q", label)) for image, label in zip(images, LABELS, strict=True)]
-    return [values[:4], values[4:5], values[5:]]
-
-
-def make_mds(folder: Path, images: list[bytes]) -> Store:
-    write_mds(folder / "data", {"image": ("png", None), "label": ("int", 8)}, _shards_of(images))
-    return open_store(folder / "data")
-
-
-def make_mds_compressed(folder: Path, images: list[bytes]) -> Store:
-    write_mds(folder / "data", {"image": ("png", None), "label": ("int", 8)}, _shards_of(images), "zstd")
-    return open_store(folder / "data")
-
-
-def _without_time(member: tarfile.TarInfo) -> tarfile.TarInfo:
-    member.mtime = 0  # part of the fingerprint
-    return member
-
-
 def make_memory(folder: Path, images: list[bytes]) -> Store:
     return MemoryStore(images, LABELS, CLASSES)
 
@@ -136,19 +105,15 @@ MAKERS: dict[str, Callable[[Path, list[bytes]], Store]] = {
     "parquet": make_parquet,
     "parquet_hf": make_parquet_hf,
     "folder": make_folder,
-    "tar": make_tar,
     "webdataset": make_webdataset,
     "webdataset_shards": make_webdataset_shards,
-    "mds": make_mds,
-    "mds_compressed": make_mds_compressed,
     "memory": make_memory,
     "memory_groups": make_memory_groups,
 }
-WITHOUT_CLASSES = ("webdataset", "webdataset_shards", "mds", "mds_compressed")
+WITHOUT_CLASSES = ("webdataset", "webdataset_shards")
 GROUPS = {
     "parquet": [0, 3, 6, 9, 10],
     "parquet_hf": [0, 4, 6, 10],
-    "mds_compressed": [0, 4, 5, 10],
     "memory_groups": [0, 4, 8, 10],
 }
 
@@ -227,11 +192,8 @@ NAMES = {
     "parquet": "/data.parquet, row group 3, row 0",
     "parquet_hf": "/train-1.parquet, row group 0, row 3",
     "folder": "/cat/009.PNG",
-    "tar": "/data.tar, ./train/cat/009.PNG",
     "webdataset": "/data.tar, 009.png",
     "webdataset_shards": "/00002.tar, 009.png",
-    "mds": "/data/shard.00002.mds, sample 4",
-    "mds_compressed": "/data/shard.00002.mds.zstd, sample 4",
 }
 
 
@@ -311,7 +273,7 @@ def test_reads_after_close(store: Store) -> None:
     assert store.read(np.array([3]))["image"] == [IMAGES[3]]
 
 
-@pytest.mark.parametrize("kind", ["lmdb", "lmdb_shards", "parquet", "tar", "webdataset"])
+@pytest.mark.parametrize("kind", ["lmdb", "lmdb_shards", "parquet", "webdataset"])
 def test_reads_in_another_process(store: Store, kind: str, tmp_path: Path) -> None:
     store.read(np.array([0]))
     (tmp_path / "store.pickle").write_bytes(pickle.dumps(store))

@@ -61,6 +61,13 @@ def test_compressed_tar(tmp_path: Path) -> None:
         open_store(tmp_path / "a.tar.gz")
 
 
+def test_mds(tmp_path: Path) -> None:
+    (tmp_path / "index.json").write_text("{}")
+    (tmp_path / "shard.00000.mds.zstd").write_bytes(b"")
+    with pytest.raises(StoreError, match=r"is MosaicML's MDS: .* `raypipe\.convert`, as docs/moving\.md shows"):
+        open_store(tmp_path)
+
+
 def test_mixed_folder(tmp_path: Path) -> None:
     write(tmp_path / "a.lmdb")
     write(tmp_path / "a.parquet")

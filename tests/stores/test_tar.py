@@ -12,13 +12,13 @@ import pytest
 
 from raypipe.errors import StoreError
 from raypipe.stores.base import name_of
-from raypipe.stores.folder import FolderStore
 from raypipe.stores.tar import TarStore
 
 
 def add(tar: tarfile.TarFile, name: str, content: bytes | None = None, **fields: object) -> None:
     member = tarfile.TarInfo(name)
-    content = name.encode() if content is None else content
+    if content is None:
+        content = b"1" if name.endswith(".cls") else name.encode()
     for field, value in fields.items():
         setattr(member, field, value)
     member.size = len(content) if member.isreg() else 0
@@ -36,41 +36,13 @@ def names_of(store: TarStore) -> list[str]:
     return [image.decode() for image in store.read(np.arange(len(store)))["image"]]
 
 
-def test_order_is_that_of_a_folder(tmp_path: Path) -> None:
-    names = ["b/1.JPG", "a-b/1.png", "a/x.webp", "b/0/z.jpeg", "a/X.png"]
-    for name in names:
-        file = tmp_path / "root" / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(name.encode())
-    folder = FolderStore(tmp_path / "root")
-    store = make(tmp_path / "a.tar", *names, "root.png", "a/notes.txt", "a/.hidden.png")
-    assert store.classes == folder.classes == ("a", "a-b", "b")
-    samples, expected = store.read(np.arange(5)), folder.read(np.arange(5))
-    assert samples["image"] == expected["image"]
-    assert samples["label"].tolist() == expected["label"].tolist()
-
-
-@pytest.mark.parametrize(
-    ("names", "classes"),
-    [
-        (["./a/1.png", "./b/1.png"], ("a", "b")),
-        (["train/a/1.png", "train/b/1.png"], ("a", "b")),
-        (["data/train/a/1.png", "data/train/b/x/1.png"], ("a", "b")),
-        (["train/a/1.png"], ("a",)),
-        (["a/1.png", "a/2.png"], ("a",)),
-        (["train/a/1.png", "val/a/1.png"], ("train", "val")),
-    ],
-)
-def test_common_folders(tmp_path: Path, names: list[str], classes: tuple[str, ...]) -> None:
-    assert make(tmp_path / "a.tar", *names).classes == classes
-
-
 @pytest.mark.parametrize("form", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT])
 def test_names_are_told_without_control_characters_and_long_ones_in_part(tmp_path: Path, form: int) -> None:
     names = ["a/1.png", "a/\x1b[31m\n.png", f"a/{'z' * 300}.png"]
     with tarfile.open(tmp_path / "x.tar", "w", format=form) as tar:
         for name in names:
             add(tar, name, b"")
+            add(tar, f"{name[:-4]}.cls")
     store = TarStore(tmp_path / "x.tar")
     told = {name_of(store, index).removeprefix(f"{tmp_path}/x.tar, ") for index in range(len(names))}
     assert told == {"a/1.png", r"a/\x1b[31m\n.png", f"a/{'z' * 98}"}
@@ -82,6 +54,7 @@ def test_odd_members_do_not_count(tmp_path: Path) -> None:
     with tarfile.open(folder / "a.tar", "w") as tar:
         add(tar, "a", type=tarfile.DIRTYPE)
         add(tar, "a/1.png")
+        add(tar, "a/1.cls")
         add(tar, "../evil.png")
         add(tar, "../a/evil.png")
         add(tar, "a/../../evil.png")
@@ -90,25 +63,16 @@ def test_odd_members_do_not_count(tmp_path: Path) -> None:
         add(tar, "a/hard.png", type=tarfile.LNKTYPE, linkname="a/1.png")
         add(tar, "a/pipe.png", type=tarfile.FIFOTYPE)
         add(tar, "a/" + "long" * 60 + ".png", b"long")
+        add(tar, "a/" + "long" * 60 + ".cls")
     store = TarStore(folder / "a.tar")
     assert names_of(store) == ["a/1.png", "long"]
-    assert store.classes == ("a",)
     assert [path.name for path in tmp_path.rglob("*")] == ["store", "a.tar"]
-
-
-def test_last_of_a_name_counts(tmp_path: Path) -> None:
-    with tarfile.open(tmp_path / "a.tar", "w") as tar:
-        add(tar, "a/1.png", b"old")
-        add(tar, "a/2.png", b"old")
-        add(tar, "./a/1.png", b"new")
-        add(tar, "a/2.png", type=tarfile.SYMTYPE, linkname="1.png")
-    assert names_of(TarStore(tmp_path / "a.tar")) == ["new"]
 
 
 @pytest.mark.parametrize("cut", ["data", "padding", "header", "between", "end", "empty"])
 def test_truncated(tmp_path: Path, cut: str) -> None:
     path = tmp_path / "a.tar"
-    make(path, "a/1.png", "a/2.png", "b/3.png")
+    make(path, "a/1.png", "a/1.cls", "b/3.png")
     # A header and a block of data each: members start at 0, 1024 and 2048, the end mark at 3072.
     places = {"data": 2562, "padding": 3000, "header": 2100, "between": 2048, "end": 3072, "empty": 0}
     os.truncate(path, places[cut])
@@ -118,7 +82,7 @@ def test_truncated(tmp_path: Path, cut: str) -> None:
 
 def test_broken_header(tmp_path: Path) -> None:
     path = tmp_path / "a.tar"
-    make(path, "a/1.png", "a/2.png", "b/3.png")
+    make(path, "a/1.png", "a/1.cls", "b/3.png")
     content = bytearray(path.read_bytes())
     content[1024:1100] = b"x" * 76
     path.write_bytes(content)
@@ -152,7 +116,7 @@ DIGITS = b"9" * 100_000
 )
 def test_headers_that_lead_nowhere(tmp_path: Path, damage: bytes, message: str) -> None:
     path = tmp_path / "a.tar"
-    make(path, "a/1.png", "b/2.png")
+    make(path, "a/1.png", "a/1.cls")
     path.write_bytes(path.read_bytes()[:2048] + damage + bytes(1024))
     with pytest.raises(StoreError, match=rf"a\.tar cannot be read as tar: .*({message})"):
         len(TarStore(path))
@@ -160,12 +124,12 @@ def test_headers_that_lead_nowhere(tmp_path: Path, damage: bytes, message: str) 
 
 def test_a_member_too_large_for_an_image_is_a_missing_sample(tmp_path: Path) -> None:
     path = tmp_path / "a.tar"
-    make(path, "a/1.png")
+    make(path, "a/1.png", "a/1.cls", "a/9.cls")
     num_bytes = 8 << 30
     with path.open("r+b") as file:  # of holes
-        file.seek(1024)
+        file.seek(3072)
         file.write(header(b"%011o\0" % (num_bytes - 1)))
-        file.truncate(1536 + num_bytes + 1024)
+        file.truncate(3584 + num_bytes + 1024)
     assert TarStore(path).read(np.arange(2))["image"] == [b"a/1.png", None]
 
 
@@ -176,7 +140,7 @@ def test_compressed(tmp_path: Path, mode: str) -> None:
 
 
 def test_shrunk_after_opening(tmp_path: Path) -> None:
-    store = make(tmp_path / "a.tar", "a/1.png", "b/2.png")
+    store = make(tmp_path / "a.tar", "a/1.png", "a/1.cls", "b/2.cls", "b/2.png")
     assert len(store) == 2
     os.truncate(tmp_path / "a.tar", 1024)
     assert store.read(np.array([0]))["image"] == [b"a/1.png"]
@@ -184,11 +148,10 @@ def test_shrunk_after_opening(tmp_path: Path) -> None:
         store.read(np.array([1]))
 
 
-def test_no_classes(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match=r"only images at its top, so their labels are unknown.*WebDataset"):
-        len(make(tmp_path / "a.tar", "0001.jpg", "0002.jpg"))
-    with pytest.raises(StoreError, match="has no images"):
-        len(make(tmp_path / "b.tar", "a/notes.txt"))
+@pytest.mark.parametrize("names", [["0001.jpg", "0002.jpg"], ["a/1.jpg", "b/2.jpg"], ["a/notes.txt"], []])
+def test_no_labels(tmp_path: Path, names: list[str]) -> None:
+    with pytest.raises(StoreError, match=r"a\.tar has no labels: .* Unpack a tar of class folders \(tar -xf\)"):
+        len(make(tmp_path / "a.tar", *names))
 
 
 def test_absent(tmp_path: Path) -> None:
@@ -201,7 +164,7 @@ def test_close_closes_the_file(tmp_path: Path) -> None:
         links = (each for each in Path("/proc/self/fd").iterdir() if each.is_symlink())
         return tmp_path / "a.tar" in {link.readlink() for link in links}
 
-    store = make(tmp_path / "a.tar", "a/1.png")
+    store = make(tmp_path / "a.tar", "a/1.png", "a/1.cls")
     store.read(np.array([0]))
     assert is_open()
     store.close()

@@ -27,7 +27,6 @@ from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.fields import MicroBatch
 
 from pictures import picture  # isort: skip
-from shard_writers import write_mds  # isort: skip
 
 WHERE = {"store": "a.lmdb", "index": 7, "name": "a.lmdb, key 7"}
 BAD = [WHERE | {"substitute": 3, "error": "no value", "fault": "store"}]
@@ -180,25 +179,10 @@ def test_budget_of_nothing_stops_at_the_first() -> None:
         BadSampleBudget(max_fraction=0.0, grace=0).spend([LAST], 1000)
 
 
-def write_labels(folder: Path, kind: str) -> Path:
-    """Eight images, the sixth of which has a label that is damaged, or that int64 cannot hold."""
-    images = [picture(number) for number in range(8)]
-    if kind == "mds":
-        labels = [b"1"] * 8
-        labels[5] = b"\xb1"
-        columns = {"image": ("jpeg", None), "label": ("str_int", None)}
-        write_mds(folder / kind, columns, [list(zip(images, labels, strict=True))])
-        return folder / kind
-    path = folder / f"labels.{kind}"
+def test_a_label_beyond_int64_makes_a_bad_sample_and_no_other_class(tmp_path: Path) -> None:
+    store = tmp_path / "labels.parquet"
     labels = pa.array([1] * 5 + [(1 << 64) - 1, 1, 1], pa.uint64())
-    table = pa.table({"image": images, "label": labels})
-    pq.write_table(table, path)
-    return path
-
-
-@pytest.mark.parametrize("kind", ["mds", "parquet"])
-def test_a_damaged_label_makes_a_bad_sample_and_no_other_class(tmp_path: Path, kind: str) -> None:
-    store = write_labels(tmp_path, kind)
+    pq.write_table(pa.table({"image": [picture(number) for number in range(8)], "label": labels}), store)
     spec = open_stream(
         store,
         store,

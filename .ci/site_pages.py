@@ -85,9 +85,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         if "://" in path or not (ROOT / source).is_file():
             return match[0]
         uri = uri_of(source)
+        if files.get_file_from_path(uri) is None and Path(uri).suffix in ("", ".md"):
+            uri += ".txt"  # a browser shows LICENSE.txt, and downloads LICENSE; other Markdown would become a page
         if files.get_file_from_path(uri) is None:
-            # A browser shows LICENSE.txt, and downloads LICENSE; Markdown that is no page would be taken for one.
-            uri += ".txt" if Path(uri).suffix in ("", ".md") else ""
             files.append(File.generated(config, uri, abs_src_path=str(ROOT / source)))
         here = os.path.relpath(uri, Path(page.file.src_uri).parent)
         return f"[{title(source) if text == path else text}]({here}{anchor})"

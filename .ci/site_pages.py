@@ -34,14 +34,15 @@ PAGES |= {source: f"results/{name.replace('README', 'index')}" for source, name 
 LINK = re.compile(r"\[([^][]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
 PIPE = re.compile(r"(?<=[\w\]] )\\\|(?= \w)")
 """A pipe in a type, in a table: GitHub wants a backslash before it, which Python-Markdown shows in code."""
+OPTION = re.compile(r"(?<![\w-])--[a-z][\w.-]*")
 SOURCES = {uri: source for source, uri in PAGES.items()}
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Fill the menu of results: their index first."""
-    pages = sorted((PAGES[source] for source in RESULTS), key=lambda uri: (uri != "results/index.md", uri))
+    """Fill the menu of results: their index, and a submenu of the reports."""
+    reports = sorted(PAGES[source] for source in RESULTS if PAGES[source] != "results/index.md")
     entry = next(entry for entry in config.nav or [] if "Results" in entry)
-    entry["Results"] = pages
+    entry["Results"] = [{"Summary": "results/index.md"}, {"Reports": reports}]
     return config
 
 
@@ -85,16 +86,25 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         if "://" in path or not (ROOT / source).is_file():
             return match[0]
         uri = uri_of(source)
+        if files.get_file_from_path(uri) is None and Path(uri).suffix in ("", ".md"):
+            uri += ".txt"  # a browser shows LICENSE.txt, and downloads LICENSE; other Markdown would become a page
         if files.get_file_from_path(uri) is None:
-            # A browser shows LICENSE.txt, and downloads LICENSE; Markdown that is no page would be taken for one.
-            uri += ".txt" if Path(uri).suffix in ("", ".md") else ""
             files.append(File.generated(config, uri, abs_src_path=str(ROOT / source)))
         here = os.path.relpath(uri, Path(page.file.src_uri).parent)
-        return f"[{title(source) if text == path else text}]({here}{anchor})"
+        return f"[{title(source) if text in (path, source) else text}]({here}{anchor})"
 
     parts = re.split(r"(^ *```.*?^ *```$)", markdown, flags=re.M | re.S)
     parts[::2] = [PIPE.sub("|", LINK.sub(link, pictures_by_palette(text))) for text in parts[::2]]
     return "".join(parts)
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Keep each option in a line: a browser would break it after its hyphens."""
+
+    def code(match: re.Match[str]) -> str:
+        return OPTION.sub(r'<span class="option">\g<0></span>', match[0])
+
+    return re.sub(r"(?<!<pre>)<code>[^<\n]*</code>", code, html)
 
 
 def title(source: str) -> str:

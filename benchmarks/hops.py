@@ -184,8 +184,8 @@ def hops(
         ),
         execution(1),
         execution(4),
-        Hop("copy to pinned memory", to_rank, copied["copy_gb_per_s"], "GB/s a rank", "nothing has to"),
-        Hop("PCIe", to_rank, copied.get("pcie_gb_per_s", known.pcie_gb_per_s), "GB/s a GPU", "nothing has to"),
+        Hop("copy to pinned memory", to_rank, copied["copy_gb_per_s"], "GB/s a rank", "no change needed"),
+        Hop("PCIe", to_rank, copied.get("pcie_gb_per_s", known.pcie_gb_per_s), "GB/s a GPU", "no change needed"),
         Hop(
             "interpreter of a rank",
             needs(lambda of, share: per_s / rows / gpus),

@@ -129,7 +129,7 @@ def draw(medians: dict[str, Any], path: str) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, len(medians), figsize=(7.2 * len(medians), 3.4), squeeze=False)
+    figure, axes = pyplot.subplots(1, len(medians), figsize=(5.6 * len(medians), 3.2), squeeze=False)
     for axis, (case, rows) in zip(axes[0], medians.items(), strict=True):
         ran = [name for name in rows if "first_batch_s" in rows[name] and not name.startswith(f"{OURS},")]
         ran.sort(key=lambda name: rows[name]["steady"])
@@ -146,4 +146,4 @@ def draw(medians: dict[str, Any], path: str) -> None:
         axis.tick_params(labelsize=9)
         axis.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
-    figure.savefig(path, dpi=130)
+    figure.savefig(path, dpi=167)

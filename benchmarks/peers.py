@@ -22,7 +22,7 @@
 # ///
 """raypipe and its peers on the same files, with the same transform, cores and batch, one after the other.
 
-    uv run benchmarks/peers.py imagenet-500 --tiny-store cifar10-train.parquet [--picture FILE.png]
+    uv run benchmarks/peers.py imagenet-500.tar --tiny-store cifar10-train.parquet [--picture FILE.png]
     uv run benchmarks/peers.py cifar10-train.parquet --cases tiny
 
 uv gives it an environment of its own, with the versions that the peers ask for: MosaicML Streaming wants an older
@@ -237,7 +237,7 @@ def write_cases(options: argparse.Namespace) -> dict[str, Work]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("store", nargs="?", help="JPEGs: a folder of classes, Parquet, LMDB")
+    parser.add_argument("store", nargs="?", help="JPEGs: a tar, a folder of classes, Parquet, LMDB")
     parser.add_argument(
         "--folder", default=str(Path(tempfile.gettempdir()) / "raypipe-peers"), help="for the formats"
     )

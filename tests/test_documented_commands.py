@@ -28,7 +28,7 @@ from raypipe.streaming.chronicle import Chronicle
 from raypipe.train.run_folder import CONFIG_HEAD
 from raypipe.transform.seekable import is_seekable
 
-from pictures import CLASSES, picture, samples  # isort: skip
+from pictures import CLASSES, picture, samples, write_tar  # isort: skip
 from s3_server import environment, make_bucket, s3_server  # isort: skip
 
 pytestmark = [pytest.mark.cluster, pytest.mark.pages, pytest.mark.timeout(300)]
@@ -165,7 +165,7 @@ def test_docs_concepts_audits_a_run(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.usefixtures("ray_cluster", "folder", "s3")
 def test_docs_formats_converts_into_a_bucket(capsys: pytest.CaptureFixture[str]) -> None:
-    write_folder(Path("photos"), 100)
+    write_tar("photos.tar", samples(100))
     (convert,) = (words for words in of("formats.md", "convert") if words[3].startswith("s3://"))
     assert run(convert, capsys)["samples"] == 100 == len(open_store(convert[3]))
 
@@ -174,9 +174,9 @@ def test_docs_formats_converts_into_a_bucket(capsys: pytest.CaptureFixture[str])
 @pytest.mark.soak  # tests/commands/test_bench.py has shorter ones
 @pytest.mark.usefixtures("folder", "s3")
 def test_the_benches_of_docs_measure_and_size_a_cluster() -> None:
-    write_folder(Path("photos"), 100)
+    write_tar("photos.tar", samples(100))
     for words in [words for page in ("performance.md", "clusters.md") for words in of(page, "bench")]:
-        run_alone(["raypipe", "convert", "photos", words[2], "--overwrite"])
+        run_alone(["raypipe", "convert", "photos.tar", words[2], "--overwrite"])
         found = run_alone(words)  # it ends the cluster that it is connected to
         assert found["ratio"] > 0 and found["store"].endswith(words[2])
         assert found.get("cpus_needed", 0) > 0 or not any("images-per-s" in word for word in words)
@@ -185,8 +185,8 @@ def test_the_benches_of_docs_measure_and_size_a_cluster() -> None:
 @pytest.mark.usefixtures("ray_cluster", "folder")
 def test_the_option_seekable_of_docs_formats(capsys: pytest.CaptureFixture[str]) -> None:
     assert "`--seekable`" in (ROOT / "docs" / "formats.md").read_text()
-    write_folder(Path("photos"), 20)
-    assert run(["raypipe", "convert", "photos", "train.lmdb", "--seekable"], capsys)["samples"] == 20
+    write_tar("photos.tar", samples(20))
+    assert run(["raypipe", "convert", "photos.tar", "train.lmdb", "--seekable"], capsys)["samples"] == 20
     assert all(map(is_seekable, open_store("train.lmdb").read(np.arange(20), ("image",))["image"]))
 
 
@@ -225,7 +225,7 @@ def write_hugging_face(image: str = "image", label: str = "label") -> None:
 
 GIVEN: dict[str, Callable[[], None]] = {
     "data/train-*.parquet": write_hugging_face,
-    "photos": lambda: write_folder(Path("photos"), 30),
+    "photos.tar": lambda: write_tar("photos.tar", samples(30)),
     "train.lmdb": lambda: write_atomically("train.lmdb", samples(30), CLASSES),
 }
 

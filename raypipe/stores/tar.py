@@ -1,4 +1,4 @@
-"""Uncompressed tars of WebDataset as stores, see `raypipe.stores.webdataset`.
+"""Uncompressed tars as stores: WebDataset's, or of class folders.
 
 `tarfile` scans a tar's headers once, with checks against hostile ones, and samples are then read by position.
 Nothing is ever extracted, so members' names have no effect on the disk.
@@ -35,12 +35,13 @@ from raypipe.stores.base import (
     join_fingerprints,
     part_of,
 )
+from raypipe.stores.class_tar import check_alike, find_files, index_files
 from raypipe.stores.webdataset import TEXT_SUFFIXES, Place, Scan, find_samples, index_samples
 
 _NUM_FETCHES = 4  # tars that are fetched and scanned at a time
 # A scan takes about 80 us per member: at most a few seconds for a local tar below this size.
 _SMALL_BYTES = 64 << 20
-_SCAN_FILE = "tar-6.json"  # name in the cache, with the version of its layout
+_SCAN_FILE = "tar-7.json"  # name in the cache, with the version of its layout
 # Names have up to 4 KiB, extended attributes up to 64 KiB.
 _MAX_HEADER_BYTES = 128 << 10
 _ENDLESS_NUMBER = re.compile(rb"\d{256}")  # longer than the longest file name
@@ -49,8 +50,9 @@ _ENDLESS_NUMBER = re.compile(rb"\d{256}")  # longer than the longest file name
 class TarStore(FileStore["_Opened"]):
     """A store in one tar, in several, `NAME-{0000..0099}.tar`, or in a folder of `*.tar`, local or remote.
 
-    Members are `key.jpg`, `key.cls`, … , see `raypipe.stores.webdataset`; samples are in the order of the tars and
-    of their members. Links, hidden files, absolute names and names with `..` do not count.
+    Members are `key.jpg`, `key.cls`, … , in the order of the tars and of their members, see
+    `raypipe.stores.webdataset`; or `class/image.jpg`, in the order of the tars and of their names, see
+    `raypipe.stores.class_tar`. Links, hidden files, absolute names and names with `..` do not count.
 
     Remote tars are read through the node's cache, see `storage.local_cache`. Each node fetches and scans all of
     them once; it caches the result, for large local tars too. The fingerprint is a hash over the members' names,
@@ -129,11 +131,16 @@ class _Archive:
 class _Opened:
     """The tars of a store, and the index of their samples."""
 
-    classes = groups = None
+    groups = None
+    classes: tuple[str, ...] | None = None
 
     def __init__(self, archives: Sequence[_Archive], scans: Sequence[Scan]) -> None:
         self._archives = archives
-        self._index = index_samples([archive.name for archive in archives], scans)
+        names = [archive.name for archive in archives]
+        if check_alike(names, scans):
+            self._index, self.classes = index_files(scans)
+        else:
+            self._index = index_samples(names, scans)
         self._bounds = np.cumsum([0] + [scan["num"] for scan in scans])
         self.columns = tuple(self._index)
         self.fingerprint = join_fingerprints([scan["digest"] for scan in scans])
@@ -208,7 +215,15 @@ def _scan(path: Path, name: str, image_column: str, target_column: str) -> Scan:
         tar.fileobj.seek(tar.offset)
         if tar.fileobj.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
             raise tarfile.ReadError(f"no valid member and no end mark at byte {tar.offset}")
-        return find_samples(name, entries, file.fileno(), image_column, target_column)
+        if scan := find_samples(name, entries, file.fileno(), image_column, target_column):
+            return scan
+    scan = find_files(entries) if (image_column, target_column) == ("image", "label") else None
+    if scan is None:
+        raise StoreError(
+            f"{name} has no labels: the layout is class/image.jpg, or WebDataset's pairs key.jpg and key.cls (or "
+            "key.json), or an image and a text for each key"
+        )
+    return scan
 
 
 class _HeaderReader(io.BufferedReader):

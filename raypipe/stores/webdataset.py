@@ -41,7 +41,7 @@ Place = tuple[int, int, float]
 """Position of a member's data, num_bytes, mtime."""
 
 Scan = dict[str, Any]
-"""Return value of `find_samples`, which consists of JSON values."""
+"""Return value of `find_samples` or of `class_tar.find_files`, which consists of JSON values."""
 
 
 def _label(key: str, members: Mapping[str, Place], column: str, descriptor: int) -> Any:
@@ -105,8 +105,8 @@ def _label_suffix(column: str) -> str:
 
 def find_samples(
     name: str, entries: Sequence[tuple[str, Place | None]], descriptor: int, image_column: str, target_column: str
-) -> Scan:
-    """Group a tar's members into samples.
+) -> Scan | None:
+    """Group a tar's members into samples; None if it is no WebDataset: no label, and not every image has text.
 
     Args:
         name: name of the tar, for errors.
@@ -123,8 +123,7 @@ def find_samples(
         digest: hash over the members' names, sizes and modification times, and the labels.
 
     Raises:
-        StoreError: samples lack labels or a requested column, or have a member twice; or none has a label, and not
-            every image has text.
+        StoreError: samples lack labels or a requested column, or have a member twice.
     """
     problem = ""
     samples: list[tuple[str, dict[str, Place]]] = []
@@ -149,10 +148,7 @@ def find_samples(
             raise StoreError(missing(name, column, [*members, *_json_of(members, descriptor)], RENAMED[usual]))
     texts = {not TEXT_SUFFIXES.isdisjoint(members) for (_, members), i in zip(samples, images, strict=True) if i}
     if not labelled and texts != {True}:
-        raise StoreError(
-            f"{name} has no labels: WebDataset has a key.cls or key.json for each image, or at least a text for "
-            "every one. Unpack a tar of class folders (tar -xf), and give the folder"
-        )
+        return None
     if labelled and None in labels and not problem:
         problem = f"sample {samples[labels.index(None)][0]!r} has no label, but others have one"
     if problem:
@@ -182,11 +178,11 @@ def _parts(entries: Sequence[tuple[str, Place | None]]) -> Iterator[tuple[str, s
         folder, slash, file = name.rpartition("/")
         stem, _, suffix = file.partition(".")
         counts = place and stem and suffix and not _WEBDATASET_SKIPS.match(name)
-        if place and counts and _is_visible(PurePosixPath(name)):
+        if place and counts and is_visible(PurePosixPath(name)):
             yield folder + slash + stem, suffix.lower(), place
 
 
-def _is_visible(name: PurePosixPath) -> bool:
+def is_visible(name: PurePosixPath) -> bool:
     """Return whether a member counts: hidden ones, absolute names and names that leave the folder do not."""
     return not name.is_absolute() and not any(part.startswith(".") or part == "__MACOSX" for part in name.parts)
 

@@ -148,12 +148,6 @@ def test_shrunk_after_opening(tmp_path: Path) -> None:
         store.read(np.array([1]))
 
 
-@pytest.mark.parametrize("names", [["0001.jpg", "0002.jpg"], ["a/1.jpg", "b/2.jpg"], ["a/notes.txt"], []])
-def test_no_labels(tmp_path: Path, names: list[str]) -> None:
-    with pytest.raises(StoreError, match=r"a\.tar has no labels: .* Unpack a tar of class folders \(tar -xf\)"):
-        len(make(tmp_path / "a.tar", *names))
-
-
 def test_absent(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"a\.tar cannot be read as tar: .*No such file.*check the path"):
         len(TarStore(tmp_path / "a.tar"))

@@ -27,10 +27,9 @@ CLASSES = tuple("abcde")
 
 
 def write_tar(path: str | Path, samples: Iterable[dict[str, Any]]) -> None:
-    """A tar of WebDataset."""
+    """A tar of class folders."""
     with tarfile.open(path, "w") as tar:
         for number, sample in enumerate(samples):
-            for suffix, content in (("jpg", sample["image"]), ("cls", b"%d" % sample["label"])):
-                member = tarfile.TarInfo(f"{number:06d}.{suffix}")
-                member.size = len(content)
-                tar.addfile(member, io.BytesIO(content))
+            member = tarfile.TarInfo(f"{CLASSES[sample['label']]}/{number:06d}.jpg")
+            member.size = len(sample["image"])
+            tar.addfile(member, io.BytesIO(sample["image"]))

@@ -1,0 +1,103 @@
+"""Tars of class folders: which members are samples, which folders classes, in which order."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from raypipe.errors import StoreError
+from raypipe.stores import open_store
+from raypipe.stores.folder import FolderStore
+from raypipe.stores.tar import TarStore
+
+
+def make(path: Path, *members: str | tuple[str, bytes | None]) -> TarStore:
+    """A tar of members, whose content is their name or what is given; None makes a link."""
+    with tarfile.open(path, "w") as tar:
+        for member in members:
+            name, content = member if isinstance(member, tuple) else (member, member.encode())
+            info = tarfile.TarInfo(name)
+            info.size, info.type = len(content or b""), tarfile.REGTYPE if content is not None else tarfile.SYMTYPE
+            tar.addfile(info, io.BytesIO(content or b""))
+    return TarStore(path)
+
+
+def images_of(store: TarStore) -> list[bytes]:
+    return store.read(np.arange(len(store)))["image"]
+
+
+def test_order_and_classes_are_those_of_a_folder(tmp_path: Path) -> None:
+    names = ["b/1.JPG", "a-b/1.png", "a/x.webp", "b/0/z.jpeg", "a/X.png", "a/1.2.png", "a/1.3.png"]
+    for name in names:
+        file = tmp_path / "root" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(name.encode())
+    folder = FolderStore(tmp_path / "root")
+    store = make(tmp_path / "a.tar", *names, "root.png", "a/notes.txt", "a/.hidden.png", "../evil.png")
+    assert store.classes == folder.classes == ("a", "a-b", "b") and store.label_is_class
+    samples, expected = store.read(np.arange(7)), folder.read(np.arange(7))
+    assert samples["image"] == expected["image"]
+    assert samples["label"].tolist() == expected["label"].tolist()
+
+
+@pytest.mark.parametrize(
+    ("names", "classes"),
+    [
+        (["./a/1.png", "./b/1.png"], ("a", "b")),
+        (["train/a/1.png", "train/b/1.png"], ("a", "b")),
+        (["data/train/a/1.png", "data/train/b/x/1.png"], ("a", "b")),
+        (["train/a/1.png"], ("a",)),
+        (["a/1.png", "a/2.png"], ("a",)),
+        (["train/a/1.png", "val/a/1.png"], ("train", "val")),
+    ],
+)
+def test_a_folder_around_the_classes_is_none(tmp_path: Path, names: list[str], classes: tuple[str, ...]) -> None:
+    assert make(tmp_path / "a.tar", *names).classes == classes
+
+
+def test_the_last_member_of_a_name_counts(tmp_path: Path) -> None:
+    store = make(
+        tmp_path / "a.tar", ("a/1.png", b"old"), ("a/2.png", b"old"), ("./a/1.png", b"new"), ("a/2.png", None)
+    )
+    assert images_of(store) == [b"new"]
+
+
+def test_the_classes_of_several_tars_are_those_of_all(tmp_path: Path) -> None:
+    make(tmp_path / "t-0.tar", "b/1.png", "c/1.png")
+    make(tmp_path / "t-1.tar", "a/1.png", "c/2.png")
+    store = open_store(tmp_path / "t-{0..1}.tar")
+    columns = store.read(np.arange(4))
+    assert store.classes == ("a", "b", "c")
+    assert columns["image"] == [b"b/1.png", b"c/1.png", b"a/1.png", b"c/2.png"]
+    assert columns["label"].tolist() == [1, 2, 0, 2]
+
+
+def test_arrays_are_samples_where_there_is_no_image(tmp_path: Path) -> None:
+    assert len(make(tmp_path / "a.tar", "a/1.npy", "b/2.npy")) == 2
+    assert len(make(tmp_path / "b.tar", "a/1.npy", "b/2.png")) == 1
+
+
+def test_the_fingerprint_is_of_names_and_sizes(tmp_path: Path) -> None:
+    store, same = make(tmp_path / "a.tar", "a/1.png", "b/2.png"), make(tmp_path / "b.tar", "b/2.png", "a/1.png")
+    other = make(tmp_path / "c.tar", "a/1.png", "b/3.png")
+    assert store.fingerprint == same.fingerprint != other.fingerprint
+
+
+def test_tars_of_both_layouts_are_no_store(tmp_path: Path) -> None:
+    make(tmp_path / "t-0.tar", "a/1.png")
+    make(tmp_path / "t-1.tar", "1.png", ("1.cls", b"3"))
+    with pytest.raises(StoreError, match=r"t-1\.tar is a tar of WebDataset, but .*t-0\.tar has class folders"):
+        len(open_store(tmp_path / "t-{0..1}.tar"))
+
+
+@pytest.mark.parametrize("names", [["0001.jpg", "0002.jpg"], ["a/notes.txt"], []])
+def test_a_tar_without_labels_is_an_error_that_says_the_layouts(tmp_path: Path, names: list[str]) -> None:
+    with pytest.raises(StoreError, match=r"a\.tar has no labels: the layout is class/image\.jpg, or WebDataset's"):
+        len(make(tmp_path / "a.tar", *names))
+    make(tmp_path / "b.tar", "a/1.png")
+    with pytest.raises(StoreError, match="has no"):
+        len(TarStore(tmp_path / "b.tar", target_column="kind"))

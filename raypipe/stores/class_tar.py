@@ -65,7 +65,7 @@ def check_alike(names: Sequence[str], scans: Sequence[dict[str, Any]]) -> bool:
     if any(of_folders) and not all(of_folders):
         folders, other = names[of_folders.index(True)], names[of_folders.index(False)]
         raise StoreError(
-            f"{other} is a tar of WebDataset, but {folders} has class folders: all tars of one store must have one "
+            f"{other} is a tar of WebDataset, but {folders} has class folders: all tars of a store must have one "
             "layout"
         )
     return any(of_folders)

@@ -5,11 +5,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import simplejpeg
 
 from raypipe.commands.bench import ceiling, compared, costs, cpus_needed, print_bench, steady, summary, verdict
 from raypipe.config import PoolConfig, TransformConfig
 from raypipe.errors import ConfigError
 from raypipe.stores import open_store
+from raypipe.stores.base import MemoryStore
 
 from pictures import samples  # isort: skip
 
@@ -119,6 +121,15 @@ def test_the_ceiling_measures_the_costs_of_an_image(stores: dict[str, Path]) -> 
     read_s, transform_s = one["read_cpu_s_per_image"], one["transform_cpu_s_per_image"]
     assert 0 < transform_s <= 1.02 / one["images_per_s"] and 0 < read_s < transform_s
     assert one["encoded_bytes_per_image"] == sum(len(sample["image"]) for sample in samples(100)) / 100  # type: ignore[arg-type]
+
+
+def test_the_ceiling_measures_the_share_of_images_with_halved_color() -> None:
+    pixels = np.zeros((16, 16, 3), np.uint8)
+    images = [simplejpeg.encode_jpeg(pixels, 90, "RGB", kind) for kind in ("420", "444", "420", "420")]
+    config = TransformConfig(train="center", size=16)
+    assert (
+        ceiling(MemoryStore(images, [0] * 4), config, PoolConfig(max_actors=1), 4, 0.1)["jpeg_420_share"] == 0.75
+    )
 
 
 @pytest.mark.cluster

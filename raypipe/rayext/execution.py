@@ -85,6 +85,10 @@ def context_of(settings: Settings, actors: int) -> DataContext:
     context.print_on_execution_start = False
     context.raise_original_map_exception = True
     context.issue_detectors_config.detectors = []  # one warns about memory=0; PoolKeeper ends hanging streams
+    # While a trainer pauses, no block moves. Ray 2.60 would end the execution after half an hour, and every ten
+    # seconds let a block of the reader pass the limit.
+    context.execution_no_progress_timeout_s = -1
+    context.output_backpressure_guard_release_interval_s = 1e9
     context.memory_usage_poll_interval_s = None  # each poll walks all pages, including shared ones: 3% of a core
     context.op_resource_reservation_enabled = False
     context.set_config("backpressure_policies.enabled", [InFlightPolicy])

@@ -45,7 +45,8 @@ def test_every_command_is_understood(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "run.yaml").write_text(blocks("yaml", ROOT / "README.md")[0])
+    for name in ("run.yaml", "policy.yaml"):
+        (tmp_path / name).write_text(blocks("yaml", ROOT / "README.md")[0])
     if words[0] != "raypipe":
         args = [f"{tmp_path}/run.yaml" if word.endswith("best.yaml") else word for word in words[1:]]
         args = [word.replace("s3://bucket/runs/", f"{tmp_path}/") for word in args]  # which is not asked for here

@@ -48,7 +48,7 @@ def find_files(entries: Sequence[tuple[str, Place | None]]) -> dict[str, Any] | 
 def index_files(scans: Sequence[dict[str, Any]]) -> tuple[dict[str, np.ndarray], tuple[str, ...]]:
     """Return the columns of several tars, and the class names; see `raypipe.stores.webdataset.index_samples`.
 
-    A folder that all samples share, such as `train/`, is no class if a class folder remains below it.
+    A folder that all samples share, such as `train/`, is not a class if a class folder remains below it.
     """
     paths = [name.split("/") for scan in scans for name in scan["files"]]
     depth = 0

@@ -1,15 +1,18 @@
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from raypipe.config import PlanConfig, TransformConfig
 from raypipe.stores.base import Columns, MemoryStore
 from raypipe.streaming.digest import batch_digest
 from raypipe.streaming.maker import MicroBatchMaker, Outcome
 from raypipe.streaming.opening import open_stream
+from raypipe.transform.at_once import ProgramsAtOnce
 from raypipe.transform.batch import FIRST_ATTEMPT, Attempt
 
 from pictures import CLASSES, picture  # isort: skip
@@ -39,6 +42,12 @@ def batches(store: Noted, micro_batch: int, attempt: Attempt = FIRST_ATTEMPT) ->
     return [maker.make(at, attempt=attempt) for at in maker.plan.micro_batches(maker.plan.start())]
 
 
+def png_of(number: int) -> bytes:
+    file = io.BytesIO()
+    Image.open(io.BytesIO(picture(number))).save(file, "PNG")
+    return file.getvalue()
+
+
 def after_deaths_of(bad: int, touch: Any = None) -> Attempt:
     return Attempt({bad: "its process died twice while at it"}, touch)
 
@@ -61,3 +70,32 @@ def test_a_known_bad_sample_is_not_read_with_its_micro_batch() -> None:
     store = noted()
     store.deadly = 5
     assert sum(len(made.bad) for made in batches(store, 4, after_deaths_of(5))) == 2
+
+
+@pytest.mark.parametrize("knowledge", [FIRST_ATTEMPT, after_deaths_of(7)], ids=["first", "after deaths"])
+@pytest.mark.parametrize("preset", ["light", "center"])
+def test_micro_batches_made_in_one_call_are_those_made_alone(
+    preset: str, knowledge: Attempt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bad samples of any of them, PNGs that the kernel leaves to others, and a last call of fewer included."""
+    images = [picture(number) for number in range(40)]
+    for bad in (3, 17, 31):
+        images[bad] = images[bad][:200]
+    images[8] = png_of(8)
+    store = MemoryStore(images, [number % 5 for number in range(40)], CLASSES)
+    transform = TransformConfig(train=preset, size=16, val="center", max_bad_fraction=0.5)
+    spec = open_stream(store, store, plan=PlanConfig(epochs=1, micro_batch_size=4), transform=transform)
+    calls, make = list[int](), ProgramsAtOnce.make
+    monkeypatch.setattr(ProgramsAtOnce, "make", lambda *args: (calls.append(len(args[1])), make(*args))[1])
+    maker = MicroBatchMaker(spec)
+    for split in ("train", "val"):
+        places = [at for at in spec.plan.micro_batches(spec.plan.start()) if at.split == split]
+        alone = [maker.make(at, attempt=knowledge) for at in places]
+        assert set(calls) == {4} and sum(len(outcome.bad) for outcome in alone) >= 3
+        calls.clear()
+        monkeypatch.setattr("raypipe.streaming.maker._AT_ONCE_BYTES", 3 * 4 * 16 * 16 * 3 + 200)
+        together, _ = maker.block(places, attempt=lambda _: knowledge)
+        assert calls == ([12, 12, 12, 4] if knowledge is FIRST_ATTEMPT else [4] * 10)
+        calls.clear()
+        for one, same in zip(alone, together, strict=True):
+            assert batch_digest(one.batch) == batch_digest(same.batch) and one.bad == same.bad

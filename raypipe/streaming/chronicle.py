@@ -2,6 +2,7 @@
 
 a wait of the loop            a line after 10 s, 20 s, 40 s, …: for what, and for whom
 the loop's place              status.json, every few seconds, for `raypipe status`
+a request to stop             is there for the loop to see
 faults, sizes of the pool     a line and a record each
 the training                  a record every ten seconds or so; a training loop's own have its loss as well
 the end of an epoch           a record of where the time went; of the last one also a line
@@ -37,6 +38,7 @@ _LOOK_S = 1.0
 _ANSWER_S = 5.0
 # Between two files of where the loop stands: in object storage each is a request that is paid for.
 _STATUS_S, _STATUS_REMOTE_S = 5.0, 30.0
+_STOP_REMOTE_S = 3.0  # between two looks for a request to stop, for the same reason
 _SHOWN = ("epoch", "images_per_s", "wait_fraction", "loss")  # there, of the last record of the training
 
 
@@ -66,6 +68,8 @@ class Chronicle:
 
     Attributes:
         log: the record; None = none, or not begun.
+        stop_requested: looks for a request to stop the run, once a second or so; a training loop sets it.
+        stops: whether there was one.
     """
 
     def __init__(self, world_size: int, rank: int, folder: Folder | None) -> None:
@@ -79,7 +83,9 @@ class Chronicle:
         self._shown: dict[str, Any] = {}
         self._looks: tuple[threading.Thread, threading.Event] | None = None
         self._told: _Wait | None = None  # these were printed
-        self._due_s = self._status_at = 0.0
+        self._due_s = self._status_at = self._stop_looked_at = 0.0
+        self.stop_requested: Callable[[], bool] = lambda: False
+        self.stops = False
         self._supervisor, self._num_events = None, 0
 
     def begin(self, validates: bool, settings: Callable[[], dict[str, Any]], supervisor: Any) -> None:
@@ -136,10 +142,18 @@ class Chronicle:
     def _look_until(self, left: threading.Event) -> None:
         while not left.wait(min(_LOOK_S, _FIRST_TOLD_S)):
             try:
+                self._look_for_stop(time.time())
                 self._tell_events(_LOOK_S)
                 self._look(time.time())
             except Exception:  # a run does not end because nobody can say where it is
                 logger.debug("the waits of a stream cannot be told", exc_info=True)
+
+    def _look_for_stop(self, now: float) -> None:
+        """Look for a request to stop, if due; storage that fails is asked again."""
+        if not self.stops and (self._is_local or now - self._stop_looked_at >= _STOP_REMOTE_S):
+            self._stop_looked_at = now
+            with contextlib.suppress(pa.ArrowException, OSError, RaypipeError), impatient():
+                self.stops = self.stop_requested()
 
     def _look(self, now: float) -> None:
         """Tell of a long wait, and write where the loop stands, if due."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 import time
@@ -30,10 +31,10 @@ from raypipe.streaming.handover import loader
 from raypipe.streaming.loader import Loader
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.stateful import loaded
-from raypipe.train.background import CheckpointWriter, StopPoll
+from raypipe.train.background import CheckpointWriter
 from raypipe.train.learning import Learner, amp_dtype
 from raypipe.train.models import build_schedule
-from raypipe.train.run_folder import FIGURES_FILE, answer_stop
+from raypipe.train.run_folder import FIGURES_FILE, answer_stop, stop_requested
 
 logger = logging.getLogger(__name__)
 
@@ -118,6 +119,7 @@ class Trainer:
         )
         self.loader.interval_s, self._account = math.inf, self.loader.account
         self._account.exported.checkpointed()
+        self._account.chronicle.stop_requested = functools.partial(stop_requested, run_uri)
         self.world_size = self.loader.world_size
         has_classes = spec.columns.target is None
         self.learner = Learner(run, num_classes, self.device, self.world_size, has_classes)
@@ -130,7 +132,6 @@ class Trainer:
         self._agreed_at, self._steps_since, self._steps_between = time.perf_counter(), 0, 1
         self._saved_at, self._shown_at = time.perf_counter(), -_LINE_EVERY_S
         self._writer = CheckpointWriter()
-        self._poll = StopPoll(run_uri) if self.loader.rank == 0 else None
 
     def epochs(self) -> Iterator[None]:
         """Train the rest of the run; yield after each epoch and its validation."""
@@ -163,8 +164,6 @@ class Trainer:
     def close(self) -> None:
         """End the stream and the log, and wait for the checkpoint that is being written."""
         with contextlib.ExitStack() as ends:
-            if self._poll:
-                ends.callback(self._poll.close)
             ends.callback(self.loader.close)
             ends.enter_context(self._account.saving(self._awaited))
             ends.callback(self._writer.wait)  # also uploads the records to the run's folder
@@ -250,7 +249,7 @@ class Trainer:
         """
         self._writer.check()
         notice = self.loader.notice
-        asked, steps, due = float(self._poll is not None and self._poll.asked), 0.0, 0.0
+        asked, steps, due = float(self._account.chronicle.stops), 0.0, 0.0
         self._steps_since += 1
         if self.world_size > 1 and not at_once and self._steps_since < self._steps_between:
             return False

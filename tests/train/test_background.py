@@ -22,9 +22,10 @@ from raypipe.plan.places import Cursor
 from raypipe.storage.filesystem import open_filesystem
 from raypipe.streaming import checkpoints
 from raypipe.streaming.checkpoints import find_newest, read_state, write_checkpoint
+from raypipe.streaming.chronicle import Chronicle
 from raypipe.streaming.stateful import loaded
-from raypipe.train import background, loop
-from raypipe.train.background import CheckpointWriter, StopPoll
+from raypipe.train import loop
+from raypipe.train.background import CheckpointWriter
 from raypipe.train.run_folder import request_stop, stop_requested
 
 
@@ -119,28 +120,26 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 def test_a_request_to_stop_is_seen_though_storage_fails_at_times(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(background, "_LOOK_S", 0.01)
+    monkeypatch.setattr("raypipe.streaming.chronicle._LOOK_S", 0.01)
     looks = list[str]()
 
-    def look(run_uri: str) -> bool:
+    def look() -> bool:
         looks.append(threading.current_thread().name)
         if len(looks) in (2, 3):
             raise OSError("connection reset")
-        return (tmp_path / "stop").exists()
+        return stop_requested(tmp_path.as_uri())
 
-    monkeypatch.setattr(background, "stop_requested", look)
-    poll = StopPoll(tmp_path.as_uri())
+    chronicle = Chronicle(1, 0, open_filesystem(tmp_path.as_uri()))
+    chronicle.stop_requested = look
+    chronicle.begin(False, lambda: {"to_step": 1}, None)
     wait_for(lambda: len(looks) > 4)
-    assert not poll.asked and set(looks) == {"raypipe-stop-poll"}
-    assert [record.message.split(": ")[-1] for record in caplog.records] == ["connection reset"]
+    assert not chronicle.stops and set(looks) == {"raypipe-waiting"}
     request_stop(tmp_path.as_uri())
-    wait_for(lambda: poll.asked)
-    poll.close()
-    idle = StopPoll((tmp_path / "other").as_uri())
-    idle.close()
-    assert not poll._thread.is_alive() and not idle._thread.is_alive()
+    wait_for(lambda: chronicle.stops)
+    chronicle.close()
+    assert "raypipe-waiting" not in {thread.name for thread in threading.enumerate()}
 
 
 # In the loop
@@ -289,11 +288,12 @@ def test_a_run_asked_to_stop_ends_when_its_checkpoint_is_whole(
         looking.append(threading.current_thread().name)
         return stop_requested(run_uri)
 
-    monkeypatch.setattr(background, "stop_requested", look)
+    monkeypatch.setattr("raypipe.streaming.chronicle._LOOK_S", 0.01)
+    monkeypatch.setattr(loop, "stop_requested", look)
     (tmp_path / "asked").mkdir()
     request_stop((tmp_path / "asked").as_uri())
     seldom = dataclasses.replace(run.train, checkpoint_interval=0)
     figures = without_ray.train(dataclasses.replace(run, name="asked", train=seldom))
-    assert figures["stopped"] and 0 < figures["steps"] < 8 and set(looking) == {"raypipe-stop-poll"}
+    assert figures["stopped"] and 0 < figures["steps"] < 8 and set(looking) == {"raypipe-waiting"}
     assert list(states(tmp_path / "asked")) == [f"checkpoint_0000_{figures['steps']:07d}"]
     assert (tmp_path / "asked" / "stop").read_text() == "seen"

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from raypipe.errors import ConfigError, SampleError
 from raypipe.plan.places import PADDING
 from raypipe.stores.base import title_of
+from raypipe.transform.contents import Content
 from raypipe.transform.draws import Key
-from raypipe.transform.fields import BlockMemory, Field, Rows
+from raypipe.transform.fields import BlockMemory, Rows
 from raypipe.transform.samples import EncodedSample, Samples
 
 Sample = EncodedSample | Callable[[], EncodedSample]
@@ -25,19 +26,6 @@ Substitutes = Callable[[int], Iterable[Candidate]]
 """Row → samples to try in place of its own. For the whole to be reproducible they must follow from the plan."""
 
 NUM_SUBSTITUTES = 8  # at the default budget of 1 % bad samples, 8 bad substitutes in a row have a chance of 1e-16
-
-
-class SampleMaker(Protocol):
-    """Makes the fields of samples, as `raypipe.transform.contents.Content` does."""
-
-    fields: dict[str, Field]
-    draws_globally: bool
-
-    def one(self, sample: EncodedSample, key: Key) -> dict[str, Any]: ...
-
-    def fill(
-        self, rows: Rows, samples: Samples, indices: np.ndarray, keys: np.ndarray, wanted: np.ndarray
-    ) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -70,7 +58,7 @@ class MicroBatchTransform:
 
     def __init__(
         self,
-        content: SampleMaker,
+        content: Content,
         *,
         tolerant: bool = True,
         exact: bool = False,

@@ -17,18 +17,17 @@ from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError, SampleError
 from raypipe.plan.places import Sides
 from raypipe.transform import kernel
-from raypipe.transform.at_once import ProgramsAtOnce
+from raypipe.transform.at_once import ProgramsAtOnce, by_field, crops_of
 from raypipe.transform.columns import NO_COLUMNS, ColumnMaker, SampleColumns
-from raypipe.transform.crops import by_field, crops_of
 from raypipe.transform.decode import decode, stored_bytes
 from raypipe.transform.decode_array import decode_array
 from raypipe.transform.draws import Key
 from raypipe.transform.fields import IMAGE, LABEL, Field, Rows, chroma_of, learn
 from raypipe.transform.follow import follow
-from raypipe.transform.jpeg import open_for_crop
+from raypipe.transform.jpeg import Undecoded, open_for_crop
 from raypipe.transform.presets import build_transform
 from raypipe.transform.samples import NO_LABEL, WRONG_LABEL, EncodedSample, Samples
-from raypipe.transform.sizes import Size, Undecoded
+from raypipe.transform.sizes import Size
 from raypipe.transform.targets import TARGETS, decode_targets
 from raypipe.transform.user_code import NOT_OF_A_SAMPLE, failed
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Callable
 
 import numpy as np
 import simplejpeg
@@ -26,7 +27,11 @@ from raypipe.plan.places import Sides
 from raypipe.transform.image_header import jpeg_size, open_pillow
 from raypipe.transform.kernel import EXTRA_COLUMNS, SCALES, WHOLE, decode_crop, why_no_kernel
 from raypipe.transform.seekable import check_checksum
-from raypipe.transform.sizes import Box, Undecoded, cut
+
+Box = tuple[int, int, int, int]
+"""(top, left, height, width), pixels of an image, inside it."""
+Undecoded = tuple[Sides, Callable[[Box], np.ndarray]]
+"""(height, width) of an image, and what decodes a box of it: uint8 RGB (h, w, 3), maybe at a reduced scale."""
 
 _MIN_SCALED_SIDE = (
     16  # pixels: below, two scales can give the same size, and simplejpeg finds the scale by the size
@@ -124,8 +129,10 @@ def decode_box(data: bytes, box: Box, eighths: int = WHOLE) -> np.ndarray:
     part = _by_extension(data, box, eighths)
     if part is not None:
         return part
-    height, width, *_ = simplejpeg.decode_jpeg_header(data)
-    return cut(decode_jpeg_at(data, _scaled(min(height, width), eighths) if eighths < WHOLE else 0), box)
+    rows, columns, *_ = simplejpeg.decode_jpeg_header(data)
+    whole = decode_jpeg_at(data, _scaled(min(rows, columns), eighths) if eighths < WHOLE else 0)
+    top, left, height, width = box
+    return whole[top : top + height, left : left + width]
 
 
 def _scaled(side: int, eighths: int) -> int:

@@ -16,11 +16,12 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import cv2
 import numpy as np
 import simplejpeg
 
 from raypipe import native
-from raypipe.transform import reference, wire
+from raypipe.transform import wire
 from raypipe.transform.ops import Op
 
 WHOLE = 8
@@ -86,13 +87,6 @@ def run(images: Sequence[Image], jobs: Sequence[Job], threads: int = 1, to_end: 
     if not available():
         return np.array([SKIPPED if image is None else UNREADABLE for image in images], np.uint8)
     return np.frombuffer(_extension().run(images, jobs, threads, to_end), np.uint8)
-
-
-def run_one(image: np.ndarray, ops: np.ndarray, params: np.ndarray, out: np.ndarray) -> None:
-    """Make one image, uint8 (h, w, 3), of another, by the reference where the kernel refuses it."""
-    image = np.ascontiguousarray(image)
-    if run([image], [Job(ops, params[None], out[None])])[0] != DONE:
-        out[...] = reference.apply_all(image, ops, params)
 
 
 def planes(images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -174,10 +168,10 @@ def _resizes_alike() -> bool:
     noise = np.random.default_rng(0).integers(0, 256, (37, 53, 3), np.uint8)
     for height, width in ((20, 21), (64, 90), (111, 30)):
         out = np.zeros((1, height, width, 3), np.uint8)
-        row = [height, width, reference.LINEAR]
+        row = [height, width, cv2.INTER_LINEAR]
         job = Job(np.array([[Op.RESIZE, 0]], np.int32), np.array([[1, *row]], np.int64), out)
         if _extension().run([noise], [job], 1, True) != b"\0":
             return False
-        if not np.array_equal(out[0], reference.resize(noise, row)):
+        if not np.array_equal(out[0], cv2.resize(noise, (width, height))):
             return False
     return True

@@ -30,13 +30,14 @@ import numpy as np
 
 from raypipe.errors import ConfigError
 from raypipe.plan.places import Sides
-from raypipe.transform import kernel
+from raypipe.transform import kernel, reference
 from raypipe.transform.draws import Key, KeyedGenerator
 from raypipe.transform.fields import VIEW
 from raypipe.transform.follow import POINTS, follow
+from raypipe.transform.jpeg import Box, Undecoded
+from raypipe.transform.kernel import DONE, Job
 from raypipe.transform.process_state import seed_process
 from raypipe.transform.program import Program, find_program
-from raypipe.transform.sizes import Box, Undecoded
 from raypipe.transform.targets import TARGETS, target_pipeline
 from raypipe.transform.user_code import rng_parameter
 
@@ -142,8 +143,9 @@ class SampleTransform:
             top, left, height, width = params[1:5].tolist()
             params, image = params.copy(), image[1]((top, left, height, width))
             params[1:5] = 0, 0, *image.shape[:2]
-        out = np.empty((*program.size, 3), np.uint8)
-        kernel.run_one(image, program.ops, params, out)
+        image, out = np.ascontiguousarray(image), np.empty((*program.size, 3), np.uint8)
+        if kernel.run([image], [Job(program.ops, params[None], out[None])])[0] != DONE:
+            return reference.apply_all(image, program.ops, params)
         return out
 
     def finish(self, image: np.ndarray, targets: dict[str, Any], key: Key) -> dict[str, np.ndarray]:

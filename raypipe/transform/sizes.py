@@ -1,11 +1,9 @@
-"""Sizes of images, by epoch where `transform.size` is a schedule, and by bucket; boxes in images."""
+"""Sizes of images, by epoch where `transform.size` is a schedule, and by bucket."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-
-import numpy as np
+from collections.abc import Sequence
 
 from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError
@@ -14,16 +12,6 @@ from raypipe.transform.limits import MAX_PIXELS
 
 Size = int | Sides
 """Of square images, or (height, width); pixels."""
-Box = tuple[int, int, int, int]
-"""(top, left, height, width), pixels of an image, inside it."""
-Undecoded = tuple[Sides, Callable[[Box], np.ndarray]]
-"""(height, width) of an image, and what decodes a box of it: uint8 RGB (h, w, 3), maybe at a reduced scale."""
-
-
-def cut(image: np.ndarray, box: Box) -> np.ndarray:
-    """The box of an image; a view."""
-    top, left, height, width = box
-    return image[top : top + height, left : left + width]
 
 
 def sides_of(size: Size) -> Sides:

@@ -22,8 +22,7 @@ from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.opening import open_stream
 from raypipe.transform import jpeg as jpeg_module
 from raypipe.transform.decode import decode
-from raypipe.transform.jpeg import decode_box, decode_jpeg_at, open_for_crop, why_no_kernel
-from raypipe.transform.sizes import Box, Undecoded, cut
+from raypipe.transform.jpeg import Box, Undecoded, decode_box, decode_jpeg_at, open_for_crop, why_no_kernel
 
 needs_extension = pytest.mark.skipif(bool(why_no_kernel()), reason=f"no kernel: {why_no_kernel()}")
 RNG = np.random.default_rng(0)
@@ -40,6 +39,11 @@ def no_extension() -> Iterator[None]:
 def noise(height: int, width: int) -> np.ndarray:
     """Pixels that use every coefficient, so that nothing can be left out unseen."""
     return RNG.integers(0, 256, (height, width, 3), np.uint8)
+
+
+def cut(image: np.ndarray, box: Box) -> np.ndarray:
+    top, left, height, width = box
+    return image[top : top + height, left : left + width]
 
 
 def by_pillow(image: np.ndarray, mode: str = "RGB", **options: Any) -> bytes:

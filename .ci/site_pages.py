@@ -104,7 +104,7 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
     def code(match: re.Match[str]) -> str:
         return OPTION.sub(r'<span class="option">\g<0></span>', match[0])
 
-    return re.sub(r"(?<!<pre>)<code>[^<\n]*</code>", code, html)
+    return re.sub(r"(?<!<span></span>)<code>[^<]*</code>", code, html)
 
 
 def title(source: str) -> str:

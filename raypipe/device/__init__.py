@@ -1,4 +1,4 @@
-"""Arrays → what the model sees: ring, prefetch, Kornia, mixing, decoding on the GPU. Knows torch, not Ray."""
+"""Arrays → what the model sees: ring, prefetch, Kornia, mixing. Knows torch, not Ray."""
 
 from raypipe.device.mixing import Mix, mixed_cross_entropy, soft_targets
 

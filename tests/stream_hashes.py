@@ -176,7 +176,8 @@ def main() -> int:
         commands += [(case, [sys.executable, "-c", FED, *arguments]) for case, arguments in fed(stores)]
         for case, arguments in commands:
             if options.only in case:
-                found[case] = last_line(arguments, environment)
+                # Without the store's address: its folder has another name in each run.
+                found[case] = last_line(arguments, environment).replace(name, "")
                 print(f"{case:24}{found[case]}", flush=True)
         if options.only in "weights":
             found["weights"] = weights(folder, environment)

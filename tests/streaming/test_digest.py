@@ -153,17 +153,13 @@ def test_the_settings_of_a_stream_are_what_fixes_it_and_what_must_not(stores: di
     assert found["machine"]
 
 
-def test_the_settings_have_the_steps_of_a_file(stores: dict[str, Path], tmp_path: Path) -> None:
+def test_the_settings_have_the_steps(stores: dict[str, Path]) -> None:
     steps = [{"Resize": {"height": 8, "width": 8}}]
-    (tmp_path / "mine.json").write_text(json.dumps(steps))
-    settings: dict[str, Any] = {"plan": PlanConfig(micro_batch_size=8)}
-    for transform in (TransformConfig(train=str(tmp_path / "mine.json")), TransformConfig(train=steps)):
-        spec = open_stream(stores["train"], transform=transform, **settings)
-        assert spec.transforms["train"] == spec.transform.train == steps
-        found = settings_of(spec, workers=1, actors=1, from_step=0, to_step=1)
-        assert json.loads(json.dumps(found))["transform.train"] == steps
-    spec = open_stream(stores["train"], train_transform=str(tmp_path / "mine.json"), **settings)
-    assert spec.transforms["train"] == steps
+    plan = PlanConfig(micro_batch_size=8)
+    spec = open_stream(stores["train"], plan=plan, transform=TransformConfig(train=steps))
+    assert spec.transforms["train"] == spec.transform.train == steps
+    found = settings_of(spec, workers=1, actors=1, from_step=0, to_step=1)
+    assert json.loads(json.dumps(found))["transform.train"] == steps
 
 
 def test_the_command_ends_with_code_1_where_streams_differ(

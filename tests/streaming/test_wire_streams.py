@@ -145,10 +145,8 @@ def test_augmentation_plain_loaders_and_checks_take_them_for_rgb(stores: dict[st
 
 
 def test_a_preview_shows_rgb(stores: dict[str, Path]) -> None:
-    from raypipe.stores import open_store
-
-    plan, none = PlanConfig(micro_batch_size=6), AugmentConfig()
-    shown = Preview(open_store(stores["train"]), plan, TransformConfig(size=12, wire="yuv420"), none)
+    plan, transform = PlanConfig(micro_batch_size=6), TransformConfig(size=12, wire="yuv420")
+    shown = Preview(open_stream(stores["train"], plan=plan, transform=transform), AugmentConfig())
     batch = shown._maker.batch(next(iter(shown.plan.micro_batches(shown.plan.start()))))
     images, _ = shown.stages(batch)
     assert np.array_equal(images["transformed"], batch.in_rgb()["image"])

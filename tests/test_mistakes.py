@@ -82,7 +82,7 @@ MISTAKES = {
     ),
     "floats": (["--transform.train=my_code:floats"], "float32 of shape (8, 8, 3); it must return uint8"),
     "no channels": (["--transform.train=my_code:grey"], "uint8 of shape (8, 8); it must return uint8 HWC"),
-    "a size that varies": (["--transform.train=my_code:varies"], "end the transform with a crop or resize"),
+    "a size that varies": (["--transform.train=my_code:varies"], "end with a crop or resize to a fixed size"),
     "a transform that raises": (
         ["--transform.val=my_code:raises", "--store.val=a.lmdb"],
         "ValueError: no such thing",

@@ -20,8 +20,6 @@ from typing import Any
 
 import torch
 
-from raypipe.logs import STAGES
-
 
 def mark(device: torch.device) -> Any:
     """This point in time: a recorded torch.cuda.Event of the current stream, or seconds of time.perf_counter."""
@@ -40,30 +38,6 @@ def has_drained(asked: Any) -> bool:
     milliseconds.
     """
     return not isinstance(asked, float) and bool(asked.query())
-
-
-class StageClock:
-    """Seconds per stage. Marks on CUDA are read when the device has passed them, so the newest may be missing."""
-
-    def __init__(self) -> None:
-        self._pending: deque[tuple[str, Any, Any]] = deque()
-        self._totals = dict.fromkeys(STAGES, 0.0)
-
-    def add(self, stage: str, start: Any, end: Any) -> None:
-        """Count the time between two marks. May be called from any thread."""
-        self._pending.append((stage, start, end))
-
-    def totals(self) -> dict[str, float]:
-        """Seconds per stage so far."""
-        for _ in range(len(self._pending)):
-            stage, start, end = self._pending.popleft()
-            if isinstance(end, float):
-                self._totals[stage] += end - start
-            elif end.query():
-                self._totals[stage] += start.elapsed_time(end) / 1000
-            else:
-                self._pending.append((stage, start, end))
-        return dict(self._totals)
 
 
 @dataclass(frozen=True)
@@ -114,6 +88,34 @@ class StageTimes:
     def drained_fraction(self) -> float:
         """Share of the micro-batches for which the device had finished its work when they were asked for."""
         return self.drained / self.micro_batches if self.micro_batches else 0.0
+
+
+class StageClock:
+    """Sums over a run. Marks on CUDA are read when the device has passed them, so the newest may be missing."""
+
+    def __init__(self) -> None:
+        self._pending: deque[tuple[str, Any, Any]] = deque()
+        self._times = StageTimes()
+
+    def add(self, stage: str, start: Any, end: Any) -> None:
+        """Count the time between two marks. May be called from any thread."""
+        self._pending.append((stage, start, end))
+
+    def count(self, **amounts: Any) -> None:
+        """Add to sums, by their names."""
+        self._times += StageTimes(**amounts)
+
+    def times(self) -> StageTimes:
+        """The sums so far."""
+        for _ in range(len(self._pending)):
+            stage, start, end = self._pending.popleft()
+            if isinstance(end, float):
+                self.count(**{f"{stage}_s": end - start})
+            elif end.query():
+                self.count(**{f"{stage}_s": start.elapsed_time(end) / 1000})
+            else:
+                self._pending.append((stage, start, end))
+        return self._times
 
 
 # The pool at most doubles every pool.grow_after_s (5 s), and blocks find their size meanwhile. So what limits a

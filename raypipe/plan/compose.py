@@ -68,14 +68,12 @@ class Training:
         steps: number of steps in an epoch.
         store_samplers: sampler of each bucket of each source; without buckets, a source has one.
         content: JSON values that determine these draws.
-        mixture: sampler of several sources; None = a single source.
     """
 
     sampler: Sampler
     steps: int
     store_samplers: tuple[tuple[StoreSampler, ...], ...]
     content: list[Any]
-    mixture: Mixture | None = None
 
 
 def compose_one(config: PlanConfig, source: Source) -> Training:
@@ -145,7 +143,7 @@ def compose_mixture(config: PlanConfig, sources: Mapping[str, Source], offsets: 
     else:
         mixture = Mixture([sampler for (sampler,) in samplers], Quotas(shares, per_step, config.seed), config.seed)
     content.append([list(shares.items()), steps])
-    return Training(_repeated(config, mixture), steps, tuple(samplers), content, mixture)
+    return Training(_repeated(config, mixture), steps, tuple(samplers), content)
 
 
 def _samplers(

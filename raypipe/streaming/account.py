@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
-from typing import Any, NamedTuple
+from dataclasses import asdict
+from typing import Any
 
 import torch
 
@@ -19,14 +19,6 @@ from raypipe.metrics.timing import StageClock, StageTimes, diagnose, has_drained
 from raypipe.plan.places import Cursor, Split
 from raypipe.streaming.chronicle import Chronicle
 from raypipe.streaming.spec import StreamSpec
-
-
-class Interval(NamedTuple):
-    """A stretch of training: images of all ranks, seconds, and how many of these rank 0 waited for data."""
-
-    images: int
-    seconds: float
-    wait_s: float
 
 
 class Account:
@@ -64,7 +56,6 @@ class Account:
         self.chronicle = Chronicle(world_size, rank, folder)
         self.actors = self.readers = 0
         self._plan, self._device, self._world_size, self._augment = spec.plan, device, world_size, augment
-        self._counts: dict[Split, StageTimes] = {"train": StageTimes(), "val": StageTimes()}
         # Where the compute of the micro-batch that was handed out last began, and its split.
         self._computing: tuple[Split, Any] | None = None
         self.begin_interval()
@@ -81,8 +72,7 @@ class Account:
 
     def times(self, split: Split) -> StageTimes:
         """See `Loader.times`."""
-        seconds: dict[str, Any] = {f"{stage}_s": total for stage, total in self.clocks[split].totals().items()}
-        return replace(self._counts[split], **seconds)
+        return self.clocks[split].times()
 
     def asked(self) -> Any:
         """The next micro-batch is asked for, so the compute of the last one has ended: the mark of this moment."""
@@ -99,19 +89,19 @@ class Account:
         now = mark(self._device)
         if self.first_batch_s:
             self.clocks[split].add("wait", asked, now)
-            self._counts[split] += StageTimes(micro_batches=1, drained=drained)
+            self.clocks[split].count(micro_batches=1, drained=drained)
         else:
             self.first_batch_s = time.perf_counter() - self._created
             self.begin_interval()  # the start of the run is reported apart
         return now
 
-    def handed_out(self, split: Split, arrived: Any, counts: StageTimes) -> None:
+    def handed_out(self, split: Split, arrived: Any, **amounts: Any) -> None:
         """A micro-batch that arrived at a mark has been augmented, and its compute begins.
 
         Args:
-            counts: its images, and the seconds that an actor spent on it.
+            amounts: its images, and the seconds that an actor spent on it.
         """
-        self._counts[split] += counts
+        self.clocks[split].count(**amounts)
         now = mark(self._device)
         self.clocks[split].add("augment", arrived, now)
         self._computing = split, now
@@ -158,12 +148,15 @@ class Account:
         """Seconds since an interval of the training began."""
         return time.perf_counter() - self._since
 
-    def interval(self, cursor: Cursor, shows: bool = False, **learnt: float) -> Interval:
+    def interval(self, cursor: Cursor, shows: bool = False, **learnt: float) -> dict[str, float]:
         """Record the training up to a cursor, since the last call or the epoch's begin.
 
         Args:
             shows: also print it.
             learnt: loss, lr, …
+
+        Returns:
+            Its images, on all ranks; its seconds, `train_s`; and those that rank 0 waited for data, `wait_s`.
         """
         times, seconds, plan = self.times("train") - self._before, self.interval_age_s, self._plan
         self.begin_interval()
@@ -183,7 +176,7 @@ class Account:
             **({"strength": self.strength(cursor.epoch, cursor.step - 1)} if self._augment else {}),
             num_bad=self.num_bad,
         )
-        return Interval(images, seconds, times.wait_s)
+        return {"images": images, "train_s": seconds, "wait_s": times.wait_s}
 
     def diagnose(self, epoch: int) -> None:
         """Record at the end of an epoch where this rank's time went, and tell it at the end of the last."""

@@ -374,8 +374,7 @@ class Loader(Unlike, instead=_INSTEAD):
         if self.augment is not None:
             batch = self.augment.of_batch(batch, account.strength(expected.epoch, expected.step))
         num_images = int((batch.index >= 0).sum())
-        counts = StageTimes(images=num_images, read_s=batch.read_s, work_s=batch.work_s)
-        account.handed_out(expected.split, arrived, counts)
+        account.handed_out(expected.split, arrived, images=num_images, read_s=batch.read_s, work_s=batch.work_s)
         return batch
 
 

@@ -6,18 +6,17 @@ try_samples       a few samples in the driver, before anything is started
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from raypipe.config import TransformConfig
-from raypipe.errors import ConfigError, SampleError
+from raypipe.errors import ConfigError
 from raypipe.logs import log_place
 from raypipe.plan.places import PADDING, MicroBatchId, Split
 from raypipe.plan.samplers import Draws
@@ -69,24 +68,25 @@ class MicroBatchMaker:
         self._attempt = FIRST_ATTEMPT
         self._transforms: dict[tuple[Split, Size], MicroBatchTransform] = {}
         for split in spec.stores:
-            self._first_transform(split)
-
-    def _first_transform(self, split: Split) -> MicroBatchTransform:
-        at = MicroBatchId(split, 0, 0, 0)
-        return self._transform(at, self.plan.draw(at))
+            at = MicroBatchId(split, 0, 0, 0)
+            self._transform(at, self.plan.draw(at))
 
     def _transform(self, at: MicroBatchId, draws: Draws) -> MicroBatchTransform:
         """Return the transform for a micro-batch's image size; make it if that size is new."""
-        split, buckets = at.split, self.plan.config.sides_in(at.split)
+        split, spec, buckets = at.split, self._spec, self.plan.config.sides_in(at.split)
         bucket = buckets[draws.buckets[0]] if buckets else None
-        size = size_in(self._spec.transform, split, at.epoch, bucket)
+        size = size_in(spec.transform, split, at.epoch, bucket)
         if (split, size) not in self._transforms:
-            self._transforms[split, size] = transform_of(
-                self._spec,
-                split,
-                size,
-                tolerant=self._spec.transform.max_bad_fraction > 0,
+            store = spec.stores[split]
+            sides = sides_of(size) if has_sizes(spec.transform, split, buckets) else None
+            self._transforms[split, size] = MicroBatchTransform(
+                Content(
+                    spec.transforms[split], spec.transform, spec.columns, size, sides, spec.pool.kernel_threads
+                ),
+                tolerant=spec.transform.max_bad_fraction > 0,
                 exact=split == "val",
+                store_address=store.address,
+                sample_name=functools.partial(name_of, store),
                 probe=functools.partial(self._first_samples, split),
             )
         return self._transforms[split, size]
@@ -207,20 +207,33 @@ class MicroBatchMaker:
         return read_samples(self._stores[split], wanted, self._spec.wanted)
 
     def _compare_with_val(self, shape: tuple[int, ...]) -> None:
-        """Compare the size of training images with that of a validation's first sample, before the first step."""
-        spec, buckets = self._spec, self.plan.config.bucket_sides
-        of_size = all(map(is_preset, spec.transforms.values()))
-        if "val" not in self._stores or of_size or has_sizes(spec.transform, "train", buckets):
+        """Compare the size of training images with that of the validation's, before the first step.
+
+        Models are trained at one size and validated at another on purpose (FixRes): that is accepted if each size
+        is set, by a user's transform or by transform.size.
+
+        Raises:
+            ConfigError: one of the sizes is not set: a preset has the default size.
+        """
+        config, transforms = self._spec.transform, self._spec.transforms
+        of_size = all(map(is_preset, transforms.values()))
+        if "val" not in transforms or of_size or has_sizes(config, "train", self.plan.config.bucket_sides):
             return
-        content = self._first_transform("val").content
-        for sample in self._first_samples("val"):
-            with contextlib.suppress(SampleError):
-                image = content.one(sample, (0, 0)).get(IMAGE)
-                if image is not None:
-                    sides: dict[Split, tuple[int, ...]] = {"train": shape[:2], "val": image.shape[:2]}
-                    if words := differing(spec.transform, spec.transforms, sides):
-                        logger.warning("%s", words)
-                return
+        val = self.make(MicroBatchId("val", 0, 0, 0), num_rows=_NUM_TRIED).batch.fields.get(IMAGE)
+        if val is None or val.shape[1:3] == shape[:2]:
+            return
+        words = (
+            f"sizes of images differ: transform.train makes {shape[0]} x {shape[1]}, transform.val makes "
+            f"{val.shape[1]} x {val.shape[2]} (height x width)"
+        )
+        for split, transform in transforms.items():
+            if is_preset(transform) and config.size == TransformConfig.size:
+                raise ConfigError(
+                    f"{words}; {transform!r} makes images of transform.size, {config.size} by default: set that, "
+                    f"or give {split}_transform (transform.{split}), None or 'none' for pixels as they are stored. "
+                    "If sizes are to differ, write it as steps or as your own code"
+                )
+        logger.warning("%s", words)
 
     def settle(self, outcome: Outcome) -> None:
         """Record the bad samples of a micro-batch, and count them against the budget."""
@@ -243,49 +256,6 @@ class MicroBatchMaker:
                 self._attempt.before_sample(index)
             if index not in self._attempt.bad:
                 yield self._read(split, index)
-
-
-def transform_of(spec: StreamSpec, split: Split, size: Size, **options: Any) -> MicroBatchTransform:
-    """Build the transform of a split whose images have one size; for `options` see `MicroBatchTransform`."""
-    store, buckets = spec.stores[split], spec.plan.config.sides_in(split)
-    sides = sides_of(size) if has_sizes(spec.transform, split, buckets) else None
-    return MicroBatchTransform(
-        Content(spec.transforms[split], spec.transform, spec.columns, size, sides, spec.pool.kernel_threads),
-        store_address=store.address,
-        sample_name=functools.partial(name_of, store),
-        **options,
-    )
-
-
-def differing(
-    config: TransformConfig, transforms: Mapping[Split, Any], sizes: Mapping[Split, tuple[int, ...]]
-) -> str:
-    """Describe how the sizes of the splits' images differ; empty if they do not.
-
-    Models are trained at one size and validated at another on purpose (FixRes): that is accepted if each size
-    is set, by a user's transform or by transform.size.
-
-    Args:
-        sizes: height and width.
-
-    Raises:
-        ConfigError: one of the sizes is not set: a preset has the default size.
-    """
-    if len(set(sizes.values())) < 2:
-        return ""
-    sizes_made = ", ".join(
-        f"transform.{split} makes {height} x {width}" for split, (height, width) in sizes.items()
-    )
-    words = f"sizes of images differ: {sizes_made} (height x width)"
-    for split, transform in transforms.items():
-        if is_preset(transform) and config.size == TransformConfig.size:
-            raise ConfigError(
-                f"{words}; {transform!r} makes images of transform.size, {config.size} by default: set "
-                "that, or "
-                f"give {split}_transform (transform.{split}), None or 'none' for pixels as they are "
-                "stored. If sizes are to differ, write it as steps or as your own code"
-            )
-    return words
 
 
 def check_labels(labels: np.ndarray, num_classes: int, title: Callable[[int], str]) -> None:

@@ -233,10 +233,8 @@ class Trainer:
         now = time.perf_counter()
         shows = shows or now - self._shown_at >= _LINE_EVERY_S
         self._shown_at = now if shows else self._shown_at
-        done = self._account.interval(self.loader.cursor, shows, loss=loss, lr=lr)
-        self.metrics["images"] += done.images
-        self.metrics["train_s"] += done.seconds
-        self.metrics["wait_s"] += done.wait_s
+        for name, amount in self._account.interval(self.loader.cursor, shows, loss=loss, lr=lr).items():
+            self.metrics[name] += amount
 
     def _look(self, at_once: bool = False) -> bool:
         """Check at a step's end for a request to stop, and for an error of the checkpoint writer.

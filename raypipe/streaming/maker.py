@@ -230,8 +230,8 @@ class MicroBatchMaker:
             if is_preset(transform) and config.size == TransformConfig.size:
                 raise ConfigError(
                     f"{words}; {transform!r} makes images of transform.size, {config.size} by default: set that, "
-                    f"or give {split}_transform (transform.{split}), None or 'none' for pixels as they are stored. "
-                    "If sizes are to differ, write it as steps or as your own code"
+                    f"or give {split}_transform (transform.{split}), None or 'none' for pixels as stored; "
+                    "if sizes are to differ, write it as steps or as your own code"
                 )
         logger.warning("%s", words)
 

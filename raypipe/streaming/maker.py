@@ -219,7 +219,7 @@ class MicroBatchMaker:
         of_size = all(map(is_preset, transforms.values()))
         if "val" not in transforms or of_size or has_sizes(config, "train", self.plan.config.bucket_sides):
             return
-        val = self.make(MicroBatchId("val", 0, 0, 0), num_rows=_NUM_TRIED).batch.fields.get(IMAGE)
+        val = self.make(MicroBatchId("val", 0, 0, 0), num_rows=_NUM_TRIED).batch.arrays().get(IMAGE)
         if val is None or val.shape[1:3] == shape[:2]:
             return
         words = (

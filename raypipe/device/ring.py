@@ -102,18 +102,20 @@ def uses_ring(device: torch.device) -> bool:
 
 def view(array: np.ndarray) -> torch.Tensor:
     """An array as a tensor of the same memory. Nothing may write to it: shared memory is read-only."""
-    _have_torch_warn()
-    return torch.from_numpy(array)
+    if _have_torch_warn() and not torch.is_warn_always_enabled():
+        return torch.from_numpy(array)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return torch.from_numpy(array)
 
 
 @cache
-def _have_torch_warn() -> None:
-    """Torch warns of the first array that is not writable, and of no other."""
-    array = np.empty(0, np.uint8)
-    array.flags.writeable = False
+def _have_torch_warn() -> bool:
+    """Have torch warn of an array that is not writable, which it does once: a filter takes as long as a view."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        torch.from_numpy(array)
+        torch.from_numpy(np.frombuffer(b"1", np.uint8))
+    return True
 
 
 class Ring(Generic[Item]):

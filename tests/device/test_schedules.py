@@ -48,9 +48,8 @@ class Code:
         with contextlib.ExitStack() as stack:
             stack.enter_context(cuda.installed())
             stack.enter_context(mock.patch.object(self.ring, "_copy_stream", copy_stream))
-            for module in (self.ring, self.prefetcher):
-                ours = {name: value for name, value in names.items() if hasattr(module, name)}
-                stack.enter_context(mock.patch.multiple(module, **ours))
+            ours = {name: value for name, value in names.items() if hasattr(self.ring, name)}
+            stack.enter_context(mock.patch.multiple(self.ring, **ours))
             yield
 
 

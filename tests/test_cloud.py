@@ -147,7 +147,7 @@ def test_a_run_in_a_bucket_through_an_outage_ends_as_one_on_a_disk(
     assert resumed["run_dir"] == f"{remote}/runs/mine"
     assert resumed["val_accuracy"] == alone["val_accuracy"]
     here, there = files(f"{local}/runs/mine"), files(f"{remote}/runs/mine")
-    seen, expected_samples = (parse(found["samples.jsonl"]).kept for found in (there, here))
+    seen, expected_samples = (parse(found["samples.jsonl"]) for found in (there, here))
     assert [r for r in seen if "indices" in r] == expected_samples and len(expected_samples) == 32
     expected, found = final_state(here)["model"], final_state(there)["model"]
     assert expected.keys() == found.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
@@ -156,7 +156,7 @@ def test_a_run_in_a_bucket_through_an_outage_ends_as_one_on_a_disk(
     for name, content in quarantined.items():
         found = there[name].replace(remote.encode(), local.encode())
         assert without_names(found) == without_names(content)  # shards in a bucket have names of their own
-    kinds = [record["kind"] for record in parse(there["metrics.jsonl"]).kept]
+    kinds = [record["kind"] for record in parse(there["metrics.jsonl"])]
     assert kinds.count("train") == 16 and kinds.count("val") == 2 and kinds.count("start") == 2
     assert "stop" not in there
     cached = list((tmp_path / "cache" / "shards").glob("*/data"))

@@ -45,7 +45,7 @@ def test_a_store_of_ten_object_stores_streams_without_spilling(
         assert case["grown_mib"] < 150
 
 
-def test_rays_guards_against_stalls_leave_a_stream_alone_whose_trainer_pauses() -> None:
+def test_rays_guards_against_stalls_spare_a_stream_whose_trainer_pauses() -> None:
     context = context_of(Settings(PoolConfig(), 2, 0, reads=False, supervisor=None), 1)
     assert context.execution_no_progress_timeout_s == -1  # else half an hour, in Ray 2.60
     assert context.output_backpressure_guard_release_interval_s >= 1e9  # else a block every ten seconds

@@ -50,6 +50,7 @@ def make_stores(folder: Path, environment: dict[str, str]) -> dict[str, str]:
         path = images / CLASSES[index % 5] / f"{index:03}{kind}"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(image(index, kind))
+    subprocess.run(["tar", "cf", folder / "images.tar", "--sort=name", "-C", images, "."], check=True)
     masks = [np.full((40 + i % 23, 52 - i % 17), i % 7, np.uint8) for i in range(NUM)]
     boxes = [[[2.0 + i % 5, 3, 20, 25, i % 5], [1, 1, 9, 9, 1]][: 1 + i % 2] for i in range(NUM)]
     columns = {
@@ -67,6 +68,7 @@ def make_stores(folder: Path, environment: dict[str, str]) -> dict[str, str]:
 
     return {
         "folder": str(images),
+        "tar": str(folder / "images.tar"),
         "lmdb": convert(images, "images.lmdb"),
         "lmdb-shards": convert(images, "shards.lmdb", "--shards=3"),
         "parquet": convert(images, "images.parquet"),

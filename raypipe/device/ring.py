@@ -102,20 +102,20 @@ def uses_ring(device: torch.device) -> bool:
 
 def view(array: np.ndarray) -> torch.Tensor:
     """An array as a tensor of the same memory. Nothing may write to it: shared memory is read-only."""
-    if _have_torch_warn() and not torch.is_warn_always_enabled():
-        return torch.from_numpy(array)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        return torch.from_numpy(array)
+    _have_torch_warn()
+    return _view_quietly(array) if torch.is_warn_always_enabled() else torch.from_numpy(array)
 
 
 @cache
-def _have_torch_warn() -> bool:
+def _have_torch_warn() -> None:
     """Have torch warn of an array that is not writable, which it does once: a filter takes as long as a view."""
+    _view_quietly(np.frombuffer(b"1", np.uint8))
+
+
+def _view_quietly(array: np.ndarray) -> torch.Tensor:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        torch.from_numpy(np.frombuffer(b"1", np.uint8))
-    return True
+        return torch.from_numpy(array)
 
 
 class Ring(Generic[Item]):

@@ -59,7 +59,7 @@ def index_files(scans: Sequence[dict[str, Any]]) -> tuple[dict[str, np.ndarray],
     return {"image": places, "label": labels.astype(np.int64)}, tuple(classes.tolist())
 
 
-def check_alike(names: Sequence[str], scans: Sequence[dict[str, Any]]) -> bool:
+def have_class_folders(names: Sequence[str], scans: Sequence[dict[str, Any]]) -> bool:
     """Return whether tars have class folders; raise StoreError if only some of them have."""
     of_folders = ["files" in scan for scan in scans]
     if any(of_folders) and not all(of_folders):

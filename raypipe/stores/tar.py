@@ -35,7 +35,7 @@ from raypipe.stores.base import (
     join_fingerprints,
     part_of,
 )
-from raypipe.stores.class_tar import check_alike, find_files, index_files
+from raypipe.stores.class_tar import find_files, have_class_folders, index_files
 from raypipe.stores.webdataset import TEXT_SUFFIXES, Place, Scan, find_samples, index_samples
 
 _NUM_FETCHES = 4  # tars that are fetched and scanned at a time
@@ -137,7 +137,7 @@ class _Opened:
     def __init__(self, archives: Sequence[_Archive], scans: Sequence[Scan]) -> None:
         self._archives = archives
         names = [archive.name for archive in archives]
-        if check_alike(names, scans):
+        if have_class_folders(names, scans):
             self._index, self.classes = index_files(scans)
         else:
             self._index = index_samples(names, scans)

@@ -22,7 +22,7 @@ Block = list[MicroBatchId]
 # little compared with half a second, which is also the longest wait for a block.
 MAX_SECONDS, MAX_BYTES = 0.5, 256 << 20
 # Where few CPUs make few blocks, smaller ones: images of 224 px from short side 256 then take 6 % less CPU time.
-BYTES_PER_CPU = 32 << 20
+_BYTES_PER_CPU = 32 << 20
 
 # Micro-batches per rank of the first ReadTask, and of the longest, since a lost reader starts again.
 # Each has twice those of the one before.
@@ -64,6 +64,11 @@ def cut(places: Iterable[MicroBatchId], ranks: int, sizes: Mapping[Split, int]) 
 def most(count: int, ranks: int) -> int:
     """The largest k for a task of this many micro-batches."""
     return max(1, count // (ranks * _BLOCKS_OF_TASK))
+
+
+def most_bytes(cpus: int, room: float) -> int:
+    """Return the most bytes of a block, where a pool has so many CPUs and the object store so much room for each."""
+    return int(min(MAX_BYTES, cpus * _BYTES_PER_CPU, room))
 
 
 def fitting(seconds: Iterable[float], num_bytes: Iterable[int], max_bytes: int) -> int:

@@ -18,7 +18,7 @@ from raypipe.rayext.iteration import Ended
 from raypipe.rayext.placement import placement
 from raypipe.storage.filesystem import is_remote
 from raypipe.storage.patience import patience_s
-from raypipe.streaming.blocks import BYTES_PER_CPU, MAX_BYTES
+from raypipe.streaming.blocks import most_bytes
 from raypipe.streaming.source import MicroBatchSource
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.supervisor import start_supervisor
@@ -81,8 +81,7 @@ def dataset(
     room = _object_store_bytes() / 2 / settings.limit(actors)
     # Blocks are sized by the images that were measured, and those to come may be larger.
     least, most = pixel_range(spec.transform, spec.plan.config.bucket_sides)
-    of_cpus = actors * pool.kernel_threads * BYTES_PER_CPU
-    max_bytes = int(min(MAX_BYTES, of_cpus, room) * least / most)
+    max_bytes = int(most_bytes(actors * pool.kernel_threads, room) * least / most)
     source = MicroBatchSource(
         spec.plan,
         cursor,

@@ -8,7 +8,7 @@ import pytest
 from raypipe.config import PlanConfig
 from raypipe.plan.schedule import Plan
 from raypipe.stores.base import MemoryStore
-from raypipe.streaming.blocks import cut, fitting, most, tasks
+from raypipe.streaming.blocks import MAX_BYTES, cut, fitting, most, most_bytes, tasks
 from raypipe.streaming.planning import make_plan
 
 
@@ -68,3 +68,9 @@ def test_a_block_is_as_large_as_its_limits_let_it(
     seconds: list[float], num_bytes: list[int], expected: int
 ) -> None:
     assert fitting(seconds, num_bytes, 64 << 20) == expected
+
+
+def test_blocks_of_few_cpus_are_smaller_and_all_fit_the_object_store() -> None:
+    assert most_bytes(2, room=1e12) == 64 << 20 and most_bytes(1, room=1e12) == 32 << 20
+    assert most_bytes(8, room=1e12) == most_bytes(100, room=1e12) == MAX_BYTES == 256 << 20
+    assert most_bytes(100, room=5e6) == 5_000_000

@@ -67,7 +67,7 @@ def most(count: int, ranks: int) -> int:
 
 
 def most_bytes(cpus: int, room: float) -> int:
-    """Return the most bytes of a block, where a pool has so many CPUs and the object store so much room for each."""
+    """Return the most bytes of a block, for a pool of so many CPUs and so much room in the object store."""
     return int(min(MAX_BYTES, cpus * _BYTES_PER_CPU, room))
 
 

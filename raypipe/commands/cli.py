@@ -67,7 +67,7 @@ def convert_store(
     """Copy any store into a new LMDB or Parquet store, and verify the copy.
 
     Examples:
-        raypipe convert imagenet imagenet.lmdb --short-side 256 --quality 92
+        raypipe convert imagenet.tar imagenet.lmdb --short-side 256 --quality 92
         raypipe convert 'train-*.parquet' s3://bucket/train.lmdb --on-bad-sample skip
 
     Args:

@@ -55,7 +55,7 @@ __all__ = [
 _LAYOUTS = """raypipe reads:
   LMDB     a *.lmdb file that raypipe wrote, or a folder of them
   Parquet  a *.parquet file, or a folder of them
-  tar      an uncompressed *.tar of WebDataset's pairs key.jpg, key.cls; a folder of *.tar
+  tar      an uncompressed *.tar of class/image.jpg, or WebDataset's pairs key.jpg, key.cls; a folder of *.tar
   folder   a folder of class/image.jpg
 Several files are NAME-*.parquet or NAME-{0000..0099}.tar. All may also be at s3://, gs://, az:// or
 abfs://. `raypipe.convert` copies any other format that Python can read (HDF5, TFRecord, LMDB of other programs)

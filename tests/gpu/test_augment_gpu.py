@@ -11,6 +11,7 @@ import torch
 from waiting import waiting_is_an_error
 
 from raypipe.config import AugmentConfig, TrainConfig
+from raypipe.device import wire as device_wire
 from raypipe.device.augment import DeviceAugment
 from raypipe.device.mixing import mixed_cross_entropy
 from raypipe.device.prefetcher import on_device
@@ -18,6 +19,7 @@ from raypipe.plan.places import MicroBatchId
 from raypipe.train.learning import Ema
 from raypipe.train.models import build_optimizer, small_model
 from raypipe.train.ordered import StepBatchNorm
+from raypipe.transform import wire
 from raypipe.transform.fields import MicroBatch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda_or_pretended")]
@@ -59,6 +61,17 @@ def test_the_same_seed_gives_the_same_bits(preset: Any) -> None:
         assert (mixed is None) == (on_cpu_mixed is None)
         close = torch.isclose(first.cpu(), on_cpu, rtol=1e-3, atol=1e-2).float().mean()
         assert close > 0.98
+
+
+@pytest.mark.parametrize("size", [(32, 32), (33, 32), (31, 33)])
+def test_planes_become_the_images_of_numpy_and_the_host_never_waits(size: tuple[int, int]) -> None:
+    (height, width), rng = size, np.random.default_rng(0)
+    luma = rng.integers(0, 256, (ROWS, height, width, 1), np.uint8)
+    chroma = rng.integers(0, 256, (ROWS, (height + 1) // 2, (width + 1) // 2, 2), np.uint8)
+    planes = [torch.from_numpy(plane).to(cuda()) for plane in (luma, chroma)]
+    with waiting_is_an_error():
+        images = device_wire.rgb(*planes)
+    assert np.array_equal(images.cpu().numpy(), wire.rgb(luma, chroma))
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -28,12 +28,12 @@ pytestmark = [
 STRONG = AugmentConfig(preset="strong", mixup_alpha=0.4, cutmix_alpha=1.0)
 
 
-def spec_of(stores: dict[str, Path], actors: int = 1, **pool: Any) -> StreamSpec:
+def spec_of(stores: dict[str, Path], actors: int = 1, wire: str = "rgb", **pool: Any) -> StreamSpec:
     return open_stream(
         stores["train"],
         stores["val"],
         plan=PlanConfig(epochs=2, micro_batch_size=6, global_batch_size=24, seed=3),
-        transform=TransformConfig(train="light", val="center", size=32),
+        transform=TransformConfig(train="light", val="center", size=32, wire=wire),  # type: ignore[arg-type]
         pool=PoolConfig(min_actors=actors, max_actors=actors, **pool),
     )
 
@@ -50,8 +50,10 @@ def hashes(spec: StreamSpec, **options: Any) -> dict[str, str]:
     return found
 
 
-def test_the_ring_brings_the_bits_that_the_cpu_has(stores: dict[str, Path]) -> None:
-    assert hashes(spec_of(stores), device="cuda") == hashes(spec_of(stores), device="cpu")
+@pytest.mark.parametrize("wire", ["rgb", "yuv420"])
+def test_the_ring_brings_the_bits_that_the_cpu_has(wire: str, stores: dict[str, Path]) -> None:
+    spec = spec_of(stores, wire=wire)
+    assert hashes(spec, device="cuda") == hashes(spec, device="cpu")
 
 
 def test_augmented_micro_batches_are_the_same_for_any_actors(stores: dict[str, Path]) -> None:

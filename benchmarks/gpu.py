@@ -118,6 +118,11 @@ def through_ring(args: Any, augment: DeviceAugment, device: torch.device) -> Ite
         yield augment.normalize(batch.image), batch.target, None
 
 
+def pool_of(args: Any, engine: Any = "ray") -> raypipe.PoolConfig:
+    """As many actors, or threads of this process."""
+    return raypipe.PoolConfig(engine=engine, min_actors=args.actors, max_actors=args.actors)
+
+
 def streamed(
     args: Any,
     device: torch.device,
@@ -128,9 +133,7 @@ def streamed(
         store,
         plan=raypipe.PlanConfig(epochs=10_000, micro_batch_size=args.micro_batch_size),
         transform=TransformConfig(train=args.transform, size=args.size),
-        pool=raypipe.PoolConfig(min_actors=args.actors, max_actors=args.actors)
-        if engine == "ray"
-        else raypipe.PoolConfig(engine="inline", max_actors=args.actors),
+        pool=pool_of(args, engine),
     )
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     loader = raypipe.loader(spec, max_actors=args.actors, device=device, augment=STANDARD, dtype=dtype)
@@ -189,7 +192,8 @@ def measure_streams(args: Any, loop: Loop, device: torch.device) -> Iterator[dic
     warmup = 4 * args.actors + 4
     with tempfile.TemporaryDirectory() as folder:
         store = args.store or make_store(Path(folder), max(1000, 2 * args.micro_batch_size))
-        cpus = ceiling(raypipe.open_store(store), config, args.actors, args.seconds / 2)["images_per_s"]
+        opened, alone = raypipe.open_store(store), pool_of(args)
+        cpus = ceiling(opened, config, alone, args.micro_batch_size, args.seconds / 2)["images_per_s"]
         yield {"cpu_ceiling_images_per_s": cpus}
         raypipe.connect()
         for prefix, each in (("", loop), ("small_", Loop(args.small_model, device))):

@@ -13,6 +13,8 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Mapping
+from typing import Any
 
 import cv2
 import numpy as np
@@ -37,7 +39,7 @@ def samples_of(address: str, num: int) -> list[Samples]:
     ]
 
 
-def measure(samples: list[Samples], modes: dict[str, MicroBatchTransform], epoch: int) -> dict[str, float]:
+def measure(samples: list[Samples], modes: Mapping[Any, MicroBatchTransform], epoch: int) -> dict[str, float]:
     """Images/s by mode; which mode comes first changes from micro-batch to micro-batch."""
     spent_ns, names = dict.fromkeys(modes, 0), list(modes)
     for number, part in enumerate(samples):

@@ -73,7 +73,7 @@ def with_tables(weights: Sequence[str]) -> tuple[Sampler, float, float]:
         global_batch_size=_BATCH,
         buckets=_BUCKETS,
         weights=weights[0] if weights else "",
-        mixture={f"s{number}": 1 for number in range(len(_SIZES))},
+        mixture={f"s{number}": 1.0 for number in range(len(_SIZES))},
         epoch_samples="longest",
     )
     started = time.perf_counter()
@@ -121,7 +121,7 @@ def main() -> None:
     print(f"\n{_NUM_TABLES:,} samples, with tables")
     for name, weights in {"mixture in buckets, tables": (), "the same by weights": ("weight",)}.items():
         laid_out, seconds, mib = with_tables(weights)
-        seek(name, lambda laid_out=laid_out: laid_out, _MICRO_BATCH * 78)
+        seek(name, lambda laid_out=laid_out: laid_out, _MICRO_BATCH * 78)  # type: ignore[misc]
         found[name] |= {"lay_out_s": round(seconds, 2), "tables_mib": round(mib, 1)}
         print(f"{'':29} laid out in {seconds:.1f} s, {mib:.0f} MiB")
     print(json.dumps(found))

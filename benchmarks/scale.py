@@ -92,7 +92,6 @@ CASES = {
 }
 
 
-@ray.remote(num_cpus=0)
 class Consumer:
     """Some ranks, a thread for each, that take what comes."""
 
@@ -171,7 +170,8 @@ def measure(case: Case, seconds: float, profile: str) -> dict[str, Any]:
     spec = spec_of(case)
     iterators = splits(spec, spec.plan.start(), max_actors=case.actors, world_size=case.ranks, apart=True)
     num = min(_MAX_CONSUMERS, case.ranks)
-    consumers = [Consumer.options(max_concurrency=case.ranks + 2).remote() for _ in range(num)]
+    actor: Any = ray.remote(Consumer).options(num_cpus=0, max_concurrency=case.ranks + 2)
+    consumers = [actor.remote() for _ in range(num)]
     reads = [consumers[rank % num].read.remote(rank, iterator) for rank, iterator in enumerate(iterators)]
 
     def counted(stop: bool = False) -> int:

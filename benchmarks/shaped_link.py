@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -116,7 +117,7 @@ def _received() -> int:
 def measure(wire: str, seconds: float) -> dict[str, float]:
     """A stream from a CPU node into this one; in the namespace of the head."""
     os.environ["RAY_AUTH_MODE"] = "disabled"
-    ray.init(address=f"{_GPUS}:{_PORT}", _node_ip_address=_GPUS, logging_level="ERROR")
+    ray.init(address=f"{_GPUS}:{_PORT}", _node_ip_address=_GPUS, logging_level=logging.ERROR)
     nodes: dict[str, int] = {}
     while len(nodes) < 2:
         time.sleep(0.2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import os
 import statistics
@@ -75,7 +76,7 @@ def two_nodes(address: str) -> Iterator[tuple[list[str], list[int]]]:
         if cluster:
             nodes = [cluster.head_node, cluster.add_node(**options)]
             raylets = [node.all_processes["raylet"][0].process.pid for node in nodes]
-        ray.init(address=cluster.address if cluster else address, logging_level="ERROR")
+        ray.init(address=cluster.address if cluster else address, logging_level=logging.ERROR)
         ids = [node.node_id for node in nodes] or [node["NodeID"] for node in ray.nodes() if node["Alive"]]
         if len(ids) < 2:
             raise SystemExit("a cluster of one node: there is nothing between two")
@@ -86,7 +87,6 @@ def two_nodes(address: str) -> Iterator[tuple[list[str], list[int]]]:
             cluster.shutdown()
 
 
-@ray.remote(num_cpus=0)
 class Node:
     """A process on one of the nodes."""
 
@@ -157,7 +157,9 @@ def measure(
     try:
         with two_nodes(address) as (ids, raylets):
             sink, source = (
-                Node.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote()
+                ray.remote(Node)
+                .options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
+                .remote()
                 for node in ids
             )
             _once(source, sink, raylets, *cases[0])  # memory is new, and connections are made

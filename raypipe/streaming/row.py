@@ -175,7 +175,7 @@ def _cut(values: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
     return np.split(values, np.cumsum(lengths)[:-1])
 
 
-def host_batches(iterator: DataIterator) -> Iterator[MicroBatch]:
+def host_batches(iterator: DataIterator) -> Generator[MicroBatch, None, None]:
     """The micro-batches of a rank's split, in host memory, zero-copy and read-only.
 
     Raises:

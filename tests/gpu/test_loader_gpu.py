@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import ray
 import torch
-from without_ray import every_batch
+import without_ray
 
 from raypipe.config import AugmentConfig, PlanConfig, PoolConfig, TransformConfig
 from raypipe.streaming.handover import loader
@@ -28,20 +28,20 @@ pytestmark = [
 STRONG = AugmentConfig(preset="strong", mixup_alpha=0.4, cutmix_alpha=1.0)
 
 
-def spec_of(stores: dict[str, Path], actors: int = 1, wire: str = "rgb", **pool: Any) -> StreamSpec:
+def spec_of(stores: dict[str, Path], actors: int = 1, wire: Any = "rgb", block: int = 0) -> StreamSpec:
     return open_stream(
         stores["train"],
         stores["val"],
         plan=PlanConfig(epochs=2, micro_batch_size=6, global_batch_size=24, seed=3),
-        transform=TransformConfig(train="light", val="center", size=32, wire=wire),  # type: ignore[arg-type]
-        pool=PoolConfig(min_actors=actors, max_actors=actors, **pool),
+        transform=TransformConfig(train="light", val="center", size=32, wire=wire),
+        pool=PoolConfig(min_actors=actors, max_actors=actors, micro_batches_per_block=block),
     )
 
 
 def hashes(spec: StreamSpec, **options: Any) -> dict[str, str]:
     """Place → what its micro-batch holds, of all that this rank has."""
     found = {}
-    for batch in every_batch(loader(spec, **options)):
+    for batch in without_ray.every_batch(loader(spec, **options)):
         parts = (batch.image, batch.target, batch.weight)
         content = b"".join(part.cpu().contiguous().numpy().tobytes() for part in parts)
         found[str(batch.position)] = hashlib.blake2b(content + batch.index.tobytes()).hexdigest()
@@ -51,7 +51,7 @@ def hashes(spec: StreamSpec, **options: Any) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("wire", ["rgb", "yuv420"])
-def test_the_ring_brings_the_bits_that_the_cpu_has(wire: str, stores: dict[str, Path]) -> None:
+def test_the_ring_brings_the_bits_that_the_cpu_has(wire: Any, stores: dict[str, Path]) -> None:
     spec = spec_of(stores, wire=wire)
     assert hashes(spec, device="cuda") == hashes(spec, device="cpu")
 
@@ -67,7 +67,8 @@ def test_two_ranks_of_one_device_have_by_gloo_what_one_rank_has(stores: dict[str
     from ray.train.torch import TorchConfig, TorchTrainer
 
     spec = spec_of(stores)
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # trainers cannot import it
+    for module in (sys.modules[__name__], without_ray):
+        ray.cloudpickle.register_pickle_by_value(module)  # trainers cannot import it
 
     def train_fn(config: dict[str, Any]) -> None:
         import torch.distributed as dist
@@ -112,15 +113,17 @@ def test_masks_and_boxes_reach_the_device(tmp_path: Path) -> None:
             boxes = np.array([[x, y, x + side, y + side, 0]], "<f4").tobytes()
             image = png(np.repeat(mask[:, :, None] * 200, 3, 2))
             writer.append({"image": image, "seg": png(mask), "objects": boxes})
-    targets = {"mask_column": "seg", "boxes_column": "objects", "max_targets": 4}
     spec = open_stream(
         tmp_path / "squares.parquet",
         plan=PlanConfig(epochs=1, micro_batch_size=6),
-        transform=TransformConfig(train="light", size=32, **targets),
+        transform=TransformConfig(
+            train="light", size=32, mask_column="seg", boxes_column="objects", max_targets=4
+        ),
+        target_column=None,
     )
     on: dict[str, list[tuple[torch.Tensor, ...]]] = {"cuda": [], "cpu": []}
     for device, kept in on.items():
-        for batch in every_batch(loader(spec, device=device, max_actors=1)):
+        for batch in without_ray.every_batch(loader(spec, device=device, max_actors=1)):
             assert batch.fields["mask"].device.type == batch.fields["boxes"].device.type == device
             kept.append(
                 tuple(part.clone().cpu() for part in (batch.image, batch.fields["mask"], batch.fields["boxes"]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections.abc import Iterator
@@ -169,11 +170,17 @@ def test_steady_state_neither_waits_nor_allocates() -> None:
 
 
 def test_pinned_memory_is_what_the_page_says() -> None:
-    """Three slots of 12 MiB, each of which torch rounds up to 16 MiB."""
+    """Three slots of 12 MiB, each of which torch rounds up to 16 MiB. They come one by one, as items do."""
     images = (np.zeros(12 << 20, np.uint8) for _ in range(6))
-    before = torch.cuda.host_memory_stats()["active_bytes.current"]
-    for _ in Ring(images, lambda image: (image,), CUDA):
-        assert torch.cuda.host_memory_stats()["active_bytes.current"] - before == 48 << 20
+
+    def pinned() -> int:
+        return torch.cuda.host_memory_stats()["active_bytes.current"]
+
+    gc.collect()
+    torch.cuda.synchronize()
+    before = pinned()
+    taken = [pinned() - before for _ in Ring(images, lambda image: (image,), CUDA)]
+    assert taken[-1] == max(taken) == 48 << 20, taken
 
 
 def test_epochs_use_the_same_memory_again() -> None:
@@ -208,7 +215,7 @@ def test_a_device_that_has_drained_is_told_from_one_at_work(busy: bool) -> None:
         else:
             (batch.image + 1).sum()
             time.sleep(0.005)  # a host that is behind
-    assert drained <= 4 if busy else drained >= 36
+    assert drained <= 4 if busy else drained >= 36, drained
 
 
 # A step captured as a CUDA graph
@@ -231,8 +238,8 @@ def test_a_captured_step_learns_beside_the_ring_what_a_plain_one_does() -> None:
 
     def trained(captured: bool) -> tuple[list[float], torch.Tensor]:
         torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Flatten(), torch.nn.Linear(4 * 62 * 62, 9))
-        model = model.to(CUDA)
+        last = torch.nn.Linear(4 * 62 * 62, 9)
+        model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Flatten(), last).to(CUDA)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
         image = torch.zeros(16, 3, 64, 64, dtype=torch.uint8, device=CUDA)
         target, loss = torch.zeros(16, dtype=torch.int64, device=CUDA), torch.zeros((), device=CUDA)
@@ -276,7 +283,7 @@ def test_a_captured_step_learns_beside_the_ring_what_a_plain_one_does() -> None:
                 use(batch)
                 graph.replay() if captured else step()
                 losses.append(loss.clone())
-        return [float(each) for each in losses], model[2].weight.detach()
+        return [float(each) for each in losses], last.weight.detach()
 
     (losses, weight), (expected, expected_weight) = trained(True), trained(False)
     assert len(losses) == 18 and losses == pytest.approx(expected, rel=1e-4)

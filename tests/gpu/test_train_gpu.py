@@ -276,7 +276,7 @@ def test_an_fp16_overflow_in_the_very_first_step_leaves_no_trace(optimizer: Any)
             step, skipped = step + 1, after
         found.append(learn(learning, range(step + 1, step + 2)))  # a second one, which has a momentum
         assert torch.isfinite(weights(found[-1])).all()
-    assert_same_update(before, *found, to=0.02)
+    assert_same_update(before, found[0], found[1], to=0.02)
 
 
 @pytest.mark.parametrize("amp", ["off", "bf16", "fp16"])
@@ -327,7 +327,7 @@ def test_the_host_never_waits_for_a_step(kind: Any, deterministic_reduce: Any) -
 
 @pytest.mark.parametrize("amp", ["off", "bf16"])
 def test_a_compiled_model_learns_what_the_plain_one_does(amp: Any) -> None:
-    found = []
+    found: list[dict[str, Any]] = []
     for compile in (False, True):
         learning = learner(amp=amp, compile=compile, ema_decay=0.9)
         learning._model[7].p = 0.0  # type: ignore[index, union-attr]  # the compiler draws its own
@@ -348,7 +348,7 @@ def test_a_compiled_model_learns_what_the_plain_one_does(amp: Any) -> None:
 @several
 def test_a_device_that_is_not_the_current_one_learns_the_same() -> None:
     second = torch.device("cuda", 1)
-    settings = {"optimizer": "adamw", "amp": "fp16", "ema_decay": 0.9, "deterministic_reduce": True}
+    settings: Any = {"optimizer": "adamw", "amp": "fp16", "ema_decay": 0.9, "deterministic_reduce": True}
     one, other = learn(learner(**settings), range(3)), learn(learner(second, **settings), range(3), second)
     assert torch.cuda.current_device() == 0
     assert_same_bits(one, other)

@@ -3,8 +3,7 @@
 It is the device of simulated_cuda.py, but for the order: an operation is done as soon as it is launched, so any
 code may use it, with threads of its own. What it shows are mistakes of calls: of names and arguments that have
 changed, of tensors that are on different devices, of a host that would wait where it must not, of streams that
-nothing orders (torch's sanitizer judges them). What cannot run here is in `UNLIKE`, and
-in benchmarks/results/gpu.md.
+nothing orders (torch's sanitizer judges them). What cannot run here is in `UNLIKE`.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ typedef struct {
 /* Tables by their numbers, of the image at hand. */
 typedef struct {
     JHUFF_TBL dc[NUM_HUFF_TBLS], ac[NUM_HUFF_TBLS];
-    _Alignas(16) int16_t quants[NUM_QUANT_TBLS][DCTSIZE2]; /* in the order of coefficients */
+    Quants quants[NUM_QUANT_TBLS];
     unsigned int has_dc, has_ac, has_quants;                   /* a bit for each */
 } FileTables;
 
@@ -40,6 +40,8 @@ typedef struct {
     FileTables tables;
 } Baseline;
 
+static const uint8_t PAIRED_PLACES[NUM_POSITIONS] = PLACES(PAIRED);
+
 static inline int word(const uint8_t *at) { return at[0] << 8 | at[1]; }
 
 static int read_quants(const uint8_t *body, size_t size, FileTables *tables)
@@ -47,8 +49,11 @@ static int read_quants(const uint8_t *body, size_t size, FileTables *tables)
     for (; size >= 1 + DCTSIZE2; body += 1 + DCTSIZE2, size -= 1 + DCTSIZE2) {
         if (body[0] >= NUM_QUANT_TBLS) /* or of 16 bits */
             return 0;
-        for (int i = 0; i < DCTSIZE2; i++)
-            tables->quants[body[0]][ORDER[i]] = body[1 + i];
+        Quants *quants = &tables->quants[body[0]];
+        for (int i = 1; i <= DCTSIZE2; i++) {
+            quants->steps[PAIRED_PLACES[i]] = body[i];
+            quants->limits[PAIRED_PLACES[i]] = (int16_t)(LARGEST_INPUT / (body[i] ? body[i] : 1));
+        }
         tables->has_quants |= 1u << body[0];
     }
     return size == 0;
@@ -206,7 +211,7 @@ AVX2 static int put_samples(
         const int x = is_luma ? i % h : 0, y = is_luma ? i / h : 0;
         const Plane *plane = &planes[component];
         uint8_t *to = plane_row(plane, (row * v + y) * DCTSIZE) + (column * h + x) * DCTSIZE;
-        if (!inverse_dct(blocks[i], tables->quants[frame->quant[component]], to, plane->stride))
+        if (!inverse_dct(blocks[i], &tables->quants[frame->quant[component]], to, plane->stride))
             return 0;
     }
     return 1;
@@ -287,6 +292,7 @@ AVX2 static int decode_baseline(
     if (!clean || !samples || !rows ||
         !begin_scan(entropy, codes, &scan, clean, (JDIMENSION)first_column, (JDIMENSION)last_column))
         return 0;
+    entropy->places = PAIRED_PLACES;
     Plane planes[3];
     for (int i = 0; i < 3; i++) {
         planes[i] = (Plane){samples, (ptrdiff_t)(i ? chroma_bytes : luma_bytes), 2 * (i ? DCTSIZE : mcu_height)};

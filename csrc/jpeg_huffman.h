@@ -13,8 +13,8 @@
  *
  * Bytes are untrusted. Those between two markers are first copied without the zeros that are stuffed behind 0xFF,
  * with PADDING zeros at the end, which is more than the longest MCU can be. So nothing is checked within an MCU, and
- * after each one that it did not end behind the data. A table cannot lead out of a block: positions run to 127, and
- * ORDER has an entry for each.
+ * after each one that it did not end behind the data. A table cannot lead out of a block: PLACES has an entry for each
+ * position that a look can lead to.
  */
 #ifndef RAYPIPE_JPEG_HUFFMAN_H
 #define RAYPIPE_JPEG_HUFFMAN_H
@@ -35,14 +35,14 @@ struct jpeg_entropy_decoder {
 };
 
 /* Bits of a look. Tables are built for every image, in 2^SKIP_BITS and 2^LOOK_BITS steps. */
-#define LOOK_BITS 10
-#define SKIP_BITS 11
+#define LOOK_BITS 11
+#define SKIP_BITS 10
 #define PAIR_BITS 11
 #define MANY_BYTES 8192 /* of a scan, for which it pays to build a table of pairs */
 #define CODE_BITS 16  /* of the longest code */
 #define VALUE_BITS 15 /* of the longest value */
-#define MAX_JOINED 3  /* codes in a look that skips: 3 runs of 16 are still less than END_OF_BLOCK */
-#define END_OF_BLOCK 64
+#define MAX_JOINED 3  /* codes in a look that skips */
+#define END_OF_BLOCK 128
 
 /* Bytes of the longest MCU, and of a refill beyond it. */
 #define PADDING (D_MAX_BLOCKS_IN_MCU * DCTSIZE2 * (CODE_BITS + VALUE_BITS) / 8 + 32)
@@ -53,8 +53,8 @@ typedef struct {
     /* By the next LOOK_BITS: value << 16 | advance << 8 | bits, with the bits of the value; 0 = they are not all in
      * sight. The advance is that of the position in the block: run + 1, or END_OF_BLOCK. */
     int32_t look[1 << LOOK_BITS];
-    /* By the next PAIR_BITS, of an AC table: one code with its value or two; the first's bits (8) and advance (8), both
-     * ones' bits (8) and advance (8), the first value (16) and the last (16), from the lowest bits on. 0 = a longer
+    /* By the next PAIR_BITS, of an AC table: one code with its value or two; the bits of all (8) and their advance (8),
+     * the first's advance (8) and bits (8), the first value (16) and the last (16), from the lowest bits on. 0 = a longer
      * code. Of one alone, both are that one. */
     uint64_t pairs[1 << PAIR_BITS];
     int has_pairs;
@@ -99,6 +99,7 @@ typedef struct {
     unsigned long left;                                    /* MCUs of the scan */
     unsigned int interval, until_restart, restarts;        /* MCUs between restarts, 0: there are none */
     int num_blocks, by_pairs;
+    const uint8_t *places; /* of coefficients: PLACES */
     int component[D_MAX_BLOCKS_IN_MCU];
     const Table *dc[D_MAX_BLOCKS_IN_MCU], *ac[D_MAX_BLOCKS_IN_MCU];
     uint32_t last_dc[MAX_COMPS_IN_SCAN]; /* as libjpeg's, but unsigned: damage makes it overflow */
@@ -106,15 +107,20 @@ typedef struct {
     uint32_t row, open_row; /* of a seekable file: the next MCU's, and one more than the row that `clean` is of */
 } Entropy;
 
-/* Zigzag to natural order. Behind 63, as in libjpeg: damaged runs end there, and so do those of END_OF_BLOCK, which
- * write a zero where there is one. */
-static const uint8_t ORDER[2 * DCTSIZE2] = {
-    0,  1,  8,  16, 9,  2,  3,  10, 17, 24, 32, 25, 18, 11, 4,  5,  12, 19, 26, 33, 40, 48, 41, 34, 27, 20,
-    13, 6,  7,  14, 21, 28, 35, 42, 49, 56, 57, 50, 43, 36, 29, 22, 15, 23, 30, 37, 44, 51, 58, 59, 52, 45,
-    38, 31, 39, 46, 53, 60, 61, 54, 47, 55, 62, 63, 63, 63, 63, 63, 63, 63, 63, 63, 63, 63, 63, 63, 63, 63,
-    63, 63, 63, 63, 63, 63, 63, 63, 63, 63, 63, 63, 63, 63, 63, 63, 63, 63, 63, 63, 63, 63, 63, 63, 63, 63,
-    63, 63, 63, 63, 63, 63, 63, 63, 63, 63, 63, 63, 63, 63, 63, 63, 63, 63, 63, 63, 63, 63, 63, 63,
-};
+/* The coefficients of a block as they come, each by its place in natural order, row by row. */
+#define ZIGZAG(AT) \
+    AT(0), AT(1), AT(8), AT(16), AT(9), AT(2), AT(3), AT(10), AT(17), AT(24), AT(32), AT(25), AT(18), AT(11), AT(4), \
+    AT(5), AT(12), AT(19), AT(26), AT(33), AT(40), AT(48), AT(41), AT(34), AT(27), AT(20), AT(13), AT(6), AT(7), \
+    AT(14), AT(21), AT(28), AT(35), AT(42), AT(49), AT(56), AT(57), AT(50), AT(43), AT(36), AT(29), AT(22), AT(15), \
+    AT(23), AT(30), AT(37), AT(44), AT(51), AT(58), AT(59), AT(52), AT(45), AT(38), AT(31), AT(39), AT(46), AT(53), \
+    AT(60), AT(61), AT(54), AT(47), AT(55), AT(62), AT(63)
+
+/* By a position in a block, behind a coefficient: where that one is. Behind the block it is the last one, as in libjpeg:
+ * damaged runs end there, and so do those of END_OF_BLOCK, which write a zero where there is one. */
+#define NUM_POSITIONS (DCTSIZE2 + END_OF_BLOCK + 16)
+#define PLACES(AT) {0, ZIGZAG(AT), [DCTSIZE2 + 1 ... NUM_POSITIONS - 1] = DCTSIZE2 - 1}
+#define NATURAL(place) (place)
+static const uint8_t NATURAL_PLACES[NUM_POSITIONS] = PLACES(NATURAL);
 
 /* Figure F.12 of the standard: `size` > 0 bits as a signed value. */
 static inline int extend(uint32_t value, int size) { return (int)value - (value >> (size - 1) ? 0 : (1 << size) - 1); }
@@ -162,8 +168,8 @@ static void join_pairs(Table *table)
             all_advance += next >> 8 & 255;
             last = next;
         }
-        table->pairs[at] = bits | advance << 8 | all_bits << 16 | (uint64_t)all_advance << 24 |
-                           (uint64_t)(first >> 16) << 32 | (uint64_t)(last >> 16) << 48;
+        table->pairs[at] = all_bits | all_advance << 8 | advance << 16 | bits << 24 | (uint64_t)(first >> 16) << 32 |
+                           (uint64_t)(last >> 16) << 48;
     }
     table->has_pairs = 1;
 }
@@ -268,7 +274,15 @@ static inline uint64_t load(const unsigned char *from)
         next += (63 - count) >> 3; \
         count |= 56; \
     } while (0)
-#define DROP(num) (bits <<= (num), count -= (num))
+#define DROP(num) (bits <<= (num), count -= (int)(num))
+/* Takes back so many bits. */
+#define RETURN(num) \
+    do { \
+        count += (int)(num); \
+        next -= count >> 3; \
+        count &= 7; \
+        bits = load(next - 1) << (8 - count); \
+    } while (0)
 
 /* A symbol and its value, however long; both were in `bits`. Returns 0 from where it is used: no such code. */
 #define LONG_SYMBOL(table, symbol, value) \
@@ -292,40 +306,36 @@ static inline uint64_t load(const unsigned char *from)
         DROP(size); \
     } while (0)
 
-/* Looks at an AC table: each takes what it finds. The second one of a pair is the next block's where the first one is
- * the block's last coefficient. */
+/* Looks at an AC table: each takes what it finds. What stands behind a block's last coefficient is the next block's:
+ * decode_blocks gives it back. */
 #define SKIP_CODES \
     { \
-        const int skip = table->skip[bits >> (64 - SKIP_BITS)], advance = skip >> 8; \
-        /* All of several codes belong to this block if the last one does: it ends in it, or is its end. */ \
-        const int last = position + advance % END_OF_BLOCK + advance / END_OF_BLOCK; \
-        if (__builtin_expect(!skip || last > DCTSIZE2, 0)) { \
+        skip = table->skip[bits >> (64 - SKIP_BITS)]; \
+        if (__builtin_expect(!skip, 0)) { \
             LONG_SYMBOL(table, symbol, value); \
-            position += advance_of(symbol); \
+            position += (size_t)advance_of(symbol); \
             continue; \
         } \
-        position += advance; \
-        DROP(skip & 255); \
+        position += skip >> 8; \
+        DROP(skip & 63); \
     }
 #define DECODE_LONG \
     do { \
         LONG_SYMBOL(table, symbol, value); \
-        position += advance_of(symbol); \
-        block[ORDER[position - 1]] = (JCOEF)value; \
+        position += (size_t)advance_of(symbol); \
+        block[places[position]] = (JCOEF)value; \
     } while (0)
 #define DECODE_PAIR \
     { \
-        const uint64_t pair = table->pairs[bits >> (64 - PAIR_BITS)]; \
+        pair = table->pairs[bits >> (64 - PAIR_BITS)]; \
         if (__builtin_expect(!pair, 0)) { \
             DECODE_LONG; \
             continue; \
         } \
-        const int first = position + (int)(pair >> 8 & 255), is_inside = first < DCTSIZE2; \
-        block[ORDER[first - 1]] = (JCOEF)(pair >> 32); \
-        position = is_inside ? position + (int)(pair >> 24 & 255) : first; \
-        block[ORDER[position - 1]] = (JCOEF)(is_inside ? pair >> 48 : pair >> 32); \
-        const int used = (int)(is_inside ? pair >> 16 & 255 : pair & 255); \
-        DROP(used); \
+        block[places[position + (pair >> 16 & 255)]] = (JCOEF)(pair >> 32); \
+        position += pair >> 8 & 255; \
+        block[places[position]] = (JCOEF)(pair >> 48); \
+        DROP(pair & 63); \
     }
 #define DECODE_CODE \
     { \
@@ -335,14 +345,14 @@ static inline uint64_t load(const unsigned char *from)
             continue; \
         } \
         position += entry >> 8 & 255; \
-        block[ORDER[position - 1]] = (JCOEF)(entry >> 16); \
-        DROP(entry & 255); \
+        block[places[position]] = (JCOEF)(entry >> 16); \
+        DROP(entry & 63); \
     }
 
 /* A block's AC codes. Three looks take at most 22 + 31 of the 56 bits of a refill: to ask before each of them how many
  * are left costs more, since the answer cannot be foreseen. */
 #define AC_CODES(LOOK) \
-    for (int position = 1; position < DCTSIZE2;) { \
+    while (position < DCTSIZE2) { \
         REFILL; \
         LOOK \
         if (position >= DCTSIZE2) \
@@ -353,12 +363,19 @@ static inline uint64_t load(const unsigned char *from)
         LOOK \
     }
 
+/* Whether a look went on behind a block's last coefficient: it was at the end neither by that one nor by END_OF_BLOCK. */
+static inline int is_beyond(size_t position)
+{
+    return position != DCTSIZE2 && position - END_OF_BLOCK - 1 >= DCTSIZE2 - 1;
+}
+
 /* The next MCU. blocks: filled, where they are wanted; NULL: none is. */
 INLINE int decode_blocks(Entropy *e, JBLOCKROW *blocks)
 {
     const unsigned char *next = e->next;
     uint64_t bits = e->bits;
     int count = e->count;
+    const uint8_t *places = e->places;
     for (int number = 0; number < e->num_blocks; number++) {
         const Table *table = e->dc[number];
         int symbol, value = 0;
@@ -372,19 +389,45 @@ INLINE int decode_blocks(Entropy *e, JBLOCKROW *blocks)
         }
         const uint32_t dc = e->last_dc[e->component[number]] += (uint32_t)value;
         table = e->ac[number];
-        if (!blocks) { /* what is skipped may have its value behind what is in sight: 26 bits, too many for three looks */
-            for (int position = 1; position < DCTSIZE2;) {
+        size_t position = 1;
+        if (!blocks) { /* what is skipped may have its value behind what is in sight: two looks take 25 + 31 bits */
+            unsigned int skip = 0;
+            while (position < DCTSIZE2) {
                 REFILL;
                 SKIP_CODES
+                if (position >= DCTSIZE2)
+                    break;
+                SKIP_CODES
+            }
+            if (__builtin_expect(is_beyond(position) && skip, 0)) {
+                /* Codes of the last look are the next block's: now one by one. */
+                position -= skip >> 8;
+                RETURN(skip & 63);
+                while (position < DCTSIZE2) {
+                    REFILL;
+                    LONG_SYMBOL(table, symbol, value);
+                    position += (size_t)advance_of(symbol);
+                }
             }
             continue;
         }
         JCOEF *block = *blocks[number];
         block[0] = (JCOEF)dc;
-        if (e->by_pairs)
+        if (e->by_pairs) {
+            uint64_t pair = 0;
             AC_CODES(DECODE_PAIR)
-        else
+            if (__builtin_expect(is_beyond(position), 0)) {
+                const size_t first = position - (pair >> 8 & 255) + (pair >> 16 & 255);
+                if (first < DCTSIZE2) {
+                    block[DCTSIZE2 - 1] = (JCOEF)(pair >> 48);
+                } else if (pair) { /* the last code is the next block's */
+                    block[DCTSIZE2 - 1] = (JCOEF)(pair >> 32);
+                    RETURN((pair & 63) - (pair >> 24 & 63));
+                }
+            }
+        } else {
             AC_CODES(DECODE_CODE)
+        }
     }
     e->next = next;
     e->bits = bits;
@@ -473,6 +516,7 @@ static int begin_scan(
     e->left = scan->num_mcus;
     e->interval = e->until_restart = scan->interval;
     e->num_blocks = scan->num_blocks;
+    e->places = NATURAL_PLACES;
     for (int number = 0; number < e->num_blocks; number++) {
         const ScanBlock *block = &scan->blocks[number];
         e->component[number] = block->component;

@@ -17,40 +17,29 @@
 #define LARGEST_INPUT 8191 /* of a pass of the inverse DCT; a picture's are below 5,000 */
 #define LARGEST_SAMPLE 511 /* before it is clamped */
 
-/* Constants of jidctint.c, in 1/8192. */
-#define F_0_298 2446
-#define F_0_390 3196
-#define F_0_541 4433
-#define F_0_765 6270
-#define F_0_899 7373
-#define F_1_175 9633
-#define F_1_501 12299
-#define F_1_847 15137
-#define F_1_961 16069
-#define F_2_053 16819
-#define F_2_562 20995
-#define F_3_072 25172
+/* Where a coefficient is, by its place in natural order: rows 0 and 4, 1 and 5, 2 and 6, 3 and 7 in pairs, column by
+ * column, as the inverse DCT multiplies them. */
+#define PAIRED(place) ((place) / 8 % 4 * 16 + (place) % 8 * 2 + (place) / 32)
 
-/* Factors are below 2^15, as 16-bit numbers of 32-bit lanes: exact, and half the work of a full multiplication. */
-#define TIMES(x, factor) _mm256_madd_epi16(x, _mm256_set1_epi32((factor) & 0xFFFF))
+/* Two factors, in 1/8192, of each pair of 16-bit numbers; the sum of both products. */
+#define TIMES(pairs, one, other) \
+    _mm256_madd_epi16(pairs, _mm256_set1_epi32((int)((uint32_t)(other) << 16 | ((uint32_t)(one) & 0xFFFF))))
 #define ADD(x, y) _mm256_add_epi32(x, y)
 #define SUB(x, y) _mm256_sub_epi32(x, y)
 
-/* One dimension, of eight rows or columns at a time, with `shift` bits taken off. */
-AVX2 static inline void inverse_dct_8(__m256i x[DCTSIZE], int shift)
+/* One dimension of jidctint.c, of eight rows or columns at a time: of numbers 0 and 4, 1 and 5, 2 and 6, 3 and 7 in
+ * pairs, with `bias` added and `shift` bits taken off. That file adds before it multiplies; here that is multiplied out,
+ * and constants are sums of its own. Neither rounds in between, so the results are the same. */
+AVX2 static inline void inverse_dct_8(const __m256i pairs[4], int bias, int shift, __m256i x[DCTSIZE])
 {
-    const __m256i half = _mm256_set1_epi32(1 << (shift - 1));
-    const __m256i sum26 = TIMES(ADD(x[2], x[6]), F_0_541);
-    const __m256i even2 = ADD(sum26, TIMES(x[6], -F_1_847)), even3 = ADD(sum26, TIMES(x[2], F_0_765));
-    const __m256i even0 = ADD(_mm256_slli_epi32(ADD(x[0], x[4]), 13), half);
-    const __m256i even1 = ADD(_mm256_slli_epi32(SUB(x[0], x[4]), 13), half);
+    const __m256i half = _mm256_set1_epi32(bias + (1 << (shift - 1)));
+    const __m256i even0 = ADD(TIMES(pairs[0], 8192, 8192), half), even3 = TIMES(pairs[2], 10703, 4433);
+    const __m256i even1 = ADD(TIMES(pairs[0], 8192, -8192), half), even2 = TIMES(pairs[2], 4433, -10704);
     const __m256i a0 = ADD(even0, even3), a3 = SUB(even0, even3), a1 = ADD(even1, even2), a2 = SUB(even1, even2);
-
-    const __m256i z3 = ADD(x[7], x[3]), z4 = ADD(x[5], x[1]), z5 = TIMES(ADD(z3, z4), F_1_175);
-    const __m256i z1 = TIMES(ADD(x[7], x[1]), -F_0_899), z2 = TIMES(ADD(x[5], x[3]), -F_2_562);
-    const __m256i w3 = ADD(TIMES(z3, -F_1_961), z5), w4 = ADD(TIMES(z4, -F_0_390), z5);
-    const __m256i odd0 = ADD(TIMES(x[7], F_0_298), ADD(z1, w3)), odd1 = ADD(TIMES(x[5], F_2_053), ADD(z2, w4));
-    const __m256i odd2 = ADD(TIMES(x[3], F_3_072), ADD(z2, w3)), odd3 = ADD(TIMES(x[1], F_1_501), ADD(z1, w4));
+    const __m256i odd0 = ADD(TIMES(pairs[1], 2260, 9633), TIMES(pairs[3], -6436, -11363));
+    const __m256i odd1 = ADD(TIMES(pairs[1], 6437, 2261), TIMES(pairs[3], -11362, 9633));
+    const __m256i odd2 = ADD(TIMES(pairs[1], 9633, -11362), TIMES(pairs[3], -2259, -6436));
+    const __m256i odd3 = ADD(TIMES(pairs[1], 11363, 6437), TIMES(pairs[3], 9633, 2260));
 
     const __m128i bits = _mm_cvtsi32_si128(shift);
     x[0] = _mm256_sra_epi32(ADD(a0, odd3), bits);
@@ -63,31 +52,29 @@ AVX2 static inline void inverse_dct_8(__m256i x[DCTSIZE], int shift)
     x[4] = _mm256_sra_epi32(SUB(a3, odd0), bits);
 }
 
-AVX2 static inline void transpose_8(__m256i x[DCTSIZE])
+/* Rows 0 and 4, 1 and 5, 2 and 6, 3 and 7 one behind the other, by 4 columns → columns in pairs, as above. */
+AVX2 static inline void pair_columns(const __m256i rows[4], __m256i pairs[4])
 {
-    __m256i pairs[DCTSIZE], fours[DCTSIZE];
-    for (int i = 0; i < DCTSIZE; i += 2) {
-        pairs[i] = _mm256_unpacklo_epi32(x[i], x[i + 1]);
-        pairs[i + 1] = _mm256_unpackhi_epi32(x[i], x[i + 1]);
-    }
-    for (int i = 0; i < DCTSIZE; i += 4) {
-        fours[i] = _mm256_unpacklo_epi64(pairs[i], pairs[i + 2]);
-        fours[i + 1] = _mm256_unpackhi_epi64(pairs[i], pairs[i + 2]);
-        fours[i + 2] = _mm256_unpacklo_epi64(pairs[i + 1], pairs[i + 3]);
-        fours[i + 3] = _mm256_unpackhi_epi64(pairs[i + 1], pairs[i + 3]);
-    }
-    for (int i = 0; i < 4; i++) {
-        x[i] = _mm256_permute2x128_si256(fours[i], fours[i + 4], 0x20);
-        x[i + 4] = _mm256_permute2x128_si256(fours[i], fours[i + 4], 0x31);
+    const __m256i low01 = _mm256_unpacklo_epi16(rows[0], rows[1]), high01 = _mm256_unpackhi_epi16(rows[0], rows[1]);
+    const __m256i low23 = _mm256_unpacklo_epi16(rows[2], rows[3]), high23 = _mm256_unpackhi_epi16(rows[2], rows[3]);
+    /* Of rows 0 to 3 and of 4 to 7, by lanes columns 0, 1 and 4, 5; or 2, 3 and 6, 7. */
+    const __m256i top[2] = {_mm256_unpacklo_epi32(low01, low23), _mm256_unpackhi_epi32(low01, low23)};
+    const __m256i bottom[2] = {_mm256_unpacklo_epi32(high01, high23), _mm256_unpackhi_epi32(high01, high23)};
+    for (int i = 0; i < 2; i++) {
+        const __m256i left = _mm256_permute2x128_si256(top[i], bottom[i], 0x20);
+        const __m256i right = _mm256_permute2x128_si256(top[i], bottom[i], 0x31);
+        pairs[2 * i] = _mm256_unpacklo_epi16(left, right);
+        pairs[2 * i + 1] = _mm256_unpackhi_epi16(left, right);
     }
 }
 
-/* The absolute values' bits, ones' complement, of what was in `seen` or is in x. */
-AVX2 static inline __m256i seen_too(__m256i seen, const __m256i x[DCTSIZE])
+/* Whether all 16-bit numbers, with `add` added, are in 0 to range - 1, a power of two. */
+AVX2 static inline int are_within(const __m256i x[4], int add, int range)
 {
-    for (int i = 0; i < DCTSIZE; i++)
-        seen = _mm256_or_si256(seen, _mm256_xor_si256(x[i], _mm256_srai_epi32(x[i], 31)));
-    return seen;
+    const __m256i up = _mm256_set1_epi16((short)add);
+    const __m256i one = _mm256_or_si256(_mm256_add_epi16(x[0], up), _mm256_add_epi16(x[1], up));
+    const __m256i other = _mm256_or_si256(_mm256_add_epi16(x[2], up), _mm256_add_epi16(x[3], up));
+    return _mm256_testz_si256(_mm256_or_si256(one, other), _mm256_set1_epi16((short)-range));
 }
 
 static inline int descaled(int value, int bits) { return (value + (1 << (bits - 1))) >> bits; }
@@ -103,36 +90,40 @@ AVX2 static inline int flat_block(int dc, uint8_t *to, ptrdiff_t stride)
     return 1;
 }
 
-/* The samples of a block, 8 x 8 bytes: jpeg_idct_islow. quants: in the order of coefficients. 0: refused. */
-AVX2 static int inverse_dct(const int16_t *coefficients, const int16_t *quants, uint8_t *to, ptrdiff_t stride)
+/* What coefficients are multiplied by, and how large they may be; at places of PAIRED. */
+typedef struct {
+    int16_t steps[DCTSIZE2], limits[DCTSIZE2];
+} Quants;
+
+/* The samples of a block, 8 x 8 bytes: jpeg_idct_islow. Coefficients are at places of PAIRED. 0: refused. */
+AVX2 static int inverse_dct(const int16_t *coefficients, const Quants *quants, uint8_t *to, ptrdiff_t stride)
 {
     const __m256i *all = (const __m256i *)coefficients;
+    const __m256i_u *steps = (const __m256i_u *)quants->steps, *limits = (const __m256i_u *)quants->limits;
     const __m256i but_first = _mm256_setr_epi16(0, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1);
     const __m256i others = _mm256_or_si256(_mm256_or_si256(_mm256_and_si256(all[0], but_first), all[1]),
                                            _mm256_or_si256(all[2], all[3]));
     if (_mm256_testz_si256(others, others))
-        return flat_block(coefficients[0] * quants[0], to, stride);
-    __m256i x[DCTSIZE];
-    for (int i = 0; i < DCTSIZE; i++) {
-        const __m256i row = _mm256_cvtepi16_epi32(_mm_load_si128((const __m128i *)(coefficients + i * DCTSIZE)));
-        const __m256i steps = _mm256_cvtepi16_epi32(_mm_load_si128((const __m128i *)(quants + i * DCTSIZE)));
-        x[i] = _mm256_madd_epi16(row, steps);
+        return flat_block(coefficients[0] * quants->steps[0], to, stride);
+    __m256i pairs[4], rows[4], x[DCTSIZE], beyond = _mm256_setzero_si256();
+    for (int i = 0; i < 4; i++) {
+        beyond = _mm256_or_si256(beyond, _mm256_subs_epu16(_mm256_abs_epi16(all[i]), limits[i]));
+        pairs[i] = _mm256_mullo_epi16(all[i], steps[i]);
     }
-    __m256i seen = seen_too(_mm256_setzero_si256(), x);
-    inverse_dct_8(x, 11);
-    seen = seen_too(seen, x);
-    if (!_mm256_testz_si256(seen, _mm256_set1_epi32(~LARGEST_INPUT)))
+    if (!_mm256_testz_si256(beyond, beyond))
         return 0;
-    transpose_8(x);
-    inverse_dct_8(x, 18);
+    inverse_dct_8(pairs, 0, 11, x);
+    for (int i = 0; i < 4; i++)
+        rows[i] = _mm256_packs_epi32(x[i], x[i + 4]);
+    if (!are_within(rows, LARGEST_INPUT + 1, 2 * (LARGEST_INPUT + 1)))
+        return 0;
+    pair_columns(rows, pairs);
+    inverse_dct_8(pairs, 128 << 18, 18, x);
 
-    __m256i words[4], large = _mm256_setzero_si256();
-    for (int i = 0; i < 4; i++) { /* columns 2i and 2i + 1, by lanes rows 0 to 3 and 4 to 7 */
+    __m256i words[4];
+    for (int i = 0; i < 4; i++) /* columns 2i and 2i + 1, by lanes rows 0 to 3 and 4 to 7 */
         words[i] = _mm256_packs_epi32(x[2 * i], x[2 * i + 1]);
-        large = _mm256_or_si256(large, _mm256_xor_si256(words[i], _mm256_srai_epi16(words[i], 15)));
-        words[i] = _mm256_add_epi16(words[i], _mm256_set1_epi16(128));
-    }
-    if (!_mm256_testz_si256(large, _mm256_set1_epi16(~LARGEST_SAMPLE)))
+    if (!are_within(words, LARGEST_SAMPLE + 1 - 128, 2 * (LARGEST_SAMPLE + 1)))
         return 0;
     const __m256i by_rows = _mm256_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15, 0, 4, 8, 12, 1, 5, 9,
                                              13, 2, 6, 10, 14, 3, 7, 11, 15);

@@ -416,14 +416,10 @@ INLINE int decode_blocks(Entropy *e, JBLOCKROW *blocks)
         if (e->by_pairs) {
             uint64_t pair = 0;
             AC_CODES(DECODE_PAIR)
-            if (__builtin_expect(is_beyond(position), 0)) {
-                const size_t first = position - (pair >> 8 & 255) + (pair >> 16 & 255);
-                if (first < DCTSIZE2) {
-                    block[DCTSIZE2 - 1] = (JCOEF)(pair >> 48);
-                } else if (pair) { /* the last code is the next block's */
-                    block[DCTSIZE2 - 1] = (JCOEF)(pair >> 32);
-                    RETURN((pair & 63) - (pair >> 24 & 63));
-                }
+            const size_t first = position - (pair >> 8 & 255) + (pair >> 16 & 255);
+            if (__builtin_expect(is_beyond(position) && first >= DCTSIZE2 && pair, 0)) {
+                block[DCTSIZE2 - 1] = (JCOEF)(pair >> 32); /* the other one is the next block's */
+                RETURN((pair & 63) - (pair >> 24 & 63));
             }
         } else {
             AC_CODES(DECODE_CODE)

@@ -175,65 +175,82 @@ AVX2 static void add_rows(const uint8_t *near, const uint8_t *far, int num, int1
 /* Bytes that may be read and written behind a row of samples, or of sums. */
 #define ROW_SLACK 64
 
-/* Of 16 pixels, planes → 48 bytes. */
-AVX2 static inline void store_rgb(__m128i r, __m128i g, __m128i b, uint8_t *to)
+/* Of 32 pixels, planes → 96 bytes. */
+AVX2 static inline void store_rgb(__m256i r, __m256i g, __m256i b, uint8_t *to)
 {
-    const __m128i r0 = _mm_setr_epi8(0, -1, -1, 1, -1, -1, 2, -1, -1, 3, -1, -1, 4, -1, -1, 5);
-    const __m128i g0 = _mm_setr_epi8(-1, 0, -1, -1, 1, -1, -1, 2, -1, -1, 3, -1, -1, 4, -1, -1);
-    const __m128i b0 = _mm_setr_epi8(-1, -1, 0, -1, -1, 1, -1, -1, 2, -1, -1, 3, -1, -1, 4, -1);
-    const __m128i r1 = _mm_setr_epi8(-1, -1, 6, -1, -1, 7, -1, -1, 8, -1, -1, 9, -1, -1, 10, -1);
-    const __m128i g1 = _mm_setr_epi8(5, -1, -1, 6, -1, -1, 7, -1, -1, 8, -1, -1, 9, -1, -1, 10);
-    const __m128i b1 = _mm_setr_epi8(-1, 5, -1, -1, 6, -1, -1, 7, -1, -1, 8, -1, -1, 9, -1, -1);
-    const __m128i r2 = _mm_setr_epi8(-1, 11, -1, -1, 12, -1, -1, 13, -1, -1, 14, -1, -1, 15, -1, -1);
-    const __m128i g2 = _mm_setr_epi8(-1, -1, 11, -1, -1, 12, -1, -1, 13, -1, -1, 14, -1, -1, 15, -1);
-    const __m128i b2 = _mm_setr_epi8(10, -1, -1, 11, -1, -1, 12, -1, -1, 13, -1, -1, 14, -1, -1, 15);
+#define EACH_HALF(...) _mm256_broadcastsi128_si256(_mm_setr_epi8(__VA_ARGS__))
+    const __m256i r0 = EACH_HALF(0, -1, -1, 1, -1, -1, 2, -1, -1, 3, -1, -1, 4, -1, -1, 5);
+    const __m256i g0 = EACH_HALF(-1, 0, -1, -1, 1, -1, -1, 2, -1, -1, 3, -1, -1, 4, -1, -1);
+    const __m256i b0 = EACH_HALF(-1, -1, 0, -1, -1, 1, -1, -1, 2, -1, -1, 3, -1, -1, 4, -1);
+    const __m256i r1 = EACH_HALF(-1, -1, 6, -1, -1, 7, -1, -1, 8, -1, -1, 9, -1, -1, 10, -1);
+    const __m256i g1 = EACH_HALF(5, -1, -1, 6, -1, -1, 7, -1, -1, 8, -1, -1, 9, -1, -1, 10);
+    const __m256i b1 = EACH_HALF(-1, 5, -1, -1, 6, -1, -1, 7, -1, -1, 8, -1, -1, 9, -1, -1);
+    const __m256i r2 = EACH_HALF(-1, 11, -1, -1, 12, -1, -1, 13, -1, -1, 14, -1, -1, 15, -1, -1);
+    const __m256i g2 = EACH_HALF(-1, -1, 11, -1, -1, 12, -1, -1, 13, -1, -1, 14, -1, -1, 15, -1);
+    const __m256i b2 = EACH_HALF(10, -1, -1, 11, -1, -1, 12, -1, -1, 13, -1, -1, 14, -1, -1, 15);
+#undef EACH_HALF
 #define JOINED(number) \
-    _mm_or_si128(_mm_or_si128(_mm_shuffle_epi8(r, r##number), _mm_shuffle_epi8(g, g##number)), \
-                 _mm_shuffle_epi8(b, b##number))
-    _mm_storeu_si128((__m128i *)to, JOINED(0));
-    _mm_storeu_si128((__m128i *)(to + 16), JOINED(1));
-    _mm_storeu_si128((__m128i *)(to + 32), JOINED(2));
+    _mm256_or_si256(_mm256_or_si256(_mm256_shuffle_epi8(r, r##number), _mm256_shuffle_epi8(g, g##number)), \
+                    _mm256_shuffle_epi8(b, b##number))
+    /* Thirds of the first 16 pixels in the lower halves, of the others in the upper ones. */
+    const __m256i first = JOINED(0), second = JOINED(1), third = JOINED(2);
 #undef JOINED
+    __m256i *out = (__m256i *)to;
+    _mm256_storeu_si256(out, _mm256_permute2x128_si256(first, second, 0x20));
+    _mm256_storeu_si256(out + 1, _mm256_blend_epi32(third, first, 0xF0));
+    _mm256_storeu_si256(out + 2, _mm256_permute2x128_si256(second, third, 0x31));
 }
 
-/* 16 pixels of YCbCr, jdcolor.c's: red = y + 1.402 cr, green = y - 0.34414 cb - 0.71414 cr, blue = y + 1.772 cb, in
- * 1/65536, each rounded. Factors of more than 1/2 are split, so that what is left fits in 16 bits. */
-AVX2 static inline void convert_16(const uint8_t *luma, const uint8_t *cb, const uint8_t *cr, uint8_t *to)
+/* What 16 pixels have beside y, in jdcolor.c: red = y + 1.402 cr, green = y - 0.34414 cb - 0.71414 cr, blue = y +
+ * 1.772 cb, in 1/65536, each rounded. Factors of more than 1/2 are split, so that what is left fits in 16 bits. */
+AVX2 static inline void colors_of(const uint8_t *cb, const uint8_t *cr, __m256i *red, __m256i *green, __m256i *blue)
 {
     const __m256i middle = _mm256_set1_epi16(128), one = _mm256_set1_epi16(1);
-    const __m256i y = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)luma));
     const __m256i u = _mm256_sub_epi16(_mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)cb)), middle);
     const __m256i v = _mm256_sub_epi16(_mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)cr)), middle);
     const __m256i u2 = _mm256_add_epi16(u, u), v2 = _mm256_add_epi16(v, v);
-    const __m256i red = _mm256_add_epi16(
+    *red = _mm256_add_epi16(
         v, _mm256_srai_epi16(_mm256_add_epi16(_mm256_mulhi_epi16(v2, _mm256_set1_epi16(26345)), one), 1));
-    const __m256i blue = _mm256_add_epi16(
+    *blue = _mm256_add_epi16(
         u2, _mm256_srai_epi16(_mm256_add_epi16(_mm256_mulhi_epi16(u2, _mm256_set1_epi16(-14942)), one), 1));
     const __m256i factors = _mm256_set1_epi32((int)(18734u << 16 | (0xFFFFu & (unsigned)-22554)));
     const __m256i half = _mm256_set1_epi32(1 << 15);
     const __m256i low = _mm256_madd_epi16(_mm256_unpacklo_epi16(u, v), factors);
     const __m256i high = _mm256_madd_epi16(_mm256_unpackhi_epi16(u, v), factors);
-    const __m256i green = _mm256_sub_epi16(
+    *green = _mm256_sub_epi16(
         _mm256_packs_epi32(_mm256_srai_epi32(_mm256_add_epi32(low, half), 16),
                            _mm256_srai_epi32(_mm256_add_epi32(high, half), 16)),
         v);
-    /* By 64 bits: r's pixels 0 to 7, g's, r's 8 to 15, g's. */
-    const __m256i rg = _mm256_packus_epi16(_mm256_add_epi16(y, red), _mm256_add_epi16(y, green));
-    const __m256i bb = _mm256_packus_epi16(_mm256_add_epi16(y, blue), _mm256_add_epi16(y, blue));
-    const __m256i r_g = _mm256_permute4x64_epi64(rg, 0xD8), b_b = _mm256_permute4x64_epi64(bb, 0xD8);
-    store_rgb(_mm256_castsi256_si128(r_g), _mm256_extracti128_si256(r_g, 1), _mm256_castsi256_si128(b_b), to);
+}
+
+/* 32 bytes of y and of what is added to it, in the order of pixels. */
+AVX2 static inline __m256i sums_of(__m256i y0, __m256i y1, __m256i add0, __m256i add1)
+{
+    const __m256i sums = _mm256_packus_epi16(_mm256_add_epi16(y0, add0), _mm256_add_epi16(y1, add1));
+    return _mm256_permute4x64_epi64(sums, 0xD8);
+}
+
+/* 32 pixels of YCbCr. */
+AVX2 static inline void convert_32(const uint8_t *luma, const uint8_t *cb, const uint8_t *cr, uint8_t *to)
+{
+    const __m256i y0 = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)luma));
+    const __m256i y1 = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)(luma + 16)));
+    __m256i red0, green0, blue0, red1, green1, blue1;
+    colors_of(cb, cr, &red0, &green0, &blue0);
+    colors_of(cb + 16, cr + 16, &red1, &green1, &blue1);
+    store_rgb(sums_of(y0, y1, red0, red1), sums_of(y0, y1, green0, green1), sums_of(y0, y1, blue0, blue1), to);
 }
 
 /* A row of RGB; of grays, where there is no chroma. Nothing is written behind its end. */
 AVX2 static void convert_row(const uint8_t *luma, const uint8_t *cb, const uint8_t *cr, int width, uint8_t *to)
 {
-    uint8_t last[16 * CHANNELS];
-    for (int x = 0; x < width; x += 16) {
-        uint8_t *into = width - x < 16 ? last : to + x * CHANNELS;
+    uint8_t last[32 * CHANNELS];
+    for (int x = 0; x < width; x += 32) {
+        uint8_t *into = width - x < 32 ? last : to + x * CHANNELS;
         if (cb) {
-            convert_16(luma + x, cb + x, cr + x, into);
+            convert_32(luma + x, cb + x, cr + x, into);
         } else {
-            const __m128i y = _mm_loadu_si128((const __m128i *)(luma + x));
+            const __m256i y = _mm256_loadu_si256((const __m256i *)(luma + x));
             store_rgb(y, y, y, into);
         }
         if (into == last)

@@ -57,6 +57,16 @@ def encode(image: np.ndarray, mode: str = "RGB", **options: Any) -> bytes:
     return out.getvalue()
 
 
+def assert_pixels_of_simplejpeg(data: bytes) -> None:
+    """The whole image, and a part that leaves out columns and rows on all sides."""
+    whole = simplejpeg.decode_jpeg(data, "RGB")
+    height, width = whole.shape[:2]
+    assert np.array_equal(decode_box(data, (0, 0, height, width)), whole)
+    top, left, rows, columns = height // 3, width // 4, height // 2, width // 2
+    part = decode_box(data, (top, left, rows, columns))
+    assert np.array_equal(part, whole[top : top + rows, left : left + columns])
+
+
 SUBSAMPLINGS = ("4:4:4", "4:2:2", "4:2:0")
 OPTIONS: list[dict[str, Any]] = [
     *[{"quality": quality} for quality in (1, 30, 75, 95, 100)],
@@ -85,11 +95,44 @@ def test_all_kinds_of_codes_give_the_pixels_of_simplejpeg(
         image = make(height, width)
         for mode, subsampling in [("L", None), *(("RGB", subsampling) for subsampling in SUBSAMPLINGS)]:
             data = encode(image, mode, **options, **({"subsampling": subsampling} if subsampling else {}))
-            whole = simplejpeg.decode_jpeg(data, "RGB")
-            assert np.array_equal(decode_box(data, (0, 0, height, width)), whole)
-            top, left, rows, columns = height // 3, width // 4, height // 2, width // 2
-            part = decode_box(data, (top, left, rows, columns))
-            assert np.array_equal(part, whole[top : top + rows, left : left + columns])
+            assert_pixels_of_simplejpeg(data)
+
+
+@needs_extension
+@pytest.mark.parametrize("step", [2, 5, 8, 16, 40, 100, 255])
+@pytest.mark.parametrize("contrast", [8, 64, 255])
+def test_samples_out_of_range_are_those_of_simplejpeg(contrast: int, step: int, simd: None) -> None:
+    """Coefficients are multiplied by more than the encoder divided them by, up to where 16 bits overflow."""
+    image = (128 + (noise(64, 80) / 255 - 0.5) * contrast).astype(np.uint8)
+    for subsampling in SUBSAMPLINGS:
+        data = bytearray(encode(image, quality=100, subsampling=subsampling))
+        for table in (0, 1):
+            at = data.index(b"\xff\xdb\x00\x43" + bytes([table])) + 5
+            data[at : at + 64] = bytes([step]) * 64
+        assert_pixels_of_simplejpeg(bytes(data))
+
+
+@needs_extension
+@pytest.mark.parametrize("seed", range(4))
+def test_a_block_without_an_end_and_a_run_that_leaves_one(seed: int, simd: None) -> None:
+    """Codes of the standard's first AC table: a run of 0 and a value of 1 bit is 00, 3 is 111010, 16 zeros are
+    11111111001, the end is 1010. A DC difference of 0 is 00. All stand where two of them are looked up at once.
+    """
+    rng, num_blocks = np.random.default_rng(seed), 600
+    bits = []
+    for _ in range(num_blocks):
+        num = int(rng.integers(56, 64))
+        bits += ["00", *(f"00{bit}" for bit in rng.integers(0, 2, num))]
+        if num < 63:
+            bits.append(str(rng.choice(["1010", "1110100", "1110101", "11111111001"])))
+            if bits[-1][:3] == "111" and num < 60:
+                bits[-1] = "1010"  # the run would stay inside
+    stream = "".join(bits)
+    stream += "1" * (-len(stream) % 8)
+    codes = int(stream, 2).to_bytes(len(stream) // 8, "big").replace(b"\xff", b"\xff\x00")
+    plain = encode(np.zeros((8, 8 * num_blocks, 3), np.uint8), "L")
+    scan = plain.index(b"\xff\xda") + 10
+    assert_pixels_of_simplejpeg(plain[:scan] + codes + b"\xff\xd9")
 
 
 @needs_extension

@@ -258,10 +258,11 @@ static inline int is_ready(const Frame *frame, int y, int num_rows)
     return (frame->v == 2 ? y / 2 + below : y) < num_rows * DCTSIZE;
 }
 
-/* The rectangle's pixels in `out`, whose rows are `stride` apart. 0: refused, or there is no memory. */
+/* The rectangle's pixels in `out`, whose rows are `stride` apart, but for those that are 0 in `rows_read`, if it is there.
+ * 0: refused, or there is no memory. */
 AVX2 static int decode_baseline(
     Baseline *baseline, Entropy *entropy, HuffmanTables *codes, const uint8_t *data, size_t size,
-    const Seek *seek, Rectangle box, int to_end, uint8_t *out, ptrdiff_t stride)
+    const Seek *seek, Rectangle box, const uint8_t *rows_read, int to_end, uint8_t *out, ptrdiff_t stride)
 {
     Frame frame;
     Scan scan;
@@ -319,6 +320,8 @@ AVX2 static int decode_baseline(
                 return 0;
         }
         for (; row >= first_row && y < bottom && is_ready(&frame, y, row + 1); y++) {
+            if (rows_read && !rows_read[y - box.top])
+                continue;
             const uint8_t *chroma[2] = {NULL, NULL};
             for (int i = 1; i < frame.num_components; i++)
                 chroma[i - 1] = chroma_row(&how, &planes[i], y, start, right, how.wide[i - 1]) + box.left - start;

@@ -219,9 +219,11 @@ static void start_without_tables(struct jpeg_decompress_struct *info, JHUFF_TBL 
     }
 }
 
-/* The column of `out`, height x columns x 3 bytes, in which the rectangle begins; or -1, and trouble->message. */
+/* The column of `out`, height x columns x 3 bytes, in which the rectangle begins; or -1, and trouble->message. Of
+ * `rows_read`, a byte for each, those that are 0 may be left as they are; NULL: none. */
 static int decode_crop(
-    Decoder *decoder, const unsigned char *data, size_t size, Crop crop, int simd, unsigned char *out)
+    Decoder *decoder, const unsigned char *data, size_t size, Crop crop, const uint8_t *rows_read, int simd,
+    unsigned char *out)
 {
     struct jpeg_decompress_struct *info = &decoder->info;
     Trouble *trouble = &decoder->trouble;
@@ -235,8 +237,8 @@ static int decode_crop(
 #ifdef HAS_AVX2
     const Rectangle box = {(int)crop.left, (int)crop.top, (int)crop.width, (int)crop.height};
     if (simd == SIMD_AVX2 && crop.eighths == 8 && crop.width <= crop.columns &&
-        decode_baseline(&decoder->baseline, entropy, &decoder->tables, data, size, &seek, box, crop.to_end,
-                        out, (ptrdiff_t)crop.columns * 3))
+        decode_baseline(&decoder->baseline, entropy, &decoder->tables, data, size, &seek, box, rows_read,
+                        crop.to_end, out, (ptrdiff_t)crop.columns * 3))
         return 0;
 #endif
     if (setjmp(trouble->escape)) { /* of what is set below, only what the decoder owns is used here */

@@ -302,7 +302,7 @@ static PyObject *py_decode_crop(PyObject *self, PyObject *args)
         const Crop crop = {left, top, width, height, eighths, to_end, columns};
         int first;
         Py_BEGIN_ALLOW_THREADS
-        first = decode_crop(&worker->decoder, data.buf, (size_t)data.len, crop, simd_level, out.buf);
+        first = decode_crop(&worker->decoder, data.buf, (size_t)data.len, crop, NULL, simd_level, out.buf);
         Py_END_ALLOW_THREADS
         if (first < 0)
             PyErr_SetString(PyExc_ValueError, worker->decoder.trouble.message);

@@ -21,7 +21,7 @@
 
 typedef int Operation(Image *image, const int64_t *params, Scratch *scratch);
 
-enum { CROP = 1, CROP_SCALED = 2, NUM_CODES = 13 };
+enum { CROP = 1, CROP_SCALED = 2, RESIZE = 3, NUM_CODES = 13 };
 
 static int not_on_pixels(Image *image, const int64_t *params, Scratch *scratch)
 {
@@ -36,7 +36,7 @@ static const struct {
 } OPERATIONS[NUM_CODES] = {
     [CROP] = {crop, 4, 0},
     [CROP_SCALED] = {not_on_pixels, 5, 0},
-    [3] = {resize, 3, 0},
+    [RESIZE] = {resize, 3, 0},
     [4] = {pad, 8, 0},
     [5] = {turn, 1, 0},
     [6] = {affine, 11, 0},
@@ -78,7 +78,7 @@ typedef struct {
 typedef struct Worker {
     struct Worker *next;
     Decoder decoder;
-    Buffer decoded;
+    Buffer decoded, rows;
     Scratch scratch;
 } Worker;
 
@@ -135,8 +135,23 @@ static void describe(const Source *source, int32_t description[3])
     }
 }
 
-/* A box of a JPEG at its scale; NULL: all of it. */
-static int decode(Worker *worker, const Source *source, const int64_t *box, int eighths, int to_end, Image *image)
+/* The rows of an image that the operations from number `first` on read; NULL: all. */
+static const uint8_t *rows_read(const Job *job, Py_ssize_t number, Py_ssize_t first, int height, Buffer *rows)
+{
+    const int64_t *row = job->params + number * job->num_params;
+    while (first < job->num_ops && !row[job->ops[first][1]])
+        first++;
+    if (first == job->num_ops || job->ops[first][0] != RESIZE)
+        return NULL;
+    uint8_t *marks = reserve(rows, (size_t)height);
+    return marks && mark_rows(row + job->ops[first][1] + 1, height, marks) ? marks : NULL;
+}
+
+/* A box of a JPEG at its scale, NULL: all of it; for the operations of a job from number `first` on, or for several
+ * jobs. */
+static int decode(
+    Worker *worker, const Source *source, const int64_t *box, int eighths, const Call *call, Py_ssize_t number,
+    Py_ssize_t first, Image *image)
 {
     Header header;
     if (source->height < 0 || !read_header(source->bytes, source->size, &header))
@@ -148,15 +163,19 @@ static int decode(Worker *worker, const Source *source, const int64_t *box, int 
         !is_box(box, (header.height * eighths + 7) / 8, (header.width * eighths + 7) / 8))
         return BAD_PARAMS;
     const Crop crop = {(JDIMENSION)box[1], (JDIMENSION)box[0], (JDIMENSION)box[3], (JDIMENSION)box[2],
-                       (unsigned)eighths, to_end, (JDIMENSION)(box == whole ? box[3] : box[3] + EXTRA_COLUMNS)};
+                       (unsigned)eighths, call->to_end, (JDIMENSION)(box == whole ? box[3] : box[3] + EXTRA_COLUMNS)};
     const ptrdiff_t stride = (ptrdiff_t)crop.columns * CHANNELS;
     uint8_t *pixels = reserve(&worker->decoded, (size_t)crop.height * (size_t)stride);
     if (!pixels)
         return NO_MEMORY;
-    const int first = decode_crop(&worker->decoder, source->bytes, source->size, crop, worker->scratch.simd, pixels);
-    if (first < 0)
+    const uint8_t *rows = NULL;
+    if (call->num_jobs == 1)
+        rows = rows_read(call->jobs, number, first, (int)crop.height, &worker->rows);
+    const int column =
+        decode_crop(&worker->decoder, source->bytes, source->size, crop, rows, worker->scratch.simd, pixels);
+    if (column < 0)
         return UNREADABLE;
-    *image = (Image){pixels + first * CHANNELS, stride, (int)crop.height, (int)crop.width, 1};
+    *image = (Image){pixels + column * CHANNELS, stride, (int)crop.height, (int)crop.width, 1};
     return DONE;
 }
 
@@ -219,7 +238,7 @@ static int make_image(const Call *call, Py_ssize_t number, Worker *worker)
             if (job->ops[0][0] == CROP_SCALED)
                 eighths = params[4] >= 1 && params[4] <= WHOLE ? (int)params[4] : 0;
         }
-        const int status = decode(worker, source, params, eighths, call->to_end, &image);
+        const int status = decode(worker, source, params, eighths, call, number, first, &image);
         if (status != DONE)
             return status;
         image.writable = call->num_jobs == 1;

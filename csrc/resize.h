@@ -205,6 +205,20 @@ static int interpolate(const Image *from, const Image *to, int num_taps, int is_
     return DONE;
 }
 
+/* Marks the rows that resize() reads, of an image of this size. 0: it reads all, or most of them. */
+static int mark_rows(const int64_t *params, int height, uint8_t *rows)
+{
+    if (params[2] != LINEAR || params[0] < 1 || params[0] >= height / 2)
+        return 0;
+    const Axis down = axis_of(height, (int)params[0], 0);
+    memset(rows, 0, (size_t)height);
+    for (int y = 0; y < down.result; y++) {
+        const int at = linear_taps(&down, y).at;
+        rows[bound(at, height)] = rows[bound(at + 1, height)] = 1;
+    }
+    return 1;
+}
+
 /* Means of blocks of rows x columns pixels. OpenCV multiplies by the rounded float 1 / area, but for 2 x 2. */
 static int mean_of_blocks(const Image *from, const Image *to, Scratch *scratch)
 {

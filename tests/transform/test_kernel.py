@@ -256,6 +256,25 @@ def test_several_jobs_share_one_decode_and_threads_change_nothing() -> None:
     assert len(set(results)) == 1
 
 
+@pytest.mark.parametrize("size", [(3, 120), (29, 9), (30, 40), (31, 5), (61, 4)])
+@pytest.mark.parametrize("interpolation", [NEAREST, LINEAR, CUBIC])
+def test_rows_that_a_reduction_leaves_out_are_made_for_all_who_read_them(
+    size: tuple[int, int], interpolation: int
+) -> None:
+    """Whole and of a crop, alone and beside a job that reads all rows; images before it have left their pixels."""
+    rng = np.random.default_rng(0)
+    before, data = (encode(noise(rng, 61, 83), quality=90) for _ in range(2))
+    whole, box, to = decode(data), [1, 9, 60, 31], [*size, interpolation]
+    for first, image in (([], whole), ([(CROP, box)], reference.crop(whole, box))):
+        expected = OPERATIONS[RESIZE](image, to)
+        one(before, [], (61, 83))
+        assert np.array_equal(one(data, [*first, (RESIZE, to)], size), expected)
+        outs = np.zeros((1, *size, 3), np.uint8), np.zeros((1, *image.shape), np.uint8)
+        one(before, [], (61, 83))
+        kernel.run([data], [job(outs[0], [*first, (RESIZE, to)]), job(outs[1], first)])
+        assert np.array_equal(outs[0][0], expected) and np.array_equal(outs[1][0], image)
+
+
 def test_an_image_without_tables_does_not_use_those_of_the_one_before() -> None:
     rng = np.random.default_rng(0)
     good, other = encode(noise(rng, 24, 24), quality=90), encode(noise(rng, 24, 24), quality=30)

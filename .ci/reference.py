@@ -36,8 +36,7 @@ _OPERATIONS = {
     "flip": "flip horizontally",
     "affine": "rotate by up to {degrees}°, shift by up to {translate[0]} of the side, scale by {scale}",
     "blur": "blur with a sigma of {sigma} pixels",
-    "jitter": "multiply brightness by {brightness}, contrast by {contrast}, saturation by {saturation}, and "
-    "turn the hue by {hue}",
+    "jitter": "multiply brightness by {brightness}, contrast by {contrast} and saturation by {saturation}{hue}",
     "gray": "convert to gray",
     "erase": "erase a box of {area} of the image, with a height of {ratio} times the width",
 }
@@ -118,6 +117,7 @@ def device_presets() -> str:
     for preset, fused in augment.PRESETS.items():
         has = vars(fused) if fused else {}
         numbers = {key: part if key == "translate" else value(part) for key, part in has.items()}
+        numbers["hue"] = f", turn the hue by {numbers['hue']}" if has and any(has["hue"]) else ""
         steps = [f"{_OPERATIONS[key].format(**numbers)} (p {has[key]})" for key in _OPERATIONS if has.get(key)]
         rows.append((f"`{preset}`", "<br>".join(steps) or "nothing"))
     return table(("preset", "operations"), rows)

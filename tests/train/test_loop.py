@@ -216,7 +216,9 @@ def test_a_fault_before_the_first_micro_batch_is_recorded(run: RunConfig, tmp_pa
         ray.get(ray.remote(num_cpus=0, max_calls=1)(trains).remote(spec))
     recorded = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [record["kind"] for record in recorded[:2]] == ["start", "fault"]
-    assert "a transform actor died in train-e0000-s" in recorded[1]["text"]
+    # An actor that dies at once may take its report of what it had begun with it: then the next one's is there.
+    faults = [record["text"] for record in recorded if record["kind"] == "fault"]
+    assert any("a transform actor died in train-e0000-s" in fault for fault in faults), faults
 
 
 def test_a_label_outside_of_the_classes_is_named_and_not_tried_again(

@@ -174,7 +174,7 @@ static int read_baseline(const uint8_t *data, size_t size, Frame *frame, FileTab
 static int scan_of(const Frame *frame, const FileTables *tables, const uint8_t *end, Scan *scan)
 {
     const int mcu_width = DCTSIZE * frame->h, mcu_height = DCTSIZE * frame->v;
-    *scan = (Scan){.data = frame->codes, .end = end, .interval = frame->interval};
+    *scan = (Scan){.data = frame->codes, .end = end, .interval = frame->interval, .places = PAIRED_PLACES};
     scan->columns = (JDIMENSION)((frame->width + mcu_width - 1) / mcu_width);
     scan->num_mcus = (unsigned long)scan->columns * (unsigned long)((frame->height + mcu_height - 1) / mcu_height);
     for (int i = 0; i < frame->num_components; i++) {
@@ -293,7 +293,6 @@ AVX2 static int decode_baseline(
     if (!clean || !samples || !rows ||
         !begin_scan(entropy, codes, &scan, clean, (JDIMENSION)first_column, (JDIMENSION)last_column))
         return 0;
-    entropy->places = PAIRED_PLACES;
     Plane planes[3];
     for (int i = 0; i < 3; i++) {
         planes[i] = (Plane){samples, (ptrdiff_t)(i ? chroma_bytes : luma_bytes), 2 * (i ? DCTSIZE : mcu_height)};

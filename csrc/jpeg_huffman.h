@@ -84,6 +84,7 @@ typedef struct {
     unsigned long num_mcus;
     unsigned int interval; /* MCUs between restarts, 0: there are none */
     int num_blocks;        /* of an MCU */
+    const uint8_t *places; /* of coefficients: PLACES */
     Seek seek;             /* of a seekable file, whose end is the scan's */
     ScanBlock blocks[D_MAX_BLOCKS_IN_MCU];
 } Scan;
@@ -99,7 +100,7 @@ typedef struct {
     unsigned long left;                                    /* MCUs of the scan */
     unsigned int interval, until_restart, restarts;        /* MCUs between restarts, 0: there are none */
     int num_blocks, by_pairs;
-    const uint8_t *places; /* of coefficients: PLACES */
+    const uint8_t *places;
     int component[D_MAX_BLOCKS_IN_MCU];
     const Table *dc[D_MAX_BLOCKS_IN_MCU], *ac[D_MAX_BLOCKS_IN_MCU];
     uint32_t last_dc[MAX_COMPS_IN_SCAN]; /* as libjpeg's, but unsigned: damage makes it overflow */
@@ -438,6 +439,7 @@ static void scan_of_libjpeg(j_decompress_ptr info, Scan *scan)
     scan->end = scan->data + info->src->bytes_in_buffer;
     scan->num_mcus = (unsigned long)info->MCUs_per_row * info->MCU_rows_in_scan;
     scan->num_blocks = info->blocks_in_MCU;
+    scan->places = NATURAL_PLACES;
     for (int number = 0; number < scan->num_blocks; number++) {
         const int at = info->MCU_membership[number];
         const jpeg_component_info *component = info->cur_comp_info[at];
@@ -512,7 +514,7 @@ static int begin_scan(
     e->left = scan->num_mcus;
     e->interval = e->until_restart = scan->interval;
     e->num_blocks = scan->num_blocks;
-    e->places = NATURAL_PLACES;
+    e->places = scan->places;
     for (int number = 0; number < e->num_blocks; number++) {
         const ScanBlock *block = &scan->blocks[number];
         e->component[number] = block->component;

@@ -135,9 +135,12 @@ static void describe(const Source *source, int32_t description[3])
     }
 }
 
-/* The rows of an image that the operations from number `first` on read; NULL: all. */
-static const uint8_t *rows_read(const Job *job, Py_ssize_t number, Py_ssize_t first, int height, Buffer *rows)
+/* The rows of an image that the job's operations from number `first` on read; NULL: all, or there are several jobs. */
+static const uint8_t *rows_read(const Call *call, Py_ssize_t number, Py_ssize_t first, int height, Buffer *rows)
 {
+    const Job *job = call->jobs;
+    if (call->num_jobs > 1)
+        return NULL;
     const int64_t *row = job->params + number * job->num_params;
     while (first < job->num_ops && !row[job->ops[first][1]])
         first++;
@@ -147,8 +150,7 @@ static const uint8_t *rows_read(const Job *job, Py_ssize_t number, Py_ssize_t fi
     return marks && mark_rows(row + job->ops[first][1] + 1, height, marks) ? marks : NULL;
 }
 
-/* A box of a JPEG at its scale, NULL: all of it; for the operations of a job from number `first` on, or for several
- * jobs. */
+/* A box of a JPEG at its scale, NULL: all of it; for the operations from number `first` on. */
 static int decode(
     Worker *worker, const Source *source, const int64_t *box, int eighths, const Call *call, Py_ssize_t number,
     Py_ssize_t first, Image *image)
@@ -168,9 +170,7 @@ static int decode(
     uint8_t *pixels = reserve(&worker->decoded, (size_t)crop.height * (size_t)stride);
     if (!pixels)
         return NO_MEMORY;
-    const uint8_t *rows = NULL;
-    if (call->num_jobs == 1)
-        rows = rows_read(call->jobs, number, first, (int)crop.height, &worker->rows);
+    const uint8_t *rows = rows_read(call, number, first, (int)crop.height, &worker->rows);
     const int column =
         decode_crop(&worker->decoder, source->bytes, source->size, crop, rows, worker->scratch.simd, pixels);
     if (column < 0)

@@ -101,8 +101,11 @@ def test_all_kinds_of_codes_give_the_pixels_of_simplejpeg(
 @needs_extension
 @pytest.mark.parametrize("step", [2, 5, 8, 16, 40, 100, 255])
 @pytest.mark.parametrize("contrast", [8, 64, 255])
-def test_samples_out_of_range_are_those_of_simplejpeg(contrast: int, step: int, simd: None) -> None:
+def test_samples_out_of_range_are_those_of_simplejpeg(
+    contrast: int, step: int, monkeypatch: pytest.MonkeyPatch, simd: None
+) -> None:
     """Coefficients are multiplied by more than the encoder divided them by, up to where 16 bits overflow."""
+    monkeypatch.setattr(jpeg, "decode_jpeg_at", lambda *a: pytest.fail("decoded by simplejpeg"))
     image = (128 + (noise(64, 80) / 255 - 0.5) * contrast).astype(np.uint8)
     for subsampling in SUBSAMPLINGS:
         data = bytearray(encode(image, quality=100, subsampling=subsampling))
@@ -114,10 +117,13 @@ def test_samples_out_of_range_are_those_of_simplejpeg(contrast: int, step: int, 
 
 @needs_extension
 @pytest.mark.parametrize("seed", range(4))
-def test_a_block_without_an_end_and_a_run_that_leaves_one(seed: int, simd: None) -> None:
+def test_a_block_without_an_end_and_a_run_that_leaves_one(
+    seed: int, monkeypatch: pytest.MonkeyPatch, simd: None
+) -> None:
     """Codes of the standard's first AC table: a run of 0 and a value of 1 bit is 00, 3 is 111010, 16 zeros are
     11111111001, the end is 1010. A DC difference of 0 is 00. All stand where two of them are looked up at once.
     """
+    monkeypatch.setattr(jpeg, "decode_jpeg_at", lambda *a: pytest.fail("decoded by simplejpeg"))
     rng, num_blocks = np.random.default_rng(seed), 600
     bits = []
     for _ in range(num_blocks):

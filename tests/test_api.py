@@ -195,6 +195,13 @@ def test_each_side_knows_only_its_own_framework() -> None:
             assert "ray" not in roots(module, lazy=True), module
 
 
+def test_rays_inside_is_named_in_one_package_only() -> None:
+    inside = re.compile(r"\bray(\.\w+)*\.(_\w+|v2)\b|\._coord_actor|\"_coord_actor\"")
+    for path in ROOT.rglob("*.py"):
+        if path.parent.name != "rayext":
+            assert not inside.search(path.read_text()), path
+
+
 # The error tree
 
 

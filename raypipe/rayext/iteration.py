@@ -57,6 +57,11 @@ class _Begun:
         return getattr(self._coordinator, name)
 
 
+def coordinator_of(iterator: Any) -> Any:
+    """Return the handle of the actor that runs an iterator's execution; None = this process runs it."""
+    return getattr(iterator, "_coord_actor", None)
+
+
 def begun(iterator: Any) -> Any:
     """Return the same split, with an execution that begins once all ranks have called this.
 
@@ -66,7 +71,7 @@ def begun(iterator: Any) -> Any:
     Args:
         iterator: a rank's DataIterator. An execution in this process begins at its first row regardless.
     """
-    coordinator = getattr(iterator, "_coord_actor", None)
+    coordinator = coordinator_of(iterator)
     if coordinator is None:
         return iterator
     iterator = copy.copy(iterator)  # the original keeps the handle that ends the actor

@@ -12,9 +12,13 @@
                                           start. Elsewhere: executions outlive its node
     filters of three loggers              errors appear once, without two tracebacks      Ray Data logs them once
                                           before them; no lines of progress
+    ray.shutdown                          ends open streams first: the threads of Ray     Ray Data ends its own
+                                          Data would start a new cluster, or end the
+                                          process with exit code 1
 
 Each patch calls Ray's original for executions that are not raypipe's, see `raypipe.rayext.ours`. The first of
-raypipe's executions in a process, made there or received from another process, installs the patches.
+raypipe's executions in a process, made there or received from another process, installs the patches; the first
+open stream installs the last one.
 """
 
 from __future__ import annotations
@@ -76,10 +80,27 @@ def install(make_autoscaler: Callable[[Any, Any], Any]) -> None:
         logging.getLogger(name).addFilter(_hide_errors)
 
 
+@functools.cache  # once for each function
+def before_shutdown(call: Callable[[], None]) -> None:
+    """Call a function at the beginning of every `ray.shutdown` in this process, a user's included."""
+    _replace(ray, "shutdown", _preceded, call)
+
+
 def _replace(owner: Any, name: str, wrap: Callable[..., Function], *args: Any) -> None:
     """Wrap a function of Ray; do nothing if this release of Ray lacks it."""
     if function := getattr(owner, name, None):
         setattr(owner, name, wrap(function, *args))
+
+
+def _preceded(function: Function, call: Callable[[], None]) -> Function:
+    """Wrap a function: make another call first."""
+
+    @functools.wraps(function)
+    def both(*args: Any, **options: Any) -> Any:
+        call()
+        return function(*args, **options)
+
+    return both
 
 
 def _by_topology(function: Function, make: Callable[[Any, Any], Any]) -> Function:

@@ -15,7 +15,7 @@ import ray
 from ray.train.v2._internal.callbacks import datasets, placement_group_callback
 from ray.train.v2._internal.execution import failure_handling, scaling_policy, train_fn_utils
 from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerGroupCallback
-from ray.train.v2.api.config import ScalingConfig
+from ray.train.v2.api import config as ray_config
 from ray.train.v2.api.exceptions import ControllerError, TrainingFailedError, WorkerGroupError
 from ray.train.v2.torch.torch_trainer import TorchTrainer
 
@@ -53,7 +53,7 @@ class BoundedScalingPolicy(scaling_policy.ScalingPolicy):
     A run whose trainers have had no resources for `timeout_s` ends.
     """
 
-    def __init__(self, scaling_config: ScalingConfig, timeout_s: float) -> None:
+    def __init__(self, scaling_config: ray_config.ScalingConfig, timeout_s: float) -> None:
         super().__init__(scaling_config)
         self._timeout_s = timeout_s
         self._since: float | None = None
@@ -91,7 +91,7 @@ class FixedPolicy(BoundedScalingPolicy, scaling_policy.FixedScalingPolicy):
 class DivisorScalingPolicy(BoundedScalingPolicy, scaling_policy.ElasticScalingPolicy):
     """Ray Train's elastic policy, limited to numbers of workers that divide the M micro-batches of a step."""
 
-    def __init__(self, scaling_config: ScalingConfig, timeout_s: float, per_step: int) -> None:
+    def __init__(self, scaling_config: ray_config.ScalingConfig, timeout_s: float, per_step: int) -> None:
         super().__init__(scaling_config, timeout_s)
         self._per_step = per_step
 

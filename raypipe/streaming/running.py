@@ -1,4 +1,4 @@
-"""Resources of a running stream, and its end by closing, dropping, leaving the loop, or exit."""
+"""Resources of a running stream, and its end by closing, dropping, leaving the loop, `ray.shutdown`, or exit."""
 
 from __future__ import annotations
 
@@ -64,6 +64,9 @@ class Running:
         atexit.unregister(_close_all)
         atexit.register(_close_all)
         if has_actors:
+            from raypipe.rayext.patches import before_shutdown  # this imports ray.data
+
+            before_shutdown(_close_those_with_actors)
             _with_actors[self] = None
 
     def end(self, why: str) -> None:
@@ -95,6 +98,11 @@ _with_actors: dict[Running, None] = {}
 def _close_all() -> None:
     for running in list(_all):
         running.close()
+
+
+def _close_those_with_actors() -> None:
+    for running in list(_with_actors):
+        running.close("Ray was shut down")
 
 
 def end_oldest(why: str) -> bool:

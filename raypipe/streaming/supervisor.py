@@ -34,6 +34,7 @@ import ray
 from raypipe.logs import LogFormat, configure_logs
 from raypipe.metrics.prometheus import Recorder
 from raypipe.plan.places import Split
+from raypipe.rayext.iteration import coordinator_of
 from raypipe.rayext.watch import Process, Watch, here
 from raypipe.streaming.blocks import fitting
 
@@ -299,8 +300,7 @@ def end_actors(supervisor: Any, iterators: Sequence[Any], rank: int) -> None:
     with contextlib.suppress(ray.exceptions.RayError):
         if len(iterators) > 1 and ray.get(supervisor.leaves.remote(rank), timeout=_PATIENCE_S) < len(iterators):
             return
-        coordinators = (getattr(iterator, "_coord_actor", None) for iterator in iterators)
-        for actor in {*filter(None, coordinators), supervisor}:
+        for actor in {*filter(None, map(coordinator_of, iterators)), supervisor}:
             ray.kill(actor)
 
 

@@ -204,9 +204,7 @@ def check_augment(config: AugmentConfig) -> None:
 
 def _fit(loop: dict[str, Any], allocation: Allocation, interrupts: Interrupts) -> dict[str, Any]:
     """Train on the allocated resources; `loop` has the arguments of `raypipe.train.loop.Trainer`."""
-    from ray.train.v2.api import config as ray_config
-
-    from raypipe.rayext.trainer import RunTrainer
+    from raypipe.rayext.trainer import RunTrainer, ray_config
     from raypipe.train.loop import train_loop
 
     run, run_uri = loop["run"], loop["run_uri"]

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from tiers import is_soak
 
-PROGRAM = Path(__file__).parents[1] / "support" / "left_streams.py"
+SUPPORT = Path(__file__).parents[1] / "support"
+PROGRAM = SUPPORT / "left_streams.py"
 WAYS = ("closed", "dropped", "failed", "cell")
 
 
@@ -35,3 +36,14 @@ def test_a_stream_that_a_name_still_holds_makes_room_for_a_new_one(stores: dict[
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("an earlier stream of this process was left open, and has been ended") == 2
+
+
+@pytest.mark.cluster
+def test_a_stream_ends_when_ray_is_shut_down_and_goes_on_with_another(stores: dict[str, Path]) -> None:
+    command = [sys.executable, str(SUPPORT / "shut_down.py"), str(stores["train"])]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    why, places = done.stdout.splitlines()
+    assert why.startswith("the stream has ended, since Ray was shut down: ")
+    assert places == "train-e0000-s000000-m000 train-e0000-s000001-m000"
+    assert "Traceback" not in done.stderr

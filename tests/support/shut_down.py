@@ -1,0 +1,29 @@
+"""Shuts Ray down while a stream is open, and goes on with it: python tests/support/shut_down.py STORE"""
+
+from __future__ import annotations
+
+import sys
+
+import ray
+
+import raypipe
+from raypipe.config import PlanConfig, TransformConfig
+from raypipe.rayext.cluster import connect
+from raypipe.streaming.opening import open_stream
+
+if __name__ == "__main__":
+    plan, transform = PlanConfig(epochs=100, micro_batch_size=10), TransformConfig(train="small", size=8)
+    spec = open_stream(sys.argv[1], plan=plan, transform=transform)
+    connect(num_cpus=1, object_store_bytes=150 << 20)
+    loader = raypipe.loader(spec)
+    train = next(loader.epochs()).train
+    first = next(train)
+    ray.shutdown()
+    try:
+        next(train)
+    except raypipe.RaypipeError as error:
+        print(error)
+    connect(num_cpus=1, object_store_bytes=150 << 20)
+    loader.load_state_dict(loader.state_dict())
+    print(first.position, next(next(loader.epochs()).train).position)
+    ray.shutdown()

@@ -111,13 +111,8 @@ class Loader(Unlike, instead=_INSTEAD):
             check_mixable(augment, target.dtype, target.shape)
         self.augment: DeviceAugment | None = None
         self.rank, self.world_size = rank, world_size
-        self._spec, self._open_at, self._prefetch_factor, self.keep_batches = (
-            spec,
-            open_at,
-            prefetch_factor,
-            keep_batches,
-        )
-        self._start_from = start_from
+        self._spec, self._open_at, self._start_from = spec, open_at, start_from
+        self._prefetch_factor, self.keep_batches = prefetch_factor, keep_batches
         self.account = Account(spec, self.device, rank, world_size, augment, folder)
         self._running = Running(self.account.chronicle.close)
         self._running.close_with(self)

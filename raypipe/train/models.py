@@ -118,10 +118,9 @@ def fit_state(optimizer: torch.optim.Optimizer) -> None:
     """Convert an optimizer's state to the form that its kernels need but do not check.
 
     - Each tensor gets its parameter's strides, since fused kernels walk through both in memory order.
-    - `step` is on the device for fused kernels, and on the host for others, which would otherwise wait for the
-    device. - Fused SGD gets a momentum of zeros. At its first step it would allocate uninitialized memory, and
-    leave it so if
-      the gradients are not finite. With zeros, the first momentum is the gradient too.
+    - `step` is on the device for fused kernels, and on the host for others, which would wait for the device.
+    - Fused SGD gets a momentum of zeros. At its first step it would allocate uninitialized memory, and leave it so
+      if the gradients are not finite. With zeros, the first momentum is the gradient too.
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:

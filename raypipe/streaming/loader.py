@@ -232,7 +232,7 @@ class Loader(Unlike, instead=_INSTEAD):
                 optimizer, …
 
         Raises:
-            ConfigError: a part is sharded.
+            ConfigError: a part is sharded, or holds objects that a checkpoint cannot.
         """
         with self.account.saving(lambda: "Ray Train writes it, or other ranks have not reported yet"):
             report(metrics, parts, self.rank, self.cursor)

@@ -26,10 +26,22 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
 
 
-def saved(state: Any) -> memoryview:
-    """state.pt of a state."""
+def saved(state: Mapping[str, Any]) -> memoryview:
+    """state.pt of the states of parts, by name.
+
+    Raises:
+        ConfigError: a part holds objects that `loaded` would refuse.
+    """
     file = io.BytesIO()
     torch.save(state, file)
+    file.seek(0)
+    if unsafe := torch.serialization.get_unsafe_globals_in_checkpoint(file):
+        for name, part in state.items() if len(state) > 1 else ():
+            saved({name: part})
+        raise ConfigError(
+            f"the state of {', '.join(state)} holds {', '.join(sorted(unsafe))}, and checkpoints are read without "
+            "what might run code: keep tensors, numbers and text there (float(x), torch.from_numpy(x))"
+        )
     return file.getbuffer()
 
 

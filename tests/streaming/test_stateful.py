@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import ray.train
 import torch
@@ -139,6 +140,22 @@ def test_a_sharded_model_is_refused_since_a_rank_has_but_a_part_of_it(stream: Lo
     fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
     with pytest.raises(ConfigError, match=r"net is sharded, .* docs/training-loop\.md"):
         stream.report({}, net=model)
+    assert not reports.metrics
+
+
+class Best:
+    """What a loop of its own may keep, with a number of numpy's."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"accuracy": np.float64(0.5)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        pass
+
+
+def test_what_could_not_be_read_back_is_refused_when_it_is_reported(stream: Loader, reports: Reports) -> None:
+    with pytest.raises(ConfigError, match=r"the state of best holds numpy.*scalar.* .float\(x\)"):
+        stream.report({}, **parts(), best=Best())
     assert not reports.metrics
 
 

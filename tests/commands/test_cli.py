@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import io
 import json
 import runpy
 import shlex
@@ -398,6 +399,14 @@ def test_every_command_takes_a_configuration_or_a_store(tmp_path: Path, monkeypa
         *(("x.lmdb", 7, 0), ("other.lmdb", 7, 1)),
     ]
     assert given[2] == parse()
+
+
+def test_a_console_of_an_old_encoding_gets_what_it_can_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    console = io.TextIOWrapper(io.BytesIO(), "ascii")
+    monkeypatch.setattr("sys.stdout", console)
+    main(["--help"])
+    console.flush()
+    assert b"raypipe COMMAND [--OPTION VALUE ?]" in console.buffer.getvalue()  # type: ignore[attr-defined]
 
 
 HEAVY = {"ray", "torch", "torchvision", "albumentations", "kornia", "cv2", "sklearn"}

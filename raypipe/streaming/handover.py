@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import sys
 import time
 from typing import TYPE_CHECKING, Annotated, Any
@@ -84,7 +85,8 @@ def loader(
 
     Raises:
         CursorError: the checkpoint belongs to another plan.
-        ConfigError: W does not divide M, an argument has the wrong type, or `start_from` has no checkpoint.
+        ConfigError: W does not divide M, an argument has the wrong type, `start_from` has no checkpoint, or
+            torchrun's process group was not started.
         ResourceError: there are no CPUs for the pool.
     """
     check("raypipe.loader: spec", spec, StreamSpec)
@@ -105,6 +107,11 @@ def loader(
                 f"{world_size} processes outside of Ray Train do not share a stream that Ray makes: start them by "
                 "a TorchTrainer, or let each make its own share (pool.engine=inline)"
             )
+    elif "RANK" in os.environ and (num := os.environ.get("WORLD_SIZE", "1")) != "1":
+        raise ConfigError(
+            f"a launcher started {num} processes, and each would get the whole stream: call "
+            "torch.distributed.init_process_group() before raypipe.loader, for the share of its rank"
+        )
     spec.plan.check_workers(world_size)
     device = torch.device(device or (ray.train.torch.get_device() if in_train else "cpu"))
 

@@ -408,6 +408,17 @@ def test_a_run_started_again_after_its_end_says_that_nothing_is_left(
     assert f"all {plan.config.epochs} epochs are done" in told and "set a larger plan.epochs" in told
 
 
+def test_processes_of_torchrun_do_not_each_get_the_whole_stream(
+    inline: StreamSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match=r"started 2 processes.*init_process_group\(\) before raypipe\.loader"):
+        loader(inline)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert loader(inline).world_size == 1
+
+
 def test_a_loader_outside_of_ray_train_connects_to_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_ray() -> None:
         raise ConnectionRefusedError

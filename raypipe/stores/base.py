@@ -126,7 +126,8 @@ class FileStore(ABC, Generic[C]):
         # Listing of a remote store by the process that opened it first: other processes neither list it again nor
         # miss a change.
         self._listing: Any = None
-        self._identity = ""  # of the contents in the process that sent the store here; "" = not sent
+        # What the process that sent the store here had opened; "" = it was not sent.
+        self._identity = ""
 
     def __reduce__(self) -> tuple[Any, ...]:
         identity = self._identity if self._opened is None else _identity_of(self._opened)

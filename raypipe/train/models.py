@@ -183,12 +183,6 @@ def num_classes_of(run: RunConfig, spec: StreamSpec) -> int:
         return run.train.num_classes
     if classes is None:
         raise ConfigError(f"{store.address} does not name its classes: set train.num_classes")
-    val = spec.stores.get("val")
-    if val is not None and val.classes is not None and val.classes != classes:
-        raise ConfigError(
-            f"{store.address} has {len(classes)} classes, and {run.store.val} has {len(val.classes)} with other "
-            "names or in another order, so their labels mean different things: convert both with the same classes"
-        )
     return len(classes)
 
 

@@ -113,8 +113,8 @@ def _check_classes(train: Store, val: Store) -> None:
     """Raise ConfigError if both stores name their classes, and differ."""
     if train.classes and val.classes and train.classes != val.classes:
         raise ConfigError(
-            f"{train.address} has {len(train.classes)} classes, and {val.address} {len(val.classes)} with other names "
-            "or in another order, so their labels mean different things: convert both with the same classes"
+            f"{train.address} has {len(train.classes)} classes, and {val.address} {len(val.classes)} with other "
+            "names or in another order, so their labels mean different things: convert both with the same classes"
         )
 
 

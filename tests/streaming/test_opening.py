@@ -111,7 +111,7 @@ def test_stores_of_other_classes_are_refused_unless_nobody_asks() -> None:
         return MemoryStore([picture(i) for i in range(8)], [0, 1] * 4, classes or None)
 
     options: Any = {"plan": PlanConfig(micro_batch_size=4), "train_transform": "light"}
-    with pytest.raises(ConfigError, match="has 2 classes, and .* 2 with other names or in another order"):
+    with pytest.raises(ConfigError, match=r"has 2 classes, and .* 2 with other names or in another order"):
         open_stream(store("a", "b"), store("b", "a"), **options)
     for val, target in ((store("a", "b"), "label"), (store(), "label"), (store("b", "a"), None)):
         assert open_stream(store("a", "b"), val, target_column=target, **options).stores["val"] is val

@@ -193,7 +193,7 @@ def _handed_round(
     from raypipe.rayext.console import quiet_broadcasts
     from raypipe.streaming.pipeline import splits
 
-    handed: tuple[list[DataIterator], Any, int] | None = None
+    handed: tuple[str, tuple[list[DataIterator], Any, int]] | None = None
     if rank == 0:
         connect()  # a loader outside of Ray Train may be the first here to need Ray
         if in_train and max_actors is None and in_worker():  # a driver may also call its train function
@@ -211,16 +211,22 @@ def _handed_round(
             supervisor=supervisor,
             apart=apart,
         )
-        handed = (iterators, supervisor, most)
+        handed = spec.plan.fingerprint, (iterators, supervisor, most)
     if in_train and world_size > 1:
         from ray.train.collective import broadcast_from_rank_zero
 
         quiet_broadcasts()  # of more than 1,000 bytes, it warns; these are about 6,000, once
         handed = broadcast_from_rank_zero(handed)
     assert handed is not None
+    plan, stream = handed
+    if plan != spec.plan.fingerprint:
+        raise ConfigError(
+            f"rank {rank} has plan {spec.plan.fingerprint}, and rank 0 has {plan}: give all ranks the same stores "
+            "and settings, whole; raypipe hands each rank its share"
+        )
     if in_train and in_worker():
-        handed[1].joined.remote(f"trainer {rank}", this_process(f"trainer {rank}"))
-    return handed
+        stream[1].joined.remote(f"trainer {rank}", this_process(f"trainer {rank}"))
+    return stream
 
 
 def _make_room(cpus: float) -> None:

@@ -24,6 +24,7 @@ from raypipe.device.prefetcher import Batch
 from raypipe.errors import ConfigError, CursorError, RaypipeError
 from raypipe.plan.places import Cursor
 from raypipe.stores.base import MemoryStore
+from raypipe.streaming import handover
 from raypipe.streaming.blocks import cut
 from raypipe.streaming.epochs import Epoch
 from raypipe.streaming.handover import loader
@@ -417,6 +418,18 @@ def test_processes_of_torchrun_do_not_each_get_the_whole_stream(
         loader(inline)
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert loader(inline).world_size == 1
+
+
+def test_ranks_of_other_plans_are_refused(inline: StreamSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    handed: Any = ([], None, 1)
+
+    def hand_over(plan: str) -> Any:
+        monkeypatch.setattr("ray.train.collective.broadcast_from_rank_zero", lambda _: (plan, handed))
+        return handover._handed_round(inline, inline.plan.start(), None, 1, 2, in_train=True, apart=False)
+
+    assert hand_over(inline.plan.fingerprint) is handed
+    with pytest.raises(ConfigError, match=r"rank 1 has plan \w+, and rank 0 has another: give all ranks the same"):
+        hand_over("another")
 
 
 def test_a_loader_outside_of_ray_train_connects_to_ray(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -258,5 +258,5 @@ def _in_train_worker() -> bool:
 
     try:
         return ray.train.get_context().get_world_size() is not None
-    except RuntimeError:
+    except (RuntimeError, DeprecationWarning):  # the second in a function of Ray Tune
         return False

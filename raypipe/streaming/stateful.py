@@ -95,7 +95,7 @@ def latest_of_train() -> Folder | None:
 
     try:
         checkpoint = ray.train.get_checkpoint()
-    except RuntimeError:
+    except (RuntimeError, DeprecationWarning):  # the second in a function of Ray Tune
         return None
     return (checkpoint.filesystem, checkpoint.path) if checkpoint else None
 

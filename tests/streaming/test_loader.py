@@ -420,6 +420,17 @@ def test_processes_of_torchrun_do_not_each_get_the_whole_stream(
     assert loader(inline).world_size == 1
 
 
+def test_a_function_of_ray_tune_gets_the_whole_stream(inline: StreamSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise DeprecationWarning("`ray.train.get_context` is deprecated when running in a function passed to Ray Tune")
+
+    monkeypatch.setattr("ray.train.get_context", refuse)
+    monkeypatch.setattr("ray.train.get_checkpoint", refuse)
+    one = loader(inline)
+    assert one.world_size == 1
+    one.restore()
+
+
 def test_ranks_of_other_plans_are_refused(inline: StreamSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     handed: Any = ([], None, 1)
 

@@ -422,7 +422,9 @@ def test_processes_of_torchrun_do_not_each_get_the_whole_stream(
 
 def test_a_function_of_ray_tune_gets_the_whole_stream(inline: StreamSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse() -> None:
-        raise DeprecationWarning("`ray.train.get_context` is deprecated when running in a function passed to Ray Tune")
+        raise DeprecationWarning(
+            "`ray.train.get_context` is deprecated when running in a function passed to Ray Tune"
+        )
 
     monkeypatch.setattr("ray.train.get_context", refuse)
     monkeypatch.setattr("ray.train.get_checkpoint", refuse)

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 
 from raypipe.errors import ConfigError
 from raypipe.metrics.records import Folder
@@ -27,9 +28,19 @@ class Stateful(Protocol):
 
 
 def saved(state: Any) -> memoryview:
-    """state.pt of a state."""
+    """state.pt of a state.
+
+    Raises:
+        ConfigError: `loaded` would refuse it.
+    """
     file = io.BytesIO()
     torch.save(state, file)
+    file.seek(0)
+    if unsafe := torch.serialization.get_unsafe_globals_in_checkpoint(file):
+        raise ConfigError(
+            f"a part's state_dict has {', '.join(sorted(unsafe))}, which a resume could not load: return tensors, "
+            "plain numbers, text, lists and dicts (float(x) and torch.from_numpy(x) convert NumPy's)"
+        )
     return file.getbuffer()
 
 
@@ -54,7 +65,7 @@ def report(metrics: Mapping[str, Any], parts: Mapping[str, Stateful], rank: int,
 
     state = {name: _unwrapped(part).state_dict() for name, part in parts.items()}
     for name, values in state.items():
-        if any(isinstance(value, DTensor) for value in values.values()):
+        if any(isinstance(value, DTensor) for value in tree_leaves(values)):
             raise ConfigError(
                 f"{name} is sharded, and each rank has one shard of it: save it with "
                 'torch.distributed.checkpoint, as docs/training-loop.md shows under "FSDP2"'

@@ -58,6 +58,10 @@ def convert(
         ("--big=false a", {"src": "a", "big": "false"}),
         ("--no-big a --transform.apply-exif", {"src": "a", "big": "false", "transform.apply_exif": "true"}),
         ("a --no-transform.apply-exif", {"src": "a", "transform.apply_exif": "false"}),
+        (
+            "--big false a --transform.apply-exif true",
+            {"src": "a", "big": "false", "transform.apply_exif": "true"},
+        ),
         ("a --height 3 --height 4", {"src": "a", "height": "4"}),
     ],
 )

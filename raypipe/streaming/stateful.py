@@ -40,8 +40,8 @@ def saved(state: Mapping[str, Any]) -> memoryview:
         for name, part in state.items() if len(state) > 1 else ():
             saved({name: part})
         raise ConfigError(
-            f"the state_dict of {', '.join(state)} has {', '.join(sorted(unsafe))}, which a resume could not load: "
-            "return tensors, plain numbers, text, lists and dicts (float(x) and torch.from_numpy(x) convert NumPy's)"
+            f"the state_dict of {', '.join(state)} has {', '.join(sorted(unsafe))}, which no resume could load: "
+            "give tensors, plain numbers, text, lists and dicts (float(x), torch.from_numpy(x) for NumPy's)"
         )
     return file.getbuffer()
 

@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -28,10 +29,10 @@ from raypipe.storage.filesystem import check_lasting, is_remote, open_filesystem
 from raypipe.storage.local_file import make_cache_folder
 from raypipe.stores import open_store
 from raypipe.stores.addresses import expand
-from raypipe.stores.base import Store
+from raypipe.stores.base import Columns, Store
 from raypipe.stores.destination import new_path, new_remote
 from raypipe.stores.record import ColumnValues, Fingerprint, RecordLayout, column_types, plain
-from raypipe.stores.scan import SIZE_COLUMNS
+from raypipe.stores.scan import SIZE_COLUMNS, scan
 from raypipe.stores.writers import WRITTEN_SUFFIXES, open_writer
 from raypipe.transform import kernel
 from raypipe.transform.decode import decode, encode_jpeg, resize_short_side
@@ -72,7 +73,7 @@ def convert(
     Args:
         src: a store or its address; or samples, each a mapping from columns to values, with an `image`: encoded
             bytes, or pixels, uint8 of shape (H, W, 3), (H, W, 1) or (H, W), which become PNG; or a Dataset of such
-            rows. All samples have the columns of the first: int, float, bytes, str, or lists of them.
+            rows. All samples have the columns of the first: int, float, bytes, str, or lists and dicts of them.
         dst: a local path or a URI that ends in `.lmdb` or `.parquet`.
         classes: class names by label, for samples or a Dataset; a store has its own.
         short_side: decode, and store JPEGs with this shorter side, in pixels; smaller images keep their size; 0 =
@@ -122,7 +123,7 @@ def convert(
         if not len(store):
             raise StoreError(f"{store.address} has no samples")
         first = store.read(np.arange(min(len(store), CHUNK)), store.columns)
-        columns = column_types(first, store.address, short_side)
+        columns = column_types(_with_later(store, first), store.address, short_side)
         sized = tuple(name for name in SIZE_COLUMNS if sizes and (short_side or name not in columns))
         columns |= dict.fromkeys(sized, "int64")
         connect()
@@ -154,6 +155,18 @@ def convert(
             "skipped": len(skipped),
             "without_size": num_without_size,
         }
+
+
+def _with_later(store: Store, first: Columns) -> Columns:
+    """Return the first values of columns, and what decides a type later: a value, or None among integers."""
+    columns = dict(first)
+    for name in columns.keys() - {"image", "label"}:
+        kinds = set(map(type, first[name]))
+        if kinds == {NoneType} or all(issubclass(kind, int | np.integer | np.bool_) for kind in kinds):
+            later = (value for part in scan(store, (name,), "") for value in part[name])
+            decisive = (value for value in later if (value is None) != (kinds == {NoneType}))
+            columns[name] = [*first[name], *itertools.islice(decisive, 1)]
+    return columns
 
 
 def _rows_of(src: ray.data.Dataset | Iterable[ColumnValues]) -> Iterator[ColumnValues]:
@@ -197,7 +210,7 @@ def _kept_samples(
             file = folder / "samples.lmdb"
             with open_writer(file, columns, classes) as writer:
                 for sample in itertools.chain(first, itertools.chain.from_iterable(chunks)):
-                    writer.append(plain({**blank, **sample} if sample["image"] is None else sample))
+                    writer.append(plain({**blank, **sample} if sample["image"] is None else sample, columns))
         yield file
     finally:
         shutil.rmtree(folder, ignore_errors=True)

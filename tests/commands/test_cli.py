@@ -435,7 +435,20 @@ def test_numbers_and_words_of_a_file_are_those_of_yaml_1_2(tmp_path: Path) -> No
     assert parse("--train.lr=2e-3", "--train.amp=off", "--name=1e3").train.lr == 0.002
 
 
-@pytest.mark.parametrize("text", ["plan: {epochs: [", "- 1\n", "plan: 3\n"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "plan: {epochs: [",
+        "- 1\n",
+        "plan: 3\n",
+        "plan: {epochs: 3, seed: 1, epochs: 4}",
+        "plan: {epochs: 3}\nname: a\nplan: {seed: 4}\n",
+        f"plan: {{epochs: {'9' * 5000}}}",
+        "[" * 3000,
+        "name: !!timestamp a",
+    ],
+    ids=lambda text: text[:40],
+)
 def test_a_file_that_holds_no_settings_is_wrong_usage(
     text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import raypipe
 from raypipe.commands import audit, bench, doctor, status
-from raypipe.commands.parser import error_text, fail, meant, settings_text
+from raypipe.commands.parser import error_text, fail, meant, printing, settings_text
 from raypipe.commands.settings import parse_command
 from raypipe.config import RunConfig
 from raypipe.errors import RaypipeError
@@ -166,12 +166,13 @@ _PRINTED: dict[str, Callable[[dict[str, Any]], None]] = {
 def main(args: list[str] | None = None) -> None:
     """The `raypipe` command. Options may be written with dashes or underscores."""
     words = sys.argv[1:] if args is None else args
+    text = ""
     if words in ([], ["help"], ["-h"], ["--help"]):
-        print(overview(), end="")
+        text = overview()
     elif words == ["--version"]:
-        print(f"raypipe {raypipe.__version__} (ray {version_of('ray')}, torch {version_of('torch')})")
+        text = f"raypipe {raypipe.__version__} (ray {version_of('ray')}, torch {version_of('torch')})\n"
     elif words[:2] == ["help", "settings"]:
-        print(settings_text(*words[2:3]), end="")
+        text = settings_text(*words[2:3])
     else:
         words = [*words[1:], "--help"] if words[0] == "help" else words
         name = words[0]
@@ -180,6 +181,8 @@ def main(args: list[str] | None = None) -> None:
         rest = [word for word in words[1:] if word != "--json"]
         show = None if "--json" in words else _PRINTED.get(name, print_result)
         _finish(lambda: COMMANDS[name](**parse_command(name, COMMANDS[name], rest)), show)
+    with printing():
+        print(text, end="")
 
 
 def run_job(job: Callable[..., dict[str, Any]], doc: str | None) -> None:
@@ -204,10 +207,11 @@ def _finish(command: Callable[[], dict[str, Any]], show: Callable[[dict[str, Any
     try:
         result = command()
         _shutdown()
-        if show and _is_terminal() and not is_json():
-            show(result)
-        else:
-            print(json.dumps(result), flush=True)
+        with printing():
+            if show and _is_terminal() and not is_json():
+                show(result)
+            else:
+                print(json.dumps(result))
         if result.get("equal") is False or result.get("ok") is False:
             sys.exit(1)
         if result.get("stopped"):
@@ -223,7 +227,7 @@ def _finish(command: Callable[[], dict[str, Any]], show: Callable[[dict[str, Any
 
 
 def _is_terminal() -> bool:
-    return sys.stdout.isatty()
+    return bool(sys.stdout) and sys.stdout.isatty()
 
 
 def _shutdown() -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import json
+import os
 import runpy
 import shlex
 import subprocess
@@ -20,7 +21,7 @@ from small_runs import parse_run
 import raypipe
 from raypipe.commands import cli
 from raypipe.commands.cli import _finish, main
-from raypipe.commands.parser import Parser
+from raypipe.commands.parser import Parser, printing
 from raypipe.commands.settings import parse_command
 from raypipe.config import RunConfig
 from raypipe.errors import ConfigError
@@ -417,6 +418,21 @@ def test_help_loads_no_library_that_the_work_itself_needs() -> None:
     assert done.stdout.startswith(cli.overview()) and done.stdout.count("code 0\n") == len(cli.COMMANDS)
     assert all(f"\nusage: raypipe {name} " in done.stdout for name in cli.COMMANDS), done.stderr
     assert not HEAVY & set(done.stdout.splitlines()[-1].split())
+
+
+def test_what_is_printed_needs_neither_a_reader_nor_unicode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)  # as `| head` does
+    with os.fdopen(writer, "w") as gone, (tmp_path / "out").open("w", encoding="ascii") as ascii_only:
+        for stdout in (gone, ascii_only):
+            monkeypatch.setattr(sys, "stdout", stdout)
+            with printing():
+                print("30–40 px")
+    assert (tmp_path / "out").read_text() == "30\\u201340 px\n"
+    monkeypatch.setattr(sys, "stdout", None)  # as it is for `>&-`
+    _finish(dict, print)
 
 
 def test_numbers_and_words_of_a_file_are_those_of_yaml_1_2(tmp_path: Path) -> None:

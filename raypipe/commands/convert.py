@@ -56,7 +56,7 @@ indices skipped, each with its reason."""
 
 def convert(
     src: str | Path | Store | ray.data.Dataset | Iterable[ColumnValues],
-    dst: str,
+    dst: str | Path,
     *,
     classes: Sequence[str] | None = None,
     short_side: int = 0,
@@ -107,10 +107,11 @@ def convert(
         )
     if seekable and (why := kernel.why_no_kernel()):
         raise ConfigError(f"seekable JPEGs need the compiled extension, which is not used here: {why}")
+    dst = str(dst)
     suffix = Path(split(dst)[1]).suffix
     if suffix not in WRITTEN_SUFFIXES:
         raise StoreError(f"{dst}: the destination must end in one of {', '.join(WRITTEN_SUFFIXES)}")
-    if expand(dst) != [dst]:
+    if expand(dst) != [dst] or "*" in dst:
         raise StoreError(
             f"{dst}: several files cannot appear at once in a folder with others: name one destination, such as "
             "train.lmdb; several --shards make it a folder of shards"

@@ -59,7 +59,7 @@ def expected_of(samples: list[dict[str, Any]]) -> dict[str, list[Any]]:
 
 @pytest.mark.parametrize("suffix", ["lmdb", "parquet"])
 def test_any_iterable_of_samples(tmp_path: Path, suffix: str) -> None:
-    address, samples = str(tmp_path / f"a.{suffix}"), labelled()
+    address, samples = tmp_path / f"a.{suffix}", labelled()
     found = raypipe.convert(iter(samples), address, classes=tuple("abcde"), shards=2)
     num_bytes = sum(len(s["image"]) for s in samples)
     assert found == {"samples": 150, "classes": 5, "bytes": num_bytes, "skipped": 0, "without_size": 0}

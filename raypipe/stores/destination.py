@@ -69,7 +69,7 @@ def _check_replaceable(dst: Path | str, overwrite: bool, names: Iterable[str]) -
         raise StoreError(f"{dst} exists: choose another destination, or overwrite it with --overwrite")
     for name in names:
         if name != MANIFEST and Path(name).suffix != Path(dst).suffix:
-            raise StoreError(f"{dst} has {name}, which is of no store: it is not overwritten. Move it first")
+            raise StoreError(f"{dst} has {name}, which belongs to no store: it is not overwritten. Move it first")
 
 
 def _remove(*paths: Path) -> None:

@@ -39,7 +39,7 @@ def test_a_folder_with_files_of_others_is_not_overwritten(tmp_path: Path) -> Non
     (tmp_path / "x.lmdb").mkdir()
     for name in ("00000.lmdb", "thesis.tex"):
         (tmp_path / "x.lmdb" / name).touch()
-    with pytest.raises(StoreError, match=r"has thesis\.tex, which is of no store"):
+    with pytest.raises(StoreError, match=r"has thesis\.tex, which belongs to no store"):
         write_atomically(str(tmp_path / "x.lmdb"), SAMPLES, None, overwrite=True)
     (tmp_path / "x.lmdb" / "thesis.tex").unlink()
     write_atomically(str(tmp_path / "x.lmdb"), SAMPLES, None, overwrite=True)

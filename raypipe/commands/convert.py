@@ -226,8 +226,14 @@ def _encoded(sample: ColumnValues) -> dict[str, Any]:
     image = sample["image"]
     if image is None or isinstance(image, bytes | bytearray | memoryview):
         return {**sample, "image": None if image is None else bytes(image)}
+    if getattr(image, "mode", "L") not in ("L", "RGB", "F", "I", "I;16"):  # Pillow's: a palette, alpha, CMYK
+        image = image.convert("RGB")
     pixels = np.asarray(image)
-    if pixels.dtype != np.uint8 or not (pixels.ndim == 2 or (pixels.ndim == 3 and pixels.shape[2] in (1, 3))):
+    if (
+        not pixels.size
+        or pixels.dtype != np.uint8
+        or not (pixels.ndim == 2 or (pixels.ndim == 3 and pixels.shape[2] in (1, 3)))
+    ):
         raise StoreError(
             f"an image is {pixels.dtype} of {pixels.shape}; images are encoded bytes, or uint8 (H, W, 3), "
             "(H, W, 1) or (H, W)"

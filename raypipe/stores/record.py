@@ -113,7 +113,10 @@ class RecordLayout:
                 value = _array_bytes(name, value, *array)
             if not isinstance(value, str if self.types[name] == "string" else bytes | bytearray | memoryview):
                 raise StoreError(f"column {name!r} is {self.types[name]}, not {type(value).__name__}")
-            encoded = value.encode() if isinstance(value, str) else bytes(value)
+            try:
+                encoded = value.encode() if isinstance(value, str) else bytes(value)
+            except UnicodeEncodeError as error:
+                raise StoreError(f"column {name!r} has text that is not Unicode: {error}") from None
             if len(encoded) >= _NONE:
                 raise StoreError(f"column {name!r} holds {len(encoded)} bytes; the limit is {_NONE - 1}")
             parts += (_LENGTH.pack(len(encoded)), encoded)

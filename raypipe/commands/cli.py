@@ -15,19 +15,22 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import raypipe
 from raypipe.commands import audit, bench, doctor, status
 from raypipe.commands.parser import error_text, fail, meant, printing, settings_text
 from raypipe.commands.settings import parse_command
 from raypipe.config import RunConfig
-from raypipe.errors import RaypipeError
+from raypipe.errors import ConfigError, RaypipeError
 from raypipe.logs import configure_logs, is_json, phase, table
 from raypipe.lookup import version_of
 from raypipe.stores import open_store, store_options
 from raypipe.train.interrupts import Stopped
 from raypipe.train.model_names import check_model
+
+if TYPE_CHECKING:
+    from raypipe.streaming.spec import StreamSpec
 
 logger = logging.getLogger(__name__)
 
@@ -123,10 +126,16 @@ def draw_preview(
     from raypipe.streaming.opening import open_train, spec_of
 
     opened = open_train(run)
-    size = min(run.plan.micro_batch_size, max(1, len(opened) // run.plan.per_step))  # for a first look at a few
-    plan = replace(run.plan, micro_batch_size=size, global_batch_size=size * run.plan.per_step)
     store = replace(run.store, val="", target_column=run.store.target_column if "label" in opened.columns else "")
-    spec = spec_of(replace(run, plan=plan, store=store))
+
+    def spec_at(size: int) -> StreamSpec:
+        plan = replace(run.plan, micro_batch_size=size, global_batch_size=size * run.plan.per_step)
+        return spec_of(replace(run, plan=plan, store=store))
+
+    try:
+        spec = spec_at(run.plan.micro_batch_size)
+    except ConfigError:  # a first look at a few samples, fewer than a step; another mistake is met again
+        spec = spec_at(min(run.plan.micro_batch_size, spec_at(1).plan.steps_per_epoch))
     return preview_module.preview(
         spec, output, augment=run.augment, epochs=show_epochs, samples=samples, indices=indices
     )

@@ -13,6 +13,7 @@ import json
 import logging
 import math
 import re
+import sys
 import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -63,6 +64,7 @@ def configure_logs(log: LogFormat, **place: Any) -> None:
     Text lines go to the handlers of the process's owner, and have no place. With JSON, the lines that Ray Data and
     Ray Train write to this process's standard error become JSON too.
     """
+    print_any_letter()
     is_json = log == "json"
     if is_json != (_handler in _ROOT.handlers):
         (_ROOT.addHandler if is_json else _ROOT.removeHandler)(_handler)
@@ -74,6 +76,12 @@ def configure_logs(log: LogFormat, **place: Any) -> None:
             if isinstance(ray_handler, logging.StreamHandler) and not isinstance(ray_handler, logging.FileHandler):
                 ray_handler.setFormatter(_handler.formatter)
     log_place(**place)
+
+
+def print_any_letter() -> None:
+    """Have standard output print ? for letters that its encoding lacks (LANG=en_US), and not raise an error."""
+    if getattr(sys.stdout, "errors", "") == "strict":
+        sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
 
 
 def is_json() -> bool:

@@ -23,7 +23,7 @@ from raypipe.commands.parser import error_text, fail, meant, printing, settings_
 from raypipe.commands.settings import parse_command
 from raypipe.config import RunConfig
 from raypipe.errors import ConfigError, RaypipeError
-from raypipe.logs import configure_logs, is_json, phase, table
+from raypipe.logs import configure_logs, is_json, phase, print_any_letter, table
 from raypipe.lookup import version_of
 from raypipe.stores import open_store, store_options
 from raypipe.train.interrupts import Stopped
@@ -174,6 +174,7 @@ _PRINTED: dict[str, Callable[[dict[str, Any]], None]] = {
 
 def main(args: list[str] | None = None) -> None:
     """The `raypipe` command. Options may be written with dashes or underscores."""
+    print_any_letter()
     words = sys.argv[1:] if args is None else args
     text = ""
     if words in ([], ["help"], ["-h"], ["--help"]):
@@ -196,6 +197,7 @@ def main(args: list[str] | None = None) -> None:
 
 def run_job(job: Callable[..., dict[str, Any]], doc: str | None) -> None:
     """Run a script of jobs/ like a command: its arguments are parsed, and its result is shown."""
+    print_any_letter()
     args = [word for word in sys.argv[1:] if word != "--json"]
     show = None if "--json" in sys.argv else print_result
     _finish(lambda: job(**parse_command("", job, args, doc)), show)

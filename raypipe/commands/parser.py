@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import io
 import os
 import re
 import sys
@@ -82,7 +81,8 @@ class Parser:
             key = option[2:].replace("-", "_")
             switch = key if key in self.known else key.removeprefix("no_")
             is_config = self.takes_run and key == "config"
-            if switch in self.known and self.known[switch].kind is bool and not equals:
+            is_told = equals or words[-1:] in (["true"], ["false"])  # as the help names its values
+            if switch in self.known and self.known[switch].kind is bool and not is_told:
                 key, text = switch, str(switch == key).lower()
             elif key not in self.known and not is_config:
                 settings = "`raypipe help settings` lists the settings of a run, " if self.takes_run else ""
@@ -126,8 +126,6 @@ def meant(name: str, known: Iterable[str]) -> str:
 @contextlib.contextmanager
 def printing() -> Iterator[None]:
     """Context manager for what a command prints: it does not fail if nobody reads on, as in `| head`."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # … and – are not in every encoding
     try:
         yield
         print(end="", flush=True)

@@ -8,8 +8,7 @@ The operations follow those of Kornia, with their own generator. The differences
 
 - Brightness, contrast, saturation, hue and gray are one affine map of color: what one of them would cut off at 0
   or 1 is cut off once, at the end. Contrast's mean of gray is that of the image as it was before the colors.
-- Hue turns the color about the axis of grays in YIQ, as NVIDIA's DALI does; Kornia's way through HSV is not
-affine.
+- Hue turns the color about the axis of grays in YIQ, as NVIDIA's DALI does. Kornia's HSV is not affine.
 - A blur comes before the color, with which it commutes, and is the same for both axes.
 - The ratio of an erased box's sides is drawn evenly in its logarithm.
 

@@ -110,9 +110,7 @@ def permute(positions: np.ndarray, size: int, keys: np.ndarray) -> np.ndarray:
     while pending.size:
         x = out[pending]
         halves = [x >> right_bits, x & masks[1]]
-        for i in range(
-            NUM_ROUNDS
-        ):  # even ones change the left half by the right one, odd ones the other way round
+        for i in range(NUM_ROUNDS):  # even ones change the left half by the right one, odd ones the right half
             own, other = i % 2, 1 - i % 2
             halves[own] = halves[own] ^ (mix64(halves[other] ^ keys[i]) & masks[own])
         x = (halves[0] << right_bits) | halves[1]

@@ -3,8 +3,7 @@
 The file systems are pyarrow's own, with timeouts and retries, see `raypipe.storage.patience`. Their settings and
 credentials come from the environment of each process, so every node of a cluster needs them:
 
-    s3://bucket/key            AWS_ACCESS_KEY_ID or any other AWS login; AWS_REGION, by default the bucket's
-    region;
+    s3://bucket/key            AWS_ACCESS_KEY_ID or any other AWS login; AWS_REGION, else the bucket's region;
                                AWS_ENDPOINT_URL for another server; s3://anonymous@bucket/key
     gs://bucket/key            GOOGLE_APPLICATION_CREDENTIALS or the machine's login; gs://anonymous@bucket/key
     az://container/path        AZURE_STORAGE_ACCOUNT; AZURE_STORAGE_KEY, AZURE_STORAGE_SAS_TOKEN or the machine's

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import socket
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -125,9 +126,13 @@ class FileStore(ABC, Generic[C]):
         # Listing of a remote store by the process that opened it first: other processes neither list it again nor
         # miss a change.
         self._listing: Any = None
+        # What the process that sent the store here had opened; "" = it was not sent.
+        self._identity = ""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.address, *self._options), {"_listing": self._listing}
+        identity = self._identity if self._opened is None else _identity_of(self._opened)
+        state = {"_listing": self._listing, "_identity": identity}
+        return type(self), (self.address, *self._options), state
 
     @abstractmethod
     def _open(self) -> C:
@@ -138,7 +143,13 @@ class FileStore(ABC, Generic[C]):
         if self._has_lock and self._pid != os.getpid():
             self.close()
         if self._opened is None:
-            self._opened, self._pid = self._open(), os.getpid()
+            opened = self._open()
+            if self._identity not in ("", _identity_of(opened)):
+                raise StoreError(
+                    f"{self.address} has other contents on this machine ({socket.gethostname()}), or by now, than "
+                    "where it was opened first: give all nodes the same files, and leave them as they are"
+                )
+            self._opened, self._pid = opened, os.getpid()
         return self._opened
 
     @property
@@ -176,6 +187,11 @@ class FileStore(ABC, Generic[C]):
 
     def close(self) -> None:
         self._opened = None
+
+
+def _identity_of(contents: Any) -> str:
+    """Return what tells contents from others: the fingerprint, unless it takes long."""
+    return str(getattr(contents, "identity", None) or contents.fingerprint)
 
 
 def name_of(store: Store, index: int) -> str:

@@ -25,7 +25,7 @@ import pyarrow.fs
 from raypipe.errors import StoreError
 from raypipe.storage.files import RemoteFile, digest_of_file
 from raypipe.storage.filesystem import check_bucket, explained, join, open_filesystem, split
-from raypipe.storage.local_file import cache_folder, make_cache_folder, open_lock, try_lock
+from raypipe.storage.local_file import cache_folder, locked, make_cache_folder, open_lock, try_lock
 from raypipe.storage.patient import upload
 from raypipe.stores.addresses import MANIFEST, names_in, write_manifest
 from raypipe.stores.writers import open_writer
@@ -180,7 +180,10 @@ def digits_stores(folder: Path | None = None) -> tuple[str, str]:
     folder = (folder or cache_folder()) / "digits-v1"
     train, val = folder / "train.lmdb", folder / "val.lmdb"
     if not (train.exists() and val.exists()):
-        _write_digits(train, val)
+        train.parent.mkdir(parents=True, exist_ok=True)
+        with locked(train.parent / ".lock"):  # the processes of torchrun all come here first
+            if not (train.exists() and val.exists()):
+                _write_digits(train, val)
     return str(train), str(val)
 
 

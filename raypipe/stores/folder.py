@@ -19,7 +19,15 @@ from raypipe.errors import StoreError
 from raypipe.storage.filesystem import explained, is_remote, join, open_filesystem
 from raypipe.storage.local_file import check_regular, open_regular
 from raypipe.storage.patience import in_threads, progress
-from raypipe.stores.base import ARRAY_SUFFIX, IMAGE_SUFFIXES, MAX_SAMPLE_BYTES, Columns, FileStore, check_classes
+from raypipe.stores.base import (
+    ARRAY_SUFFIX,
+    IMAGE_SUFFIXES,
+    MAX_SAMPLE_BYTES,
+    Columns,
+    FileStore,
+    check_classes,
+    hash_of_facts,
+)
 
 _SUFFIXES = {*IMAGE_SUFFIXES, ARRAY_SUFFIX}
 
@@ -83,6 +91,11 @@ class _Images:
 
     def __len__(self) -> int:
         return len(self._paths)
+
+    @cached_property
+    def identity(self) -> str:
+        """The hash of classes and paths, for which no file is looked at; see `FileStore`."""
+        return hash_of_facts((self.classes, self._paths))
 
     @cached_property
     def fingerprint(self) -> str:

@@ -34,9 +34,8 @@ if TYPE_CHECKING:
 STATE_FILE = "state.pt"
 _MANIFEST = "checkpoint.json"
 _FOLDER = re.compile(r"checkpoint_(\d{4,})_(\d{7,})_[0-9a-f]{8}")
-_ANY = re.compile(
-    rf"{_FOLDER.pattern}|checkpoint_[\d-]{{10}}_[\d-]{{8}}\.\d+"
-)  # folders of a run, or of Ray Train
+# Folders of a run, or of Ray Train.
+_ANY = re.compile(rf"{_FOLDER.pattern}|checkpoint_[\d-]{{10}}_[\d-]{{8}}\.\d+")
 _CUT_OFF = "it was cut off while it was written"
 
 

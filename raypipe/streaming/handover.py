@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import sys
 import time
 from typing import TYPE_CHECKING, Annotated, Any
@@ -84,7 +85,8 @@ def loader(
 
     Raises:
         CursorError: the checkpoint belongs to another plan.
-        ConfigError: W does not divide M, an argument has the wrong type, or `start_from` has no checkpoint.
+        ConfigError: W does not divide M, an argument has the wrong type, `start_from` has no checkpoint, or
+            torchrun's process group was not started.
         ResourceError: there are no CPUs for the pool.
     """
     check("raypipe.loader: spec", spec, StreamSpec)
@@ -105,6 +107,11 @@ def loader(
                 f"{world_size} processes outside of Ray Train do not share a stream that Ray makes: start them by "
                 "a TorchTrainer, or let each make its own share (pool.engine=inline)"
             )
+    elif "RANK" in os.environ and (num := os.environ.get("WORLD_SIZE", "1")) != "1":
+        raise ConfigError(
+            f"a launcher started {num} processes, and each would get the whole stream: call "
+            "torch.distributed.init_process_group() before raypipe.loader, for the share of its rank"
+        )
     spec.plan.check_workers(world_size)
     device = torch.device(device or (ray.train.torch.get_device() if in_train else "cpu"))
 
@@ -186,7 +193,7 @@ def _handed_round(
     from raypipe.rayext.console import quiet_broadcasts
     from raypipe.streaming.pipeline import splits
 
-    handed: tuple[list[DataIterator], Any, int] | None = None
+    handed: tuple[str, tuple[list[DataIterator], Any, int]] | None = None
     if rank == 0:
         connect()  # a loader outside of Ray Train may be the first here to need Ray
         if in_train and max_actors is None and in_worker():  # a driver may also call its train function
@@ -204,16 +211,22 @@ def _handed_round(
             supervisor=supervisor,
             apart=apart,
         )
-        handed = (iterators, supervisor, most)
+        handed = spec.plan.fingerprint, (iterators, supervisor, most)
     if in_train and world_size > 1:
         from ray.train.collective import broadcast_from_rank_zero
 
         quiet_broadcasts()  # of more than 1,000 bytes, it warns; these are about 6,000, once
         handed = broadcast_from_rank_zero(handed)
     assert handed is not None
+    plan, stream = handed
+    if plan != spec.plan.fingerprint:
+        raise ConfigError(
+            f"rank {rank} has plan {spec.plan.fingerprint}, and rank 0 has {plan}: give all ranks the same stores "
+            "and settings, whole; raypipe hands each rank its share"
+        )
     if in_train and in_worker():
-        handed[1].joined.remote(f"trainer {rank}", this_process(f"trainer {rank}"))
-    return handed
+        stream[1].joined.remote(f"trainer {rank}", this_process(f"trainer {rank}"))
+    return stream
 
 
 def _make_room(cpus: float) -> None:
@@ -245,5 +258,5 @@ def _in_train_worker() -> bool:
 
     try:
         return ray.train.get_context().get_world_size() is not None
-    except RuntimeError:
+    except (RuntimeError, DeprecationWarning):  # the second in a function of Ray Tune
         return False

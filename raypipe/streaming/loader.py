@@ -111,13 +111,8 @@ class Loader(Unlike, instead=_INSTEAD):
             check_mixable(augment, target.dtype, target.shape)
         self.augment: DeviceAugment | None = None
         self.rank, self.world_size = rank, world_size
-        self._spec, self._open_at, self._prefetch_factor, self.keep_batches = (
-            spec,
-            open_at,
-            prefetch_factor,
-            keep_batches,
-        )
-        self._start_from = start_from
+        self._spec, self._open_at, self._start_from = spec, open_at, start_from
+        self._prefetch_factor, self.keep_batches = prefetch_factor, keep_batches
         self.account = Account(spec, self.device, rank, world_size, augment, folder)
         self._running = Running(self.account.chronicle.close)
         self._running.close_with(self)
@@ -232,13 +227,15 @@ class Loader(Unlike, instead=_INSTEAD):
         Ray Train has noted the checkpoint, which takes up to 0.5 s (`RAY_TRAIN_HEALTH_CHECK_INTERVAL_S`).
 
         Args:
-            metrics: numbers are recorded.
+            metrics: numbers are recorded; tensors and arrays of one element become numbers.
             parts: objects with a `state_dict`, by names that you choose: the model, in DDP or not, the
                 optimizer, …
 
         Raises:
-            ConfigError: a part is sharded.
+            ConfigError: a part is sharded, or its state has other things than tensors and plain values.
         """
+        # Ray Train refuses a tensor, and its controller would end the run at a number of NumPy's.
+        metrics = {name: value.item() if hasattr(value, "item") else value for name, value in metrics.items()}
         with self.account.saving(lambda: "Ray Train writes it, or other ranks have not reported yet"):
             report(metrics, parts, self.rank, self.cursor)
         self.account.exported.checkpointed()

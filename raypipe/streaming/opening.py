@@ -83,6 +83,8 @@ def open_stream(
     stores: dict[Split, Store] = {"train": train_store}
     if val_store is not None and plan.val_interval:
         stores["val"] = val_store
+        if target_column:
+            _check_classes(train_store, val_store)
     transforms = _transforms_of(stores, transform, train_transform, val_transform)
     selections, val_selection = select(train_store, val_store, exclude, filter)
     laid_out = make_plan(plan, train_store, val_store, selections=selections, val_selection=val_selection)
@@ -105,6 +107,15 @@ def open_stream(
         log_format=log_format,
         columns=sample_columns,
     )
+
+
+def _check_classes(train: Store, val: Store) -> None:
+    """Raise ConfigError if both stores name their classes, and differ."""
+    if train.classes and val.classes and train.classes != val.classes:
+        raise ConfigError(
+            f"{train.address} has {len(train.classes)} classes, and {val.address} {len(val.classes)} with other "
+            "names or in another order, so their labels mean different things: convert both with the same classes"
+        )
 
 
 def _transforms_of(

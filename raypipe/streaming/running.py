@@ -85,9 +85,8 @@ class Running:
 
     def close_with(self, owner: object) -> None:
         """Close it when the owner is dropped."""
-        weakref.finalize(
-            owner, self.close
-        ).atexit = False  # at exit `_close_all` comes first, with Ray still there
+        # At exit `_close_all` comes first, with Ray still there.
+        weakref.finalize(owner, self.close).atexit = False
 
 
 _all = weakref.WeakSet[Running]()

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 
 from raypipe.errors import ConfigError
 from raypipe.metrics.records import Folder
@@ -26,10 +27,22 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
 
 
-def saved(state: Any) -> memoryview:
-    """state.pt of a state."""
+def saved(state: Mapping[str, Any]) -> memoryview:
+    """state.pt of the states of parts, by name.
+
+    Raises:
+        ConfigError: a part holds objects that `loaded` would refuse.
+    """
     file = io.BytesIO()
     torch.save(state, file)
+    file.seek(0)
+    if unsafe := torch.serialization.get_unsafe_globals_in_checkpoint(file):
+        for name, part in state.items() if len(state) > 1 else ():
+            saved({name: part})
+        raise ConfigError(
+            f"the state_dict of {', '.join(state)} has {', '.join(sorted(unsafe))}, which a resume could not load: "
+            "return tensors, plain numbers, text, lists and dicts (float(x) and torch.from_numpy(x) convert NumPy's)"
+        )
     return file.getbuffer()
 
 
@@ -54,7 +67,7 @@ def report(metrics: Mapping[str, Any], parts: Mapping[str, Stateful], rank: int,
 
     state = {name: _unwrapped(part).state_dict() for name, part in parts.items()}
     for name, values in state.items():
-        if any(isinstance(value, DTensor) for value in values.values()):
+        if any(isinstance(value, DTensor) for value in tree_leaves(values)):
             raise ConfigError(
                 f"{name} is sharded, and each rank has one shard of it: save it with "
                 'torch.distributed.checkpoint, as docs/training-loop.md shows under "FSDP2"'
@@ -83,7 +96,7 @@ def latest_of_train() -> Folder | None:
 
     try:
         checkpoint = ray.train.get_checkpoint()
-    except RuntimeError:
+    except (RuntimeError, DeprecationWarning):  # the second in a function of Ray Tune
         return None
     return (checkpoint.filesystem, checkpoint.path) if checkpoint else None
 

@@ -92,11 +92,11 @@ def located(run: RunConfig, prefix: str = "") -> Iterator[tuple[RunConfig, str, 
         prefix: prefix of a name that is made from the date.
 
     Yields:
-        The run with its name, its stores and the steps of its transforms; the URI of its folder; and its lease.
+        The run with its name and its stores; the URI of its folder; and its lease.
 
     Raises:
         ConfigError: the folder has a run that is not resumed, or none to resume, or a running one; or the folder
-            is removed with the job; or a file of steps cannot be read.
+            is removed with the job.
     """
     run = dataclasses.replace(run, resume=folder_to_resume(run.resume, run.storage_path, run.name))
     if not (run.name or run.resume):

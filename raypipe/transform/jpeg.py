@@ -33,9 +33,8 @@ Box = tuple[int, int, int, int]
 Undecoded = tuple[Sides, Callable[[Box], np.ndarray]]
 """(height, width) of an image, and what decodes a box of it: uint8 RGB (h, w, 3), maybe at a reduced scale."""
 
-_MIN_SCALED_SIDE = (
-    16  # pixels: below, two scales can give the same size, and simplejpeg finds the scale by the size
-)
+# Pixels. Below, two scales can give the same size, and simplejpeg finds the scale by the size.
+_MIN_SCALED_SIDE = 16
 _ORIENTATION_TAG = 0x0112  # EXIF
 
 

@@ -1,11 +1,11 @@
 """Masks, boxes, keypoints: their stored forms, and their transform with the image: one pipeline, one key.
 
-    column   holds                                                             one sample
-    mask     one PNG of one channel, a class index per pixel                   uint8 (H, W)
-    boxes    K boxes [x0, y0, x1, y1, label], pixels of the image, as 5·K      float32 (K, 5)
-             little-endian float32 bytes, as JSON, or as numbers, flat or
-             five to a box
-    keypoints  K keypoints [x, y, label], as boxes, three to a keypoint            float32 (K, 3)
+    column     holds                                                           one sample
+    mask       one PNG of one channel, a class index per pixel                 uint8 (H, W)
+    boxes      K boxes [x0, y0, x1, y1, label], pixels of the image, as 5·K    float32 (K, 5)
+               little-endian float32 bytes, as JSON, or as numbers, flat or
+               five to a box
+    keypoints  K keypoints [x, y, label], as boxes, three to a keypoint        float32 (K, 3)
 
 x1 and y1 are one past the last pixel, so x1 - x0 is a width. A malformed target makes a bad sample.
 """

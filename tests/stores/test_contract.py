@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -238,6 +239,22 @@ def test_pickles_without_its_contents(store: Store, kind: str) -> None:
     store.read(np.arange(10))
     if not kind.startswith("memory"):
         assert len(pickle.dumps(store)) < 500
+
+
+def test_a_node_with_other_contents_is_found_out(store: Store, kind: str, tmp_path: Path) -> None:
+    if kind.startswith("memory"):
+        pytest.skip("it is sent with its contents")
+    sent = [pickle.dumps(store), pickle.dumps(store) if len(store) else b""]  # closed, and open
+    for path in tmp_path.iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    MAKERS[kind](tmp_path, [image + b"more" for image in IMAGES])
+    if kind == "folder":  # of which the paths are compared, and no sizes
+        (tmp_path / "ant" / "000.PNG").rename(tmp_path / "ant" / "00.PNG")
+    assert len(pickle.loads(sent[0])) == 10
+    with pytest.raises(StoreError, match=r"has other contents on this machine \(.+\), or by now"):
+        pickle.loads(sent[1]).read(np.array([0]))
+    with pytest.raises(StoreError, match="has other contents"):
+        len(pickle.loads(pickle.dumps(pickle.loads(sent[1]))))
 
 
 def test_fingerprint(store: Store, kind: str, tmp_path: Path) -> None:

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from raypipe.errors import StoreError
 from raypipe.stores import open_store
-from raypipe.stores.destination import new_path, write_atomically
+from raypipe.stores.destination import digits_stores, new_path, write_atomically
 
 SAMPLES = [{"image": b"abc", "label": 1}, {"image": b"de", "label": 0}]
 
@@ -60,3 +61,9 @@ def test_a_link_in_the_place_of_its_lock_is_not_written_to(tmp_path: Path) -> No
     with pytest.raises(StoreError, match=r"cannot be written to: \.x\.lmdb\.lock: it is a link"):
         write_atomically(str(tmp_path / "x.lmdb"), SAMPLES, None)
     assert (tmp_path / "precious").read_bytes() == b"content"
+
+
+def test_all_who_ask_for_the_digits_first_get_them(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        (stores, *others) = pool.map(digits_stores, [tmp_path] * 4)
+    assert others == [stores] * 3 and [len(open_store(address)) for address in stores] == [1437, 360]

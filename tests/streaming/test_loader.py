@@ -24,6 +24,7 @@ from raypipe.device.prefetcher import Batch
 from raypipe.errors import ConfigError, CursorError, RaypipeError
 from raypipe.plan.places import Cursor
 from raypipe.stores.base import MemoryStore
+from raypipe.streaming import handover
 from raypipe.streaming.blocks import cut
 from raypipe.streaming.epochs import Epoch
 from raypipe.streaming.handover import loader
@@ -406,6 +407,42 @@ def test_a_run_started_again_after_its_end_says_that_nothing_is_left(
     assert list(ended.epochs()) == []
     (told,) = caplog.messages
     assert f"all {plan.config.epochs} epochs are done" in told and "set a larger plan.epochs" in told
+
+
+def test_processes_of_torchrun_do_not_each_get_the_whole_stream(
+    inline: StreamSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match=r"started 2 processes.*init_process_group\(\) before raypipe\.loader"):
+        loader(inline)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert loader(inline).world_size == 1
+
+
+def test_a_function_of_ray_tune_gets_the_whole_stream(inline: StreamSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise DeprecationWarning(
+            "`ray.train.get_context` is deprecated when running in a function passed to Ray Tune"
+        )
+
+    monkeypatch.setattr("ray.train.get_context", refuse)
+    monkeypatch.setattr("ray.train.get_checkpoint", refuse)
+    one = loader(inline)
+    assert one.world_size == 1
+    one.restore()
+
+
+def test_ranks_of_other_plans_are_refused(inline: StreamSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    handed: Any = ([], None, 1)
+
+    def hand_over(plan: str) -> Any:
+        monkeypatch.setattr("ray.train.collective.broadcast_from_rank_zero", lambda _: (plan, handed))
+        return handover._handed_round(inline, inline.plan.start(), None, 1, 2, in_train=True, apart=False)
+
+    assert hand_over(inline.plan.fingerprint) is handed
+    with pytest.raises(ConfigError, match=r"rank 1 has plan \w+, and rank 0 has another: give all ranks the same"):
+        hand_over("another")
 
 
 def test_a_loader_outside_of_ray_train_connects_to_ray(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,3 +104,14 @@ def test_damaged_first_samples_of_a_validation_are_passed_over() -> None:
     val = MemoryStore([b"", *(picture(number) for number in range(7))], range(8))
     with pytest.raises(ConfigError, match="sizes of images differ"):
         next(host_batches(spec(val, transform=TransformConfig(train=STEPS, max_bad_fraction=1))))
+
+
+def test_stores_of_other_classes_are_refused_unless_nobody_asks() -> None:
+    def store(*classes: str) -> MemoryStore:
+        return MemoryStore([picture(i) for i in range(8)], [0, 1] * 4, classes or None)
+
+    options: Any = {"plan": PlanConfig(micro_batch_size=4), "train_transform": "light"}
+    with pytest.raises(ConfigError, match=r"has 2 classes, and .* 2 with other names or in another order"):
+        open_stream(store("a", "b"), store("b", "a"), **options)
+    for val, target in ((store("a", "b"), "label"), (store(), "label"), (store("b", "a"), None)):
+        assert open_stream(store("a", "b"), val, target_column=target, **options).stores["val"] is val

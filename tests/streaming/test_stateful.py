@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import ray.train
 import torch
@@ -93,8 +94,9 @@ def equal(one: dict[str, Stateful], other: dict[str, Stateful]) -> bool:
 
 def test_what_was_reported_is_restored_with_the_place_beside_it(stream: Loader, reports: Reports) -> None:
     saved, others = parts(), parts(seed=1)
-    stream.report({"accuracy": 0.5}, **saved)
-    assert reports.metrics == [{"accuracy": 0.5}]
+    stream.report({"accuracy": torch.tensor(0.5), "best": np.float32(0.5)}, **saved)
+    assert reports.metrics == [{"accuracy": 0.5, "best": 0.5}]
+    assert {type(value) for value in reports.metrics[0].values()} == {float}
     assert Cursor.from_json((reports.folder / "cursor.json").read_text()) == stream.cursor
     assert not equal(saved, others)
     stream.restore(**others)
@@ -137,8 +139,22 @@ def test_a_model_in_ddp_has_the_checkpoint_of_one_without(stream: Loader, report
 def test_a_sharded_model_is_refused_since_a_rank_has_but_a_part_of_it(stream: Loader, reports: Reports) -> None:
     model = torch.nn.Linear(3, 2)
     fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-    with pytest.raises(ConfigError, match=r"net is sharded, .* docs/training-loop\.md"):
-        stream.report({}, net=model)
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    for part in (model, optimizer):
+        with pytest.raises(ConfigError, match=r"net is sharded, .* docs/training-loop\.md"):
+            stream.report({}, net=part)
+    assert not reports.metrics
+
+
+def test_what_a_resume_could_not_load_is_refused_when_it_is_reported(stream: Loader, reports: Reports) -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=np.float64(0.1))  # as a search or np.linspace gives it
+    with pytest.raises(
+        ConfigError, match=r"the state_dict of optimizer has numpy.*, which a resume could not load"
+    ):
+        stream.report({}, model=model, optimizer=optimizer)
     assert not reports.metrics
 
 

@@ -89,6 +89,8 @@ def open_store(address: str | Path, **options: Any) -> Store:
     text = str(address)
     if text.startswith("file://"):
         text = unquote(urlsplit(text).path)
+    elif text.startswith("~/"):  # a shell expands it, YAML and Python do not
+        text = str(Path(text).expanduser())
     kind = _kind_of(text)
     module, name = _STORES[kind]
     make = getattr(import_module(f"raypipe.stores.{module}"), name)

@@ -31,6 +31,7 @@ from raypipe.stores.base import (
     FileStore,
     as_text,
     by_part,
+    check_classes,
     hash_of_facts,
     join_fingerprints,
     part_of,
@@ -139,6 +140,7 @@ class _Opened:
         names = [archive.name for archive in archives]
         if have_class_folders(names, scans):
             self._index, self.classes = index_files(scans)
+            check_classes(names[0], self.classes)
         else:
             self._index = index_samples(names, scans)
         self._bounds = np.cumsum([0] + [scan["num"] for scan in scans])

@@ -21,8 +21,9 @@ from raypipe.transform.columns import (
     is_npy,
     length_name,
     numbers_of,
+    rank,
 )
-from raypipe.transform.fields import LABEL
+from raypipe.transform.fields import IMAGE, LABEL
 from raypipe.transform.process_state import process_kept
 
 NUM_PROBED = 16  # samples that tell a column's type: one of them should have a value
@@ -92,6 +93,8 @@ def _of_store(
     for name in wanted:
         if name not in paths and function is None and name != LABEL:
             raise ConfigError(missing(store.address, name, store.columns, "store.columns"))
+        if paths.get(name, ("",))[0] == IMAGE:
+            raise ConfigError(f"store.columns names {name!r}: every batch has images, so leave it out")
     reads_class = label and LABEL not in paths
     if reads_class and function is None:
         _check_label(store)
@@ -201,6 +204,10 @@ def type_of(
         raise ConfigError(f"{where}: {problem}")
     filled = [array for array in arrays if array.size] or arrays
     dtype = np.dtype(options.dtype) if options and options.dtype else np.result_type(*filled)
+    if options and options.dtype and all(rank(array.dtype) > rank(dtype) for array in filled):
+        raise ConfigError(
+            f"{where} has {filled[0].dtype}, and store.columns.{name}.dtype is {dtype}: give another"
+        )
     shapes = {array.shape for array in filled}
     if len({len(shape) for shape in shapes}) > 1:
         raise ConfigError(f"{where} has numbers of several shapes, {sorted(shapes)}: fix the store")

@@ -44,6 +44,8 @@ def check_columns(store: Store, targets: Mapping[str, str]) -> None:
     for name, column in targets.items():
         if column not in store.columns:
             raise ConfigError(missing(store.address, column, store.columns, f"transform.{name}_column"))
+        if column == "image":
+            raise ConfigError(f"transform.{name}_column must be another column than the image, got 'image'")
 
 
 def decode_mask(data: Any, size: tuple[int, int]) -> np.ndarray:

@@ -36,6 +36,17 @@ def test_an_error_while_overwriting_leaves_what_was_there(tmp_path: Path) -> Non
     assert len(open_store(tmp_path / "x.lmdb")) == 2
 
 
+def test_a_folder_with_files_of_others_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "x.lmdb").mkdir()
+    for name in ("00000.lmdb", "thesis.tex"):
+        (tmp_path / "x.lmdb" / name).touch()
+    with pytest.raises(StoreError, match=r"has thesis\.tex, which belongs to no store"):
+        write_atomically(str(tmp_path / "x.lmdb"), SAMPLES, None, overwrite=True)
+    (tmp_path / "x.lmdb" / "thesis.tex").unlink()
+    write_atomically(str(tmp_path / "x.lmdb"), SAMPLES, None, overwrite=True)
+    assert len(open_store(tmp_path / "x.lmdb")) == 2
+
+
 def test_the_second_of_two_writers_is_refused(tmp_path: Path) -> None:
     with new_path(tmp_path / "x.lmdb", False) as partial:
         partial.write_bytes(b"first")

@@ -126,6 +126,13 @@ def test_relative_address_becomes_absolute(tmp_path: Path, monkeypatch: pytest.M
     assert len(store) == 1
 
 
+def test_a_home_folder_is_found_as_in_every_other_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "a" / "cat").mkdir(parents=True)
+    (tmp_path / "a" / "cat" / "1.jpg").touch()
+    assert len(open_store("~/a")) == 1
+
+
 def test_options_reach_the_store(tmp_path: Path) -> None:
     write(tmp_path / "a.parquet")
     with pytest.raises(StoreError, match="no column 'img'"):

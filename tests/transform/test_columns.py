@@ -87,6 +87,7 @@ def test_arrays_are_of_one_shape_where_the_store_says_so_and_else_lists() -> Non
         ([None, None], None, "no value in any of the first 2 samples"),
         ([1, "a"], None, "values of several types, int, str"),
         (["red"], ColumnOptions(dtype="int64"), "holds no numbers"),
+        ([0.5], ColumnOptions(dtype="int64"), r"'a' has float64, and store\.columns\.a\.dtype is int64"),
         ([3], ColumnOptions(length=2), "declared with a length"),
         ([[1], [[2]]], None, "of several shapes"),
         ([[1]], ColumnOptions(length=2, fill=-1, dtype="uint8"), r"store\.columns\.a\.fill is -1, which uint8"),

@@ -292,7 +292,7 @@ def stored_names(where: object, present: Collection[str], renamed: Mapping[str, 
     return stored | {name: name for name in others}
 
 
-def check_classes(where: object, classes: Collection[str]) -> None:
+def refuse_splits(where: object, classes: Collection[str]) -> None:
     """Raise StoreError if the class folders are the splits of a dataset, which would be learned as classes."""
     if "train" in classes and not {"val", "valid", "validation", "test"}.isdisjoint(classes):
         raise StoreError(

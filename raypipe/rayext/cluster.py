@@ -6,7 +6,9 @@ import contextlib
 import functools
 import logging
 import os
+import signal
 import sys
+import threading
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -85,7 +87,8 @@ def connect(
         wait_for_head(address, wait or Wait(_ANSWER_S))
         closed = {name: os.environ[name] for name in ("PYTHONSAFEPATH",) if name in os.environ}
         try:
-            ray.init(address=address, runtime_env={"env_vars": _WORKER_ENV | closed}, **options)
+            with _whole_start():
+                ray.init(address=address, runtime_env={"env_vars": _WORKER_ENV | closed}, **options)
         except (RuntimeError, OSError, ray.exceptions.RayError) as error:
             raise ResourceError(f"cannot connect to the Ray cluster at {address}: {error}") from error
         return
@@ -95,7 +98,7 @@ def connect(
     # Ray warns that authentication is on, which is irrelevant to a private cluster on one machine.
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
     environment = _LOCAL_ENV | ({"RAY_BACKEND_LOG_JSON": "1"} if log_format == "json" else {})
-    with _inherited(environment), _small_head(), _spared_signals():
+    with _inherited(environment), _small_head(), _spared_signals(), _whole_start():
         try:
             ray.init(
                 num_cpus=num_cpus,
@@ -192,3 +195,27 @@ def _spared_signals() -> Iterator[None]:
         yield
     finally:
         services.ConsolePopen = popen  # type: ignore[misc]
+
+
+@contextlib.contextmanager
+def _whole_start() -> Iterator[None]:
+    """Context manager: hold the KeyboardInterrupt of a first Ctrl-C until Ray has started.
+
+    After an interrupted start of Ray's core, the next one, as by a notebook's cell, would end the process.
+    """
+    held, default = list[bool](), signal.default_int_handler
+
+    def hold(*_: Any) -> None:
+        held.append(True)
+        signal.signal(signal.SIGINT, default)
+
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) != default:
+        yield
+        return
+    signal.signal(signal.SIGINT, hold)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, default)
+    if held:
+        raise KeyboardInterrupt

@@ -104,7 +104,10 @@ class Guard:
         self._supervisor, self._time_limit_s = supervisor, time_limit_s
         self._process = this_process("transform actor")
         self._actor = ray.get_runtime_context().get_actor_id() or f"process {self._process.pid}"
-        restarted = ray.get(supervisor.arrived.remote(self._actor, str(self._process)))
+        try:
+            restarted = ray.get(supervisor.arrived.remote(self._actor, str(self._process)))
+        except ray.exceptions.RayActorError:  # the stream ended in the meantime; a traceback would be printed
+            ray.actor.exit_actor()
         self._wary = _WARY_FOR if restarted else 0
         self._watched_at = -math.inf
 

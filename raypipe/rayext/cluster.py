@@ -14,6 +14,7 @@ from typing import Any
 
 import ray
 from ray._private import node, ray_constants, services
+from ray.util import client
 
 from raypipe.errors import ResourceError
 from raypipe.logs import LogFormat
@@ -74,16 +75,22 @@ def connect(
     Raises:
         ResourceError: the cluster does not answer, cannot be joined, or does not start.
     """
-    if ray.is_initialized():
+    is_client = client.ray.is_connected()
+    if ray.is_initialized() and not is_client:
         return
+    address = address or os.environ.get("RAY_ADDRESS", "")
+    if is_client or address.startswith("ray://"):
+        raise ResourceError(
+            "a stream does not run through Ray Client (ray://…): start the program on a machine of the cluster, "
+            "such as by `ray job submit`"
+        )
     take_console()
     # This also removes Ray's prefix "(Actor pid=…)" from the lines of workers.
     ray_log = ray.LoggingConfig(encoding="JSON", log_level="WARNING") if log_format == "json" else None
     job = ray.job_config.JobConfig()
     job._py_driver_sys_path = _SearchPath()
     options: dict[str, Any] = {"logging_level": logging.WARNING, "logging_config": ray_log, "job_config": job}
-    if address or os.environ.get("RAY_ADDRESS"):
-        address = address or os.environ["RAY_ADDRESS"]
+    if address:
         wait_for_head(address, wait or Wait(_ANSWER_S))
         closed = {name: os.environ[name] for name in ("PYTHONSAFEPATH",) if name in os.environ}
         try:
@@ -108,7 +115,8 @@ def connect(
             )
         except Exception as error:  # Ray raises nothing more special where its processes are too slow
             raise ResourceError(
-                f"Ray did not start on this machine, whose CPUs or memory may be in use by other programs: {error}"
+                "Ray did not start on this machine: its CPUs or memory may be in use, or TMPDIR may be too long "
+                f"or not ASCII: {error}"
             ) from error
     global _own_node
     _own_node = ray.get_runtime_context().get_node_id()

@@ -39,6 +39,13 @@ def test_a_missing_cluster_is_named_and_the_wait_can_be_ended(
         connect(wait=Wait(1000.0, interrupted))
 
 
+def test_ray_client_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setenv("RAY_ADDRESS", "ray://127.0.0.1:1")
+    with pytest.raises(ResourceError, match=r"Ray Client .*ray job submit"):
+        connect()
+
+
 @pytest.mark.parametrize("num", [1, 2])
 def test_an_interrupt_is_held_until_ray_has_started_and_a_second_one_is_not(
     monkeypatch: pytest.MonkeyPatch, num: int

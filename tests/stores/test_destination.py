@@ -6,7 +6,7 @@ import pytest
 
 from raypipe.errors import StoreError
 from raypipe.stores import open_store
-from raypipe.stores.destination import new_path, write_atomically
+from raypipe.stores.destination import digits_stores, new_path, write_atomically
 
 SAMPLES = [{"image": b"abc", "label": 1}, {"image": b"de", "label": 0}]
 
@@ -16,6 +16,12 @@ def test_a_store_appears_whole_and_makes_its_folder(tmp_path: Path) -> None:
     store = open_store(tmp_path / "new" / "x.lmdb")
     assert len(store) == 2 and store.classes == ("a", "b")
     assert [p.name for p in (tmp_path / "new").iterdir()] == ["x.lmdb"]
+
+
+def test_digits_that_have_no_place_name_the_variable(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StoreError, match=r"file/digits-v1 cannot be written to \(RAYPIPE_CACHE may name"):
+        digits_stores(tmp_path / "file")
 
 
 def test_an_error_half_way_leaves_nothing(tmp_path: Path) -> None:

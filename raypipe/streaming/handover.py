@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import ray
@@ -56,8 +57,8 @@ def loader(
     dtype: torch.dtype = torch.float32,
     prefetch_factor: int = 2,
     keep_batches: int = 0,
-    run_dir: str = "",
-    start_from: str = "",
+    run_dir: str | Path = "",
+    start_from: str | Path = "",
 ) -> Loader:
     """Return this rank's loader. Call it once per rank, first in the train function, so the pool starts while
     you build the model.
@@ -93,7 +94,8 @@ def loader(
     check("raypipe.loader: max_actors", max_actors, AtLeast1 | None)
     check("raypipe.loader: cursor", cursor, Cursor | None)
     check("raypipe.loader: augment", augment, AugmentConfig | None)
-    check("raypipe.loader: start_from", start_from, str)
+    run_dir = check("raypipe.loader: run_dir", run_dir, str)  # a Path becomes text
+    start_from = check("raypipe.loader: start_from", start_from, str)
     for name, least, number in (("prefetch_factor", 1, prefetch_factor), ("keep_batches", 0, keep_batches)):
         check(f"raypipe.loader: {name}", number, Annotated[int, Limits(least, MAX_INT)])
     rank, world_size, in_train = 0, 1, _in_train_worker()

@@ -304,6 +304,12 @@ class Loader(Unlike, instead=_INSTEAD):
         self._running.close("the loader was closed")
 
     def _check_running(self) -> None:
+        if self._batches is None:
+            raise CursorError(
+                "the latest checkpoint has no place of the stream: make checkpoints with loader.report or "
+                "loader.save(folder), or call loader.load_state_dict before the first batch; to start over "
+                "anyway, raypipe.loader(spec, cursor=spec.plan.start())"
+            )
         if why := self._running.why:
             raise RaypipeError(
                 f"the stream has ended, since {why}: loader.load_state_dict(loader.state_dict()) restarts "
@@ -327,7 +333,11 @@ class Loader(Unlike, instead=_INSTEAD):
         for step in range(segment.first_step, segment.num_steps):
             self.notice.begin_step()
             for micro in range(self.rank, per_step, self.world_size):
-                batch = self._next(MicroBatchId(split, epoch, step, micro))
+                try:
+                    batch = self._next(MicroBatchId(split, epoch, step, micro))
+                except BaseException as error:  # this generator yields no more; it may be Ctrl-C
+                    self._running.end(f"its next batch failed with {type(error).__name__}")
+                    raise
                 ends_step = micro + self.world_size >= per_step
                 if ends_step and split == "train":
                     self._stand_at(Cursor(epoch, step + 1, self.plan.fingerprint))
@@ -343,12 +353,7 @@ class Loader(Unlike, instead=_INSTEAD):
             account.diagnose(epoch)
 
     def _next(self, expected: MicroBatchId) -> Batch:
-        if self._batches is None:
-            raise CursorError(
-                "the latest checkpoint has no place of the stream: make checkpoints with loader.report or "
-                "loader.save(folder), or call loader.load_state_dict before the first batch; to start over "
-                "anyway, raypipe.loader(spec, cursor=spec.plan.start())"
-            )
+        self._check_running()
         account = self.account
         asked = account.asked()
         awaited = functools.partial(self.account.chronicle.awaited, self._supervisor)
@@ -391,7 +396,7 @@ class Epochs(Iterator[Epoch]):
         loader = self._loader
         loader._check_running()
         number, (train, val) = next(loader._epochs)
-        of_loader = loader._skip, loader.accumulation_steps
+        of_loader = loader._check_running, loader._skip, loader.accumulation_steps
         return Epoch(number, Pass(*train, iter(()), *of_loader), Pass(*val, train[1], *of_loader))
 
     def __iter__(self) -> Iterator[Epoch]:

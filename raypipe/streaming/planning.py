@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from raypipe.config import PlanConfig
-from raypipe.errors import ConfigError, SampleError
+from raypipe.errors import ConfigError, SampleError, StoreError
 from raypipe.plan.compose import Source
 from raypipe.plan.places import Sides
 from raypipe.plan.schedule import Plan
@@ -81,7 +81,12 @@ def _read_source(store: Store, selection: Selection, buckets: Sequence[Sides], r
     Raises:
         ConfigError: the sizes of the images are not known, or not those of some.
     """
-    source = Source(store.address, store.fingerprint, selection, store.groups)
+    groups = store.groups
+    if groups is not None and ([*groups[:1], *groups[-1:]] != [0, len(store)] or (np.diff(groups) < 0).any()):
+        raise StoreError(
+            f"{store.address}: its groups must ascend from 0 to its {len(store)} samples, both included"
+        )
+    source = Source(store.address, store.fingerprint, selection, groups)
     if not buckets:
         return source
     columns = [numbers_of(store, name, "plan.buckets") for name in ("width", "height")]

@@ -31,6 +31,7 @@ from raypipe.streaming.row import SourceRow, block_row
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.supervisor import Orders
 from raypipe.transform.batch import FIRST_ATTEMPT, Attempt
+from raypipe.transform.user_code import failed
 
 # A restarted actor asks what is known of so many blocks before it trusts the world again. What killed it
 # was at most as far away as the queue of its tasks.
@@ -65,7 +66,10 @@ class TransformWorker:
         places, reads, read_s = SourceRow.unpacked(table)
         with self._guard.block(places) as orders:
             attempt = functools.partial(self._guard.attempt, orders=orders)
-            outcomes, memory = self._maker.block(places, reads, read_s, attempt)
+            try:
+                outcomes, memory = self._maker.block(places, reads, read_s, attempt)
+            except SystemExit as error:  # Ray would take it for a death, and run it again
+                raise failed("the transform", error) from error
         # Unguarded: a slow destination of the records is not a fault of the samples.
         for outcome in outcomes:
             self._maker.settle(outcome)
@@ -104,7 +108,10 @@ class Guard:
         self._supervisor, self._time_limit_s = supervisor, time_limit_s
         self._process = this_process("transform actor")
         self._actor = ray.get_runtime_context().get_actor_id() or f"process {self._process.pid}"
-        restarted = ray.get(supervisor.arrived.remote(self._actor, str(self._process)))
+        try:
+            restarted = ray.get(supervisor.arrived.remote(self._actor, str(self._process)))
+        except ray.exceptions.RayActorError:  # the stream ended in the meantime; a traceback would be printed
+            ray.actor.exit_actor()
         self._wary = _WARY_FOR if restarted else 0
         self._watched_at = -math.inf
 

@@ -23,7 +23,7 @@ _INSTALLED = ("site-packages", "dist-packages")
 _LIBRARIES = {"albumentations", "albucore", "torch", "torchvision", "numpy", "cv2", "PIL", "scipy", "skimage"}
 
 
-def failed(what: str, error: Exception) -> TransformError:
+def failed(what: str, error: Exception | SystemExit) -> TransformError:
     """The error of a sample on which the user's code raised; `what` is the code, such as "the transform"."""
     return TransformError(f"{what} failed at {place_of(error)}: {type(error).__name__}: {error}")
 

@@ -195,6 +195,34 @@ def test_what_a_loop_leaves_over_is_skipped_and_cannot_be_asked_for_later(inline
     assert [*every_batch(loader(inline, cursor=one.cursor))] == []
 
 
+@pytest.mark.parametrize("max_actors", [0, 2])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_after_an_error_a_stream_names_it_and_can_go_on(
+    inline: StreamSpec, error: type[BaseException], max_actors: int
+) -> None:
+    left = [5 * 6 + 1]
+
+    def fails_once(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        left[0] -= 1
+        if not left[0]:
+            raise error
+        return image[:8, :8]
+
+    transforms: Any = {"train": fails_once, "val": fails_once}
+    spec = dataclasses.replace(
+        inline, transforms=transforms, pool=PoolConfig(engine="inline", max_actors=max_actors)
+    )
+    one = loader(spec)
+    train = next(one.epochs()).train
+    with pytest.raises(error):
+        list(train)
+    for again in (lambda: next(train), lambda: next(one.epochs())):
+        with pytest.raises(RaypipeError, match=rf"its next batch failed with {error.__name__}: .* restarts it"):
+            again()
+    one.load_state_dict(one.state_dict())
+    assert [batch.position for batch in every_batch(one)] == [*spec.plan.micro_batches(one._start)]
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_state_goes_on_at_the_next_step_with_any_number_of_workers(inline: StreamSpec, world_size: int) -> None:
     plan, states = inline.plan, []

@@ -193,7 +193,7 @@ def test_an_own_loop_goes_on_from_a_checkpoint_of_a_run(trained: tuple[RunConfig
     run, folder = trained
     spec = spec_of(run, folder.as_uri())
     first = min(folder.glob("checkpoint_*"))
-    for start_from, epoch, step in ((str(folder), 2, 0), (first.as_uri(), 1, 3)):
+    for start_from, epoch, step in ((folder, 2, 0), (first.as_uri(), 1, 3)):
         own = loader(spec, start_from=start_from)
         assert (own.cursor.epoch, own.cursor.step) == (epoch, step)
         model, optimizer = model_and_optimizer(run)

@@ -112,6 +112,7 @@ class Loader(Unlike, instead=_INSTEAD):
         self.augment: DeviceAugment | None = None
         self.rank, self.world_size = rank, world_size
         self._spec, self._open_at, self._start_from = spec, open_at, start_from
+        self._lacks_weights = start_from is not None
         self._prefetch_factor, self.keep_batches = prefetch_factor, keep_batches
         self.account = Account(spec, self.device, rank, world_size, augment, folder)
         self._running = Running(self.account.chronicle.close)
@@ -238,6 +239,12 @@ class Loader(Unlike, instead=_INSTEAD):
         metrics = {name: value.item() if hasattr(value, "item") else value for name, value in metrics.items()}
         with self.account.saving(lambda: "Ray Train writes it, or other ranks have not reported yet"):
             report(metrics, parts, self.rank, self.cursor)
+        if self._lacks_weights and self.rank == 0:
+            _logger.warning(
+                "the stream continued from a checkpoint, and loader.restore was not called: unless you loaded its "
+                "states yourself, new weights are trained from the middle of the run on"
+            )
+        self._lacks_weights = False
         self.account.exported.checkpointed()
         chronicle = self.account.chronicle
         chronicle.record("report", values=numbers_in(metrics))
@@ -265,6 +272,7 @@ class Loader(Unlike, instead=_INSTEAD):
         """
         if folder := latest_of_train() or self._start_from:
             restore(parts, folder)
+        self._lacks_weights = False
 
     def save(self, folder: str | Path) -> None:
         """Write the run's place into a checkpoint's folder, for checkpoints that `report` does not make.

@@ -103,6 +103,23 @@ def test_what_was_reported_is_restored_with_the_place_beside_it(stream: Loader, 
     assert equal(saved, others)
 
 
+def test_who_goes_on_without_the_weights_is_told_so_once(
+    stream: Loader, reports: Reports, caplog: pytest.LogCaptureFixture
+) -> None:
+    def warnings() -> int:
+        return caplog.text.count("loader.restore was not called")
+
+    stream.report({}, **parts())
+    assert warnings() == 0
+    for restores, expected in ((True, 0), (False, 1)):
+        again = loader(stream._spec)
+        if restores:
+            again.restore(**parts())
+        again.report({}, **parts())
+        again.report({}, **parts())
+        assert warnings() == expected
+
+
 def test_without_a_checkpoint_nothing_is_restored(stream: Loader, reports: Reports) -> None:
     others = parts()
     stream.restore(**others)

@@ -103,6 +103,13 @@ def num_cpus() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def differences(driver: Mapping[str, str | None]) -> str:
+    """Say which packages have other versions here than in the driver; builds of one version are alike."""
+    here = versions()
+    others = (name for name in here if str(here[name]).split("+")[0] != str(driver.get(name)).split("+")[0])
+    return ", ".join(f"{name} {here[name]} instead of {driver.get(name)}" for name in others)
+
+
 def versions() -> dict[str, str | None]:
     """Return the versions of all packages that pixels may depend on; None = not installed."""
     # raypipe's version comes from the running sources, since Ray may put a folder of them before an installed one.

@@ -10,7 +10,7 @@ import pytest
 
 import raypipe
 from raypipe.errors import ConfigError
-from raypipe.lookup import DISTRIBUTION, import_name, versions
+from raypipe.lookup import DISTRIBUTION, differences, import_name, versions
 
 ROOT = Path(__file__).parents[1]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -47,3 +47,9 @@ def test_errors_and_pages_name_extras_that_there_are_and_no_other_project() -> N
         asked = re.findall(r"pip install '?([\w.-]+?)(?:\[(\w+)\])?'?[\s`]", path.read_text())
         assert "raypipe" not in [name for name, _ in asked], path
         assert {extra for name, extra in asked if name == "."} <= extras | {""}, path
+
+
+def test_packages_are_other_ones_by_version_and_not_by_build() -> None:
+    here = versions()
+    assert differences(here | {"torch": f"{str(here['torch']).partition('+')[0]}+cu130"}) == ""
+    assert differences(here | {"numpy": "1.0"}) == f"numpy {here['numpy']} instead of 1.0"

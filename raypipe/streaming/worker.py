@@ -21,6 +21,7 @@ import ray
 
 from raypipe.errors import ResourceError
 from raypipe.logs import configure_logs
+from raypipe.lookup import differences
 from raypipe.metrics.prometheus import Recorder
 from raypipe.plan.places import MicroBatchId
 from raypipe.rayext.watch import this_process
@@ -59,6 +60,8 @@ class TransformWorker:
         self._maker = MicroBatchMaker(spec)
         self._metrics = Recorder(spec.run)
         self._guard = Guard(supervisor, spec.transform.time_limit_s)
+        if other := differences(spec.versions):
+            supervisor.differs.remote(f"{ray.util.get_node_ip_address()} has {other}: its pixels may differ")
         self._supervisor, self._num_blocks = supervisor, 0
 
     def __call__(self, table: pa.Table) -> dict[str, np.ndarray]:

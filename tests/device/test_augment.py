@@ -200,6 +200,17 @@ def test_what_cannot_be_built_is_named(entry: dict[str, Any], message: str) -> N
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"op": "CenterCrop", "size": 192},
+        {"op": "RandomGaussianBlur", "kernel_size": [65, 65], "sigma": [0.1, 9.0]},
+    ],
+)
+def test_an_operation_may_need_images_of_some_size(entry: dict[str, Any]) -> None:
+    assert build_operation(entry)(torch.rand(2, 3, 224, 224), 1.0).shape[2:] in {(192, 192), (224, 224)}
+
+
 def test_an_entry_without_an_operation_is_refused_at_once() -> None:
     with pytest.raises(ConfigError, match=r"augment\.ops must be a list of"):
         AugmentConfig(ops=[{"name": "RandomErasing"}])

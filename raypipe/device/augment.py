@@ -256,10 +256,13 @@ def shape_of(result: object) -> tuple[int, ...] | str:
 def _user_module(name: str) -> Operation:
     """The user's `module:function`, called with the strength if it takes that."""
     function = import_name(name, "augment.module")
-    if inspect.isclass(function):
-        function = function()
-    call = function.forward if isinstance(function, torch.nn.Module) else function
-    takes_strength = "strength" in inspect.signature(call).parameters
+    try:
+        if inspect.isclass(function):
+            function = function()
+        call = function.forward if isinstance(function, torch.nn.Module) else function
+        takes_strength = "strength" in inspect.signature(call).parameters
+    except Exception as error:
+        raise ConfigError(f"augment.module {name!r} cannot be used: {type(error).__name__}: {error}") from error
 
     def checked(image: torch.Tensor, strength: float) -> torch.Tensor:
         result = function(image, strength=strength) if takes_strength else function(image)

@@ -243,9 +243,17 @@ def test_a_users_module_that_returns_something_else() -> None:
         run(AugmentConfig(module=f"{__name__}:cut"), images())
 
 
-def test_a_users_module_that_is_not_there() -> None:
-    with pytest.raises(ConfigError, match=r"augment.module 'no.such:thing' cannot be imported"):
-        DeviceAugment(AugmentConfig(module="no.such:thing"), CPU)
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("no.such:thing", "cannot be imported: ModuleNotFoundError"),
+        ("torch.nn:Linear", "cannot be used: TypeError: Linear.*missing 2 required positional arguments"),
+        ("math:pi", "cannot be used: TypeError: 3.14.* is not a callable object"),
+    ],
+)
+def test_a_users_module_that_cannot_be(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=rf"augment.module '{name}' {message}"):
+        DeviceAugment(AugmentConfig(module=name), CPU)
 
 
 # Masks and boxes

@@ -32,6 +32,27 @@ def test_what_is_not_there_is_one_error_with_its_setting(address: str) -> None:
         import_name(address, "store.layout")
 
 
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        (
+            "first = 1\nsecond = frist",
+            r"NameError: name 'frist' is not defined \(at fails_here\.py:2 in <module>\)",
+        ),
+        ("def f(x:", r"SyntaxError: .* \(fails_here\.py, line 1\)$"),
+        ("import no_such_module", r"No module named 'no_such_module' \(at fails_here\.py:1 in <module>\)"),
+    ],
+)
+def test_a_module_that_fails_is_one_error_with_the_line(
+    code: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "fails_here.py").write_text(code)
+    with pytest.raises(ConfigError, match=rf"train.loss 'fails_here:f' cannot be imported: .*{reason}"):
+        import_name("fails_here:f", "train.loss")
+
+
 def test_raypipe_knows_its_name_and_its_version_without_being_installed() -> None:
     assert (DISTRIBUTION, raypipe.__version__) == (PROJECT["name"], PROJECT["version"])
     assert versions()["raypipe"] == raypipe.__version__

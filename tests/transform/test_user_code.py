@@ -15,10 +15,10 @@ from micro_batches import run, transform_of
 
 from raypipe.config import TransformConfig
 from raypipe.errors import SampleError, TransformError
+from raypipe.lookup import place_of
 from raypipe.transform.contents import Content
 from raypipe.transform.decode import encode_jpeg
 from raypipe.transform.samples import EncodedSample
-from raypipe.transform.user_code import place_of
 
 IMAGE = EncodedSample(encode_jpeg(np.zeros((8, 8, 3), np.uint8)))
 MINE = """

@@ -120,8 +120,8 @@ def _of_store(
         raise ConfigError(f"none of the first {len(indices)} samples has columns; {reason}")
     if unknown := [name for name in options if name not in values]:
         raise ConfigError(
-            f"store.columns names {unknown[0]!r}, which neither {store.address} has nor transform.make_columns "
-            f"makes: {', '.join([*store.columns, *values])}"
+            f"store.columns has options of {unknown[0]!r}, and transform.make_columns makes {', '.join(values)}: "
+            "make it too, or leave its options out"
         )
     types: dict[str, ColumnType] = {}
     for name, of_column in values.items():

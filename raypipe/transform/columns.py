@@ -16,6 +16,7 @@ The driver finds the types of a stream's columns once, from the first samples of
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -163,7 +164,7 @@ class ColumnMaker:
         else:
             seed_process(*generator.integers(1 << 64, size=2, dtype=np.uint64).tolist())
         try:
-            columns = self._function(dict(stored), **rng)
+            columns = self._function(copy.deepcopy(stored), **rng)  # it may write into a list
         except NOT_OF_A_SAMPLE:
             raise
         except Exception as error:

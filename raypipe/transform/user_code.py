@@ -25,7 +25,8 @@ _LIBRARIES = {"albumentations", "albucore", "torch", "torchvision", "numpy", "cv
 
 def failed(what: str, error: Exception) -> TransformError:
     """The error of a sample on which the user's code raised; `what` is the code, such as "the transform"."""
-    return TransformError(f"{what} failed at {place_of(error)}: {type(error).__name__}: {error}")
+    reason = " ".join(str(error).split())  # libraries print whole tensors, over many lines
+    return TransformError(f"{what} failed at {place_of(error)}: {type(error).__name__}: {reason:.500}")
 
 
 def place_of(error: BaseException) -> str:

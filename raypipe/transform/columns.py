@@ -165,17 +165,17 @@ class ColumnMaker:
             seed_process(*generator.integers(1 << 64, size=2, dtype=np.uint64).tolist())
         try:
             columns = self._function(copy.deepcopy(stored), **rng)  # it may write into a list
+            if not isinstance(columns, Mapping):
+                raise ConfigError(
+                    f"transform.make_columns returned a {type(columns).__name__}: it must return a dict of the "
+                    "batch's columns"
+                )
+            made = {str(name): _as_numpy(value) for name, value in columns.items()}
         except NOT_OF_A_SAMPLE:
             raise
         except Exception as error:
             raise failed("transform.make_columns", error) from error
-        if not isinstance(columns, Mapping):
-            raise ConfigError(
-                f"transform.make_columns returned a {type(columns).__name__}: it must return a dict of the "
-                "batch's columns"
-            )
-        label = {LABEL: stored[LABEL]} if LABEL in stored else {}
-        return label | {str(name): _as_numpy(value) for name, value in columns.items()}
+        return ({LABEL: stored[LABEL]} if LABEL in stored else {}) | made
 
     def _typed(self, name: str, value: Any) -> dict[str, Any]:
         column = self.columns.types[name]

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from raypipe.config import ColumnOptions, column_options
 from raypipe.errors import ConfigError, SampleError, TransformError
@@ -290,12 +291,19 @@ def test_a_failing_function_makes_a_bad_sample_and_no_dict_ends_the_run() -> Non
         columns.one({"a": "x"}, KEY)
     with pytest.raises(ConfigError, match="must return a dict"):
         maker({"a": [1]}, function=lambda columns: [1])
+    with pytest.raises(ConfigError, match=r"make_columns failed at .*requires grad"):
+        maker({"a": [1]}, function=lambda columns: {"b": torch.ones(2, requires_grad=True)})
 
 
 def test_a_column_that_a_function_leaves_out_has_no_value() -> None:
     columns = maker({"a": [1]}, function=lambda columns: {"b": 1} if columns["a"] else {})
     with pytest.raises(SampleError, match="column 'b' has no value"):
         columns.one({"a": 0}, KEY)
+
+
+def test_the_image_is_no_column() -> None:
+    with pytest.raises(ConfigError, match=r"store\.columns names 'image', which batches have in any case"):
+        maker({"a": [1]}, ["a", "image"])
 
 
 def test_a_column_that_nobody_makes_is_refused() -> None:

@@ -131,6 +131,15 @@ def test_sizes_that_are_written_down_may_differ(
     assert found == [words] * warns
 
 
+@pytest.mark.parametrize(
+    "options", [{"transform": TransformConfig(size={0: 8, 1: 12})}, {"train_transform": "simclr"}], ids=str
+)
+def test_a_validation_that_cannot_be_made_is_found_before_the_first_step(options: dict[str, Any]) -> None:
+    val = MemoryStore([picture(0), picture(1, 30, 30)], [0, 1])
+    with pytest.raises(ConfigError, match=r"made image uint8 \(30, 30, 3\), where"):
+        next(host_batches(spec(val, val_transform=None, **options)))
+
+
 def test_damaged_first_samples_of_a_validation_are_passed_over() -> None:
     val = MemoryStore([b"", *(picture(number) for number in range(7))], range(8))
     with pytest.raises(ConfigError, match="sizes of images differ"):

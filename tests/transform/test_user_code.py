@@ -12,6 +12,7 @@ import albumentations as A  # noqa: N812
 import numpy as np
 import pytest
 from micro_batches import run, transform_of
+from torchvision.transforms import v2
 
 from raypipe.config import TransformConfig
 from raypipe.errors import SampleError, TransformError
@@ -102,6 +103,11 @@ def test_an_error_without_frames_of_others_has_a_place_all_the_same() -> None:
         int("x")
     except ValueError as error:
         assert place_of(error).startswith(__file__.removeprefix(f"{Path.cwd()}/"))
+
+
+def test_an_error_is_one_line_however_much_a_library_prints() -> None:
+    reason = failure(v2.CutMix(num_classes=2))  # it prints the image
+    assert "\n" not in reason and "the default labels_getter" in reason and len(reason) < 1000
 
 
 @pytest.mark.parametrize("error", [bdb.BdbQuit, KeyboardInterrupt, SystemExit, MemoryError])

@@ -159,7 +159,8 @@ def _folder_of_train() -> Folder | None:
 def check_resources(spec: StreamSpec, scaling_config: ScalingConfig) -> None:
     """Raise within seconds the errors that would end a `TorchTrainer` of this stream; call it before `fit`.
 
-    Starts or connects to Ray as `fit` does, unless this process is connected.
+    Starts or connects to Ray as `fit` does, unless this process is connected. Ends a stream that this process has
+    left open, if the trainers need its CPUs: they would wait for them forever.
 
     Raises:
         ConfigError: the number of workers does not divide M.
@@ -176,8 +177,10 @@ def check_resources(spec: StreamSpec, scaling_config: ScalingConfig) -> None:
         workers = min(workers)  # elastic
     if not ray.is_initialized():
         ray.init()
-    per_worker, offer = worker_resources(config), cluster_resources()
-    check_own(offer.cpus, workers, per_worker.get("CPU", 0.0), spec.pool, offer.gpus, per_worker.get("GPU", 0.0))
+    pool, per_worker, offer = spec.pool, worker_resources(config), cluster_resources()
+    cpus = per_worker.get("CPU", 0.0)
+    check_own(offer.cpus, workers, cpus, pool, offer.gpus, per_worker.get("GPU", 0.0))
+    _make_room(workers * cpus + pool.least_actors * pool.cpus_per_actor)
 
 
 def _handed_round(
@@ -232,7 +235,7 @@ def _handed_round(
 
 
 def _make_room(cpus: float) -> None:
-    """Where a stream that this process has left open holds the CPUs of the smallest pool, end it.
+    """Where a stream that this process has left open holds so many CPUs that these are not free, end it.
 
     It may be one that nobody can end any more, as a notebook's names and errors hold it.
     """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import sys
 import tempfile
+import textwrap
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -114,7 +115,12 @@ def restore(parts: Mapping[str, Stateful], folder: Folder) -> None:
         try:
             _unwrapped(part).load_state_dict(state[name])
         except (KeyError, RuntimeError, ValueError) as error:
-            raise ConfigError(f"{name} in {path} does not fit this one: {error}") from error
+            raise ConfigError(f"{name} in {path} does not fit this one: {shortened(error)}") from error
+
+
+def shortened(error: Exception) -> str:
+    """The beginning of an error, since torch's names every parameter of a model."""
+    return textwrap.shorten(str(error), 400, placeholder=" …")
 
 
 def _unwrapped(part: Any) -> Any:

@@ -23,6 +23,7 @@ from raypipe.device.prefetcher import Batch
 from raypipe.errors import ConfigError
 from raypipe.plan.order import Domain, derive_keys
 from raypipe.streaming.maker import check_labels
+from raypipe.streaming.stateful import shortened
 from raypipe.train.models import NO_VIEWS, build_loss, build_model, build_optimizer, fit_state
 from raypipe.train.ordered import OrderedGradients, StepBatchNorm
 
@@ -206,7 +207,7 @@ class Learner:
         try:
             self._model.load_state_dict(state["model"])
         except RuntimeError as error:
-            raise ConfigError(f"the checkpoint has a different model: {error}") from error
+            raise ConfigError(f"the checkpoint has a different model: {shortened(error)}") from error
         saved = state["optimizer"]["state"]
         names = {name for parameter_state in saved.values() for name in parameter_state}
         own = self._config.optimizer in ("sgd", "adamw")

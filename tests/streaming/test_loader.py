@@ -15,7 +15,9 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+import ray
 import torch
+from ray.train import ScalingConfig
 from without_ray import every_batch
 
 from raypipe.config import AugmentConfig, PlanConfig, PoolConfig, TransformConfig
@@ -23,11 +25,12 @@ from raypipe.device.augment import DeviceAugment, Normalize
 from raypipe.device.prefetcher import Batch
 from raypipe.errors import ConfigError, CursorError, RaypipeError
 from raypipe.plan.places import Cursor
+from raypipe.rayext.allocation import Resources
 from raypipe.stores.base import MemoryStore
 from raypipe.streaming import handover
 from raypipe.streaming.blocks import cut
 from raypipe.streaming.epochs import Epoch
-from raypipe.streaming.handover import loader
+from raypipe.streaming.handover import check_resources, loader
 from raypipe.streaming.inline import inline_batches
 from raypipe.streaming.loader import Loader
 from raypipe.streaming.maker import MicroBatchMaker
@@ -376,7 +379,9 @@ def test_a_stream_that_has_ended_says_why_and_can_be_started_anew(inline: Stream
         next(one.epochs())
 
 
-def test_only_the_oldest_stream_with_actors_makes_room_and_says_so(inline: StreamSpec) -> None:
+def test_only_the_oldest_stream_with_actors_makes_room_and_says_so(
+    inline: StreamSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def opened(supervisor: Any) -> tuple[Loader, Epoch]:
         source = Feed(inline_batches(inline, inline.plan.start()), supervisor)
         one = Loader(inline, lambda _: source, cursor=inline.plan.start())
@@ -387,7 +392,15 @@ def test_only_the_oldest_stream_with_actors_makes_room_and_says_so(inline: Strea
         assert end_oldest("its CPUs were needed")
     with pytest.raises(RaypipeError, match="has ended, since its CPUs were needed"):
         next(first[1].train)
-    assert end_oldest("") and not end_oldest("") and second[0]._running.why == ""
+
+    def cluster() -> Resources:
+        return Resources(cpus=2.0, gpus=0.0, free_cpus=2.0 * (second[0]._running.why is not None), free_gpus=0.0)
+
+    monkeypatch.setattr("raypipe.rayext.allocation.cluster_resources", cluster)
+    monkeypatch.setattr("raypipe.streaming.handover._SETTLE_S", 0.0)
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    check_resources(inline, ScalingConfig(num_workers=2))  # a loader of a notebook, before the notebook trains
+    assert not end_oldest("") and second[0]._running.why
     next(in_process[1].train)
 
 

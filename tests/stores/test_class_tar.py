@@ -65,7 +65,7 @@ def test_splits_are_not_taken_for_classes(tmp_path: Path) -> None:
         (tmp_path / "folder" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "folder" / name).touch()
     for store in (make(tmp_path / "a.tar", *names), open_store(tmp_path / "folder")):
-        with pytest.raises(StoreError, match="has the folders train, val, which are splits and not classes"):
+        with pytest.raises(StoreError, match="has the folders train, val, which are splits, not classes"):
             len(store)
 
 

@@ -163,6 +163,11 @@ def open_stores(train: Train, options: Mapping[str, str]) -> Store:
 def _opened(store: Store | str | Path, options: Mapping[str, str]) -> Store:
     if isinstance(store, str | Path):
         return open_store(store, **options)
+    if not hasattr(store, "read"):
+        raise ConfigError(
+            f"raypipe.open_stream takes a store or its address, or several by name, not a {type(store).__name__}: "
+            "raypipe.convert makes a store of any samples"
+        )
     if options:
         (setting, value), *_ = options.items()
         raise ConfigError(

@@ -115,3 +115,9 @@ def test_stores_of_other_classes_are_refused_unless_nobody_asks() -> None:
         open_stream(store("a", "b"), store("b", "a"), **options)
     for val, target in ((store("a", "b"), "label"), (store(), "label"), (store("b", "a"), None)):
         assert open_stream(store("a", "b"), val, target_column=target, **options).stores["val"] is val
+
+
+@pytest.mark.parametrize("train", [["a.lmdb", "b.lmdb"], {"a": [1]}, [{"image": b"a", "label": 1}]])
+def test_what_is_no_store_is_one_line(train: Any) -> None:
+    with pytest.raises(ConfigError, match=r"not a list: raypipe\.convert makes a store of any samples"):
+        open_stream(train)

@@ -234,6 +234,11 @@ def test_several_files_are_a_pattern_whatever_their_kind(tmp_path: Path, suffix:
     assert len(open_store(tmp_path / pattern.format(suffix))) == 2
 
 
+def test_a_pattern_that_only_a_shell_knows_does_not_exist(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match=r"\{train,val\}\.tar does not exist"):
+        open_store(tmp_path / "{train,val}.tar")
+
+
 def test_a_name_near_the_missing_one_is_proposed(tmp_path: Path) -> None:
     (tmp_path / "train.lmdb").touch()
     with pytest.raises(StoreError, match=r"trian\.lmdb does not exist; did you mean .*/train\.lmdb\?$"):

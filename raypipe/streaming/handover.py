@@ -94,8 +94,8 @@ def loader(
     check("raypipe.loader: max_actors", max_actors, AtLeast1 | None)
     check("raypipe.loader: cursor", cursor, Cursor | None)
     check("raypipe.loader: augment", augment, AugmentConfig | None)
-    run_dir = check("raypipe.loader: run_dir", run_dir, str)  # a Path becomes text
-    start_from = check("raypipe.loader: start_from", start_from, str)
+    own_dir: str = check("raypipe.loader: run_dir", run_dir, str)  # a Path becomes text
+    start_address: str = check("raypipe.loader: start_from", start_from, str)
     for name, least, number in (("prefetch_factor", 1, prefetch_factor), ("keep_batches", 0, keep_batches)):
         check(f"raypipe.loader: {name}", number, Annotated[int, Limits(least, MAX_INT)])
     rank, world_size, in_train = 0, 1, _in_train_worker()
@@ -129,8 +129,8 @@ def loader(
         return Feed(host_batches(begun(iterators[rank])), supervisor, actors=actors, end=end)
 
     first = latest_of_train()
-    if start_from and not first:
-        first = open_filesystem(find_start(start_from, spec.plan.check).address)
+    if start_address and not first:
+        first = open_filesystem(find_start(start_address, spec.plan.check).address)
     return Loader(
         spec,
         open_at,
@@ -142,7 +142,7 @@ def loader(
         dtype=dtype,
         prefetch_factor=prefetch_factor,
         keep_batches=keep_batches,
-        folder=open_filesystem(as_uri(run_dir)) if run_dir else _folder_of_train() if in_train else None,
+        folder=open_filesystem(as_uri(own_dir)) if own_dir else _folder_of_train() if in_train else None,
         start_from=first,
     )
 

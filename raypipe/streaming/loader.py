@@ -404,8 +404,8 @@ class Epochs(Iterator[Epoch]):
         loader = self._loader
         loader._check_running()
         number, (train, val) = next(loader._epochs)
-        of_loader = loader._check_running, loader._skip, loader.accumulation_steps
-        return Epoch(number, Pass(*train, iter(()), *of_loader), Pass(*val, train[1], *of_loader))
+        check, skip, steps = loader._check_running, loader._skip, loader.accumulation_steps
+        return Epoch(number, Pass(*train, iter(()), check, skip, steps), Pass(*val, train[1], check, skip, steps))
 
     def __iter__(self) -> Iterator[Epoch]:
         try:

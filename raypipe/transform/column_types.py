@@ -99,8 +99,6 @@ def _of_store(
     if reads_class and function is None:
         _check_label(store)
     columns = SampleColumns(paths, options, function, reads_class=reads_class)
-    if "image" in columns.stored:
-        raise ConfigError("store.columns names 'image', which batches have in any case: leave it out")
     if not paths:
         if function is not None:
             raise ConfigError(

@@ -302,11 +302,6 @@ def test_a_column_that_a_function_leaves_out_has_no_value() -> None:
         columns.one({"a": 0}, KEY)
 
 
-def test_the_image_is_no_column() -> None:
-    with pytest.raises(ConfigError, match=r"store\.columns names 'image', which batches have in any case"):
-        maker({"a": [1]}, ["a", "image"])
-
-
 def test_a_column_that_nobody_makes_is_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"options of 'tokens', and transform\.make_columns makes b: make it too"

@@ -31,6 +31,7 @@ from raypipe.stores import open_store
 from raypipe.stores.addresses import expand
 from raypipe.stores.base import Columns, Store
 from raypipe.stores.destination import new_path, new_remote
+from raypipe.stores.lmdb import LMDBStore
 from raypipe.stores.record import ColumnValues, Fingerprint, RecordLayout, column_types, plain
 from raypipe.stores.scan import SIZE_COLUMNS, scan
 from raypipe.stores.writers import WRITTEN_SUFFIXES, open_writer
@@ -161,7 +162,8 @@ def convert(
 def _with_later(store: Store, first: Columns) -> Columns:
     """Return the first values of columns, and what decides a type later: a value, or None among integers."""
     columns = dict(first)
-    for name in columns.keys() - {"image", "label"}:
+    # An LMDB has the types of its columns, and is read whole for any of them.
+    for name in columns.keys() - {"image", "label"} if not isinstance(store, LMDBStore) else ():
         kinds = set(map(type, first[name]))
         if kinds == {NoneType} or all(issubclass(kind, int | np.integer | np.bool_) for kind in kinds):
             later = (value for part in scan(store, (name,), "") for value in part[name])

@@ -81,7 +81,7 @@ class Parser:
             key = option[2:].replace("-", "_")
             switch = key if key in self.known else key.removeprefix("no_")
             is_config = self.takes_run and key == "config"
-            is_told = equals or words[-1:] in (["true"], ["false"])  # as the help names its values
+            is_told = equals or words[-1:] in (["true"], ["false"])  # the help names these values
             if switch in self.known and self.known[switch].kind is bool and not is_told:
                 key, text = switch, str(switch == key).lower()
             elif key not in self.known and not is_config:

@@ -286,7 +286,7 @@ class PoolKeeper:
             if waiting and not self._op.num_active_tasks():
                 raise RaypipeError(
                     f"{stalled} (pool.stall_timeout_s), while {waiting} finished blocks wait for other ranks than "
-                    "the one that waits. Each rank must take all of its batches: did a loop end early?"
+                    "the one that waits: each rank must take all of its batches, and report when the others do"
                 )
             info = self._op.get_actor_info()
             raise ResourceError(

@@ -180,10 +180,11 @@ def digits_stores(folder: Path | None = None) -> tuple[str, str]:
     folder = (folder or cache_folder()) / "digits-v1"
     train, val = folder / "train.lmdb", folder / "val.lmdb"
     if not (train.exists() and val.exists()):
-        train.parent.mkdir(parents=True, exist_ok=True)
-        with locked(train.parent / ".lock"):  # the processes of torchrun all come here first
-            if not (train.exists() and val.exists()):
-                _write_digits(train, val)
+        with explained(StoreError, f"{folder} cannot be written to (RAYPIPE_CACHE may name another folder)"):
+            folder.mkdir(parents=True, exist_ok=True)
+            with locked(folder / ".lock"):  # the processes of torchrun all come here first
+                if not (train.exists() and val.exists()):
+                    _write_digits(train, val)
     return str(train), str(val)
 
 

@@ -25,8 +25,8 @@ from raypipe.stores.base import (
     MAX_SAMPLE_BYTES,
     Columns,
     FileStore,
-    check_classes,
     hash_of_facts,
+    refuse_splits,
 )
 
 _SUFFIXES = {*IMAGE_SUFFIXES, ARRAY_SUFFIX}
@@ -69,7 +69,7 @@ def _samples_of(root: str, files: dict[str, list[_File]]) -> tuple[tuple[str, ..
             f"{root} has no class folders with images ({', '.join(sorted(IMAGE_SUFFIXES))}), nor with "
             f"arrays ({ARRAY_SUFFIX}): the layout is root/class/image.jpg"
         )
-    check_classes(root, files)
+    refuse_splits(root, files)
     return tuple(files), list(map(len, samples)), list(itertools.chain.from_iterable(samples))
 
 

@@ -30,7 +30,7 @@ from raypipe.transform.batch import (
     MicroBatchTransform,
 )
 from raypipe.transform.contents import Content
-from raypipe.transform.fields import IMAGE, LABEL, BlockMemory, MicroBatch
+from raypipe.transform.fields import IMAGE, LABEL, BlockMemory, Field, MicroBatch
 from raypipe.transform.presets import is_preset
 from raypipe.transform.process_state import process_kept
 from raypipe.transform.samples import NO_LABEL, EncodedSample, Samples, read_samples
@@ -184,8 +184,8 @@ class MicroBatchMaker:
 
         transform, keys = self._transform(first, draws.at(0)), self.plan.sample_keys(first.split, flat)
         rows, bad = transform.run(samples, flat.indices, keys, substitutes, attempt, memory, num)
-        if first == _FIRST and not attempt.before_sample and IMAGE in rows.memory.fields:
-            self._compare_with_val(rows.memory.fields[IMAGE].shape or ())
+        if first == _FIRST and not attempt.before_sample:
+            self._compare_with_val(rows.memory.fields.get(IMAGE, Field()).shape or ())
         outcomes = list[Outcome]()
         for number, at in enumerate(places):
             part, fields = rows.part(number), rows.finish(number)
@@ -216,11 +216,12 @@ class MicroBatchMaker:
             ConfigError: one of the sizes is not set: a preset has the default size.
         """
         config, transforms = self._spec.transform, self._spec.transforms
-        of_size = all(map(is_preset, transforms.values()))
-        if "val" not in transforms or of_size or has_sizes(config, "train", self.plan.config.bucket_sides):
+        if "val" not in transforms or all(map(is_preset, transforms.values())):
             return
+        # Also where no sizes are compared: a validation that cannot be made is found before the first epoch.
         val = self.make(MicroBatchId("val", 0, 0, 0), num_rows=_NUM_TRIED).batch.arrays().get(IMAGE)
-        if val is None or val.shape[1:3] == shape[:2]:
+        has_size = shape and not has_sizes(config, "train", self.plan.config.bucket_sides)
+        if not has_size or val is None or val.shape[1:3] == shape[:2]:
             return
         words = (
             f"sizes of images differ: transform.train makes {shape[0]} x {shape[1]}, transform.val makes "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import sys
 import tempfile
+import textwrap
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -40,8 +41,8 @@ def saved(state: Mapping[str, Any]) -> memoryview:
         for name, part in state.items() if len(state) > 1 else ():
             saved({name: part})
         raise ConfigError(
-            f"the state_dict of {', '.join(state)} has {', '.join(sorted(unsafe))}, which a resume could not load: "
-            "return tensors, plain numbers, text, lists and dicts (float(x) and torch.from_numpy(x) convert NumPy's)"
+            f"the state_dict of {', '.join(state)} has {', '.join(sorted(unsafe))}, which no resume could load: "
+            "give tensors, plain numbers, text, lists and dicts (float(x), torch.from_numpy(x) for NumPy's)"
         )
     return file.getbuffer()
 
@@ -114,7 +115,12 @@ def restore(parts: Mapping[str, Stateful], folder: Folder) -> None:
         try:
             _unwrapped(part).load_state_dict(state[name])
         except (KeyError, RuntimeError, ValueError) as error:
-            raise ConfigError(f"{name} in {path} does not fit this one: {error}") from error
+            raise ConfigError(f"{name} in {path} does not fit this one: {shortened(error)}") from error
+
+
+def shortened(error: Exception) -> str:
+    """The beginning of an error, since torch's names every parameter of a model."""
+    return textwrap.shorten(str(error), 400, placeholder=" …")
 
 
 def _unwrapped(part: Any) -> Any:

@@ -99,6 +99,8 @@ def _of_store(
     if reads_class and function is None:
         _check_label(store)
     columns = SampleColumns(paths, options, function, reads_class=reads_class)
+    if "image" in columns.stored:
+        raise ConfigError("store.columns names 'image', which batches have in any case: leave it out")
     if not paths:
         if function is not None:
             raise ConfigError(
@@ -123,8 +125,8 @@ def _of_store(
         raise ConfigError(f"none of the first {len(indices)} samples has columns; {reason}")
     if unknown := [name for name in options if name not in values]:
         raise ConfigError(
-            f"store.columns names {unknown[0]!r}, which neither {store.address} has nor transform.make_columns "
-            f"makes: {', '.join([*store.columns, *values])}"
+            f"store.columns has options of {unknown[0]!r}, and transform.make_columns makes {', '.join(values)}: "
+            "make it too, or leave its options out"
         )
     types: dict[str, ColumnType] = {}
     for name, of_column in values.items():

@@ -16,6 +16,7 @@ The driver finds the types of a stream's columns once, from the first samples of
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -163,18 +164,18 @@ class ColumnMaker:
         else:
             seed_process(*generator.integers(1 << 64, size=2, dtype=np.uint64).tolist())
         try:
-            columns = self._function(dict(stored), **rng)
+            columns = self._function(copy.deepcopy(stored), **rng)  # it may write into a list
+            if not isinstance(columns, Mapping):
+                raise ConfigError(
+                    f"transform.make_columns returned a {type(columns).__name__}: it must return a dict of the "
+                    "batch's columns"
+                )
+            made = {str(name): _as_numpy(value) for name, value in columns.items()}
         except NOT_OF_A_SAMPLE:
             raise
         except Exception as error:
             raise failed("transform.make_columns", error) from error
-        if not isinstance(columns, Mapping):
-            raise ConfigError(
-                f"transform.make_columns returned a {type(columns).__name__}: it must return a dict of the "
-                "batch's columns"
-            )
-        label = {LABEL: stored[LABEL]} if LABEL in stored else {}
-        return label | {str(name): _as_numpy(value) for name, value in columns.items()}
+        return ({LABEL: stored[LABEL]} if LABEL in stored else {}) | made
 
     def _typed(self, name: str, value: Any) -> dict[str, Any]:
         column = self.columns.types[name]

@@ -5,8 +5,8 @@ only for users of them:
 
     kind             is given                                its randomness, set from the key
     program          uint8 HWC                               drawn here, see `raypipe.transform.program`
-    Albumentations   image=uint8 HWC, from the first step    its own generators, shared and rewound
-                     on that is not known here
+    Albumentations   image=uint8 HWC, from the first step    its own generators, shared and rewound; with steps
+                     on that is not known here               that are the user's code, the global ones as well
     torchvision      tv_tensors.Image, uint8 CHW             torch's, random's and numpy's global ones
     plain, rng=      uint8 HWC and rng=numpy Generator       the one that it is handed
     plain            uint8 HWC                               random's, numpy's and torch's global ones
@@ -85,14 +85,15 @@ class SampleTransform:
         self._keyed, self._random = KeyedGenerator(), random.Random()
         rng_name = rng_parameter(transform) if self.kind == "plain" else None
         self._rng = {rng_name: self._keyed.generator} if rng_name else {}
+        self.draws_globally = self.kind == "torchvision" or (self.kind == "plain" and not self._rng)
         if self.kind == "albumentations":
             # Not set_random_seed: it gives every child the same seed, so that two flips always agree.
             self.transform.set_random_state(self._keyed.generator, self._random)
+            self.draws_globally = _has_user_code(self.transform)
         self._arrays = arrays
         self.crop_target: Sides | None = None
         if not arrays:
             self.crop_target = self.program.crop_target if self.program else _size_of_crop(self.transform)
-        self.draws_globally = self.kind == "torchvision" or (self.kind == "plain" and not self._rng)
 
     def __reduce__(self) -> Any:
         return SampleTransform, self._given
@@ -173,8 +174,8 @@ class SampleTransform:
         k0, k1 = int(key[0]), int(key[1])
         if self.draws_globally:
             seed_process(k0, k1)
-            return
-        cv2.setRNGSeed(k0 & 0x7FFFFFFF)  # OpenCV's randn and kmeans
+        else:
+            cv2.setRNGSeed(k0 & 0x7FFFFFFF)  # OpenCV's randn and kmeans
         self._keyed.rewind((k0, k1))
         self._random.seed(k0 << 64 | k1)
 
@@ -194,6 +195,14 @@ def _kind_of(transform: Any) -> Kind:
         if is_module or cls.__module__.startswith("torchvision.transforms."):
             return "torchvision"
     return "plain"
+
+
+def _has_user_code(step: Any) -> bool:
+    """True if a pipeline of Albumentations has steps of the user's, which may draw from any generator."""
+    library = sys.modules["albumentations"]
+    if isinstance(step, library.BaseCompose) and any(map(_has_user_code, step.transforms)):
+        return True
+    return isinstance(step, library.Lambda) or not type(step).__module__.startswith("albumentations.")
 
 
 def _checked(result: Any, kind: Kind, arrays: bool = False) -> np.ndarray:

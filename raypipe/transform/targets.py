@@ -279,8 +279,9 @@ def target_pipeline(transform: Any, targets: Collection[str]) -> Any:
     if library is None or type(transform) is not library.Compose:
         raise ConfigError(
             f"{', '.join(f'transform.{name}_column' for name in sorted(targets))} needs an albumentations."
-            f"Compose, and the transform is a {type(transform).__name__}: name a preset, wrap it in "
-            "albumentations.Compose([…]), or leave it out"
+            f"Compose, and the transform is a {type(transform).__module__.partition('.')[0]}."
+            f"{type(transform).__name__}: name a preset of raypipe's own, wrap it in albumentations.Compose([…]), "
+            "or leave it out"
         )
     processor = transform.processors.get("bboxes")
     params, boxes = None, "boxes" in targets

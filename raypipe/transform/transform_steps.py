@@ -159,7 +159,9 @@ def _check_plain(content: Any, where: str) -> None:
         if isinstance(inner, list | tuple):
             todo += [(each, depth + 1) for each in inner]
         elif not isinstance(value, str | int | float | None):
-            raise ConfigError(f"{where}: {_cut(value)} is a {type(value).__name__}, which is not a valid argument")
+            hint = "; objects go into an albumentations.Compose" if hasattr(value, "available_keys") else ""
+            kind = type(value).__name__
+            raise ConfigError(f"{where}: {_cut(value)} is a {kind}, which is not a valid argument{hint}")
 
 
 def _reason(error: Exception, arguments: dict[str, Any]) -> str:

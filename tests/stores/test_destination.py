@@ -19,6 +19,12 @@ def test_a_store_appears_whole_and_makes_its_folder(tmp_path: Path) -> None:
     assert [p.name for p in (tmp_path / "new").iterdir()] == ["x.lmdb"]
 
 
+def test_digits_that_have_no_place_name_the_variable(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StoreError, match=r"file/digits-v1 cannot be written to \(RAYPIPE_CACHE may name"):
+        digits_stores(tmp_path / "file")
+
+
 def test_an_error_half_way_leaves_nothing(tmp_path: Path) -> None:
     def samples() -> object:
         yield SAMPLES[0]

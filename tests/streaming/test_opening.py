@@ -11,7 +11,7 @@ import pytest
 from without_ray import host_batches
 
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
-from raypipe.errors import ConfigError
+from raypipe.errors import ConfigError, RaypipeError
 from raypipe.stores.base import MemoryStore
 from raypipe.streaming.maker import try_samples
 from raypipe.streaming.opening import open_stream
@@ -37,6 +37,37 @@ def corners(size: int) -> Any:
 def spec(val: Any = STORE, **options: Any) -> StreamSpec:
     plan = PlanConfig(epochs=1, micro_batch_size=4)
     return open_stream(STORE, val, plan=plan, pool=PoolConfig(engine="inline"), **options)
+
+
+class Odd(MemoryStore):
+    """A user's store with a mistake: what `read` returns of the 8 values, or its groups."""
+
+    def __init__(self, made: Any = None, groups: Any = None) -> None:
+        super().__init__([picture(number) for number in range(8)], range(8))
+        self._made, self.groups = made, groups
+
+    def read(self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")) -> Any:
+        read = super().read(indices, columns)
+        return self._made(read) if self._made else read
+
+
+@pytest.mark.parametrize(
+    ("store", "problem"),
+    [
+        (Odd(lambda read: tuple(read.values())), "return a dict with 4 values of 'image' for 4 indices"),
+        (Odd(lambda read: {"image": read["image"]}), "4 values of 'label'"),
+        (Odd(lambda read: {**read, "image": read["image"][1:]}), "4 values of 'image'"),
+        (Odd(lambda read: {**read, "image": ["a.jpg"] * len(read["image"])}), "encoded, as bytes, and is a str"),
+        (Odd(lambda read: {**read, "label": ["cat"] * len(read["label"])}), "labels that are not integers"),
+        (Odd(groups=np.array([0, 4])), "ascend from 0 to its 8 samples"),
+        (Odd(groups=np.array([0, 6, 4, 8])), "ascend from 0 to its 8 samples"),
+        (["a.tar", "b.tar"], "a list is not a store: it lacks address"),
+    ],
+)
+def test_a_mistake_in_a_users_store_is_one_line(store: Any, problem: str) -> None:
+    plan, pool = PlanConfig(epochs=1, micro_batch_size=4), PoolConfig(engine="inline")
+    with pytest.raises(RaypipeError, match=problem):
+        list(host_batches(open_stream(store, plan=plan, pool=pool)))
 
 
 @pytest.mark.parametrize(
@@ -100,6 +131,15 @@ def test_sizes_that_are_written_down_may_differ(
     assert found == [words] * warns
 
 
+@pytest.mark.parametrize(
+    "options", [{"transform": TransformConfig(size={0: 8, 1: 12})}, {"train_transform": "simclr"}], ids=str
+)
+def test_a_validation_that_cannot_be_made_is_found_before_the_first_step(options: dict[str, Any]) -> None:
+    val = MemoryStore([picture(0), picture(1, 30, 30)], [0, 1])
+    with pytest.raises(ConfigError, match=r"made image uint8 \(30, 30, 3\), where"):
+        next(host_batches(spec(val, val_transform=None, **options)))
+
+
 def test_damaged_first_samples_of_a_validation_are_passed_over() -> None:
     val = MemoryStore([b"", *(picture(number) for number in range(7))], range(8))
     with pytest.raises(ConfigError, match="sizes of images differ"):
@@ -115,9 +155,3 @@ def test_stores_of_other_classes_are_refused_unless_nobody_asks() -> None:
         open_stream(store("a", "b"), store("b", "a"), **options)
     for val, target in ((store("a", "b"), "label"), (store(), "label"), (store("b", "a"), None)):
         assert open_stream(store("a", "b"), val, target_column=target, **options).stores["val"] is val
-
-
-@pytest.mark.parametrize("train", [["a.lmdb", "b.lmdb"], {"a": [1]}, [{"image": b"a", "label": 1}]])
-def test_what_is_no_store_is_one_line(train: Any) -> None:
-    with pytest.raises(ConfigError, match=r"not a list: raypipe\.convert makes a store of any samples"):
-        open_stream(train)

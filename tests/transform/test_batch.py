@@ -60,6 +60,10 @@ def noisy_by_globals(image: np.ndarray) -> np.ndarray:
     return image ^ mask ^ cv2.randu(np.zeros(image.shape, np.uint8), 0, 256)
 
 
+def by_globals_of_a_step(image: np.ndarray, **_: Any) -> np.ndarray:
+    return noisy_by_globals(image)
+
+
 ALBUMENTATIONS = {
     "one of": lambda: A.OneOf([A.HorizontalFlip(p=1), A.MotionBlur(p=1), A.InvertImg(p=1)], p=0.9),
     "some of": lambda: A.SomeOf([A.HorizontalFlip(p=1), A.VerticalFlip(p=1), A.GaussNoise(p=1)], n=2, p=0.9),
@@ -90,6 +94,7 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "plain with rng": lambda: noisy_with_rng,
     "plain with generator": lambda: noisy_with_generator,
     "plain": lambda: noisy_by_globals,
+    "plain in albumentations": lambda: A.Compose([A.HorizontalFlip(), A.OneOf([A.Lambda(by_globals_of_a_step)])]),
 }
 ALL = {**{name: (lambda m=m: A.Compose([m()])) for name, m in ALBUMENTATIONS.items()}, **OTHERS}
 

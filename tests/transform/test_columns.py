@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from raypipe.config import ColumnOptions, column_options
 from raypipe.errors import ConfigError, SampleError, TransformError
@@ -271,6 +272,19 @@ def test_a_functions_draws_depend_on_the_key_and_not_the_transforms() -> None:
     assert maker({"a": [1]}, function=keyed).one({"a": 1}, (1, 2))["column.drawn"].tolist() != image
 
 
+def test_what_a_function_writes_into_a_list_is_not_in_the_store() -> None:
+    def ended(columns: dict[str, Any]) -> dict[str, Any]:
+        columns["tags"].append(9)
+        columns["meta"]["seen"] = True
+        return columns
+
+    values = {"tags": [1, 2], "meta": {"by": "me"}}
+    columns = maker({name: [value] for name, value in values.items()}, function=ended)
+    for _ in range(2):
+        assert columns.one(values, KEY)["column.tags"].tolist() == [1, 2, 9]
+    assert values == {"tags": [1, 2], "meta": {"by": "me"}}
+
+
 def test_a_failing_function_makes_a_bad_sample_and_no_dict_ends_the_run() -> None:
     columns = maker({"a": ["1"]}, function=lambda columns: {"b": int(columns["a"])})
     place = r"test_columns\.py:\d+ in <lambda>"
@@ -278,6 +292,8 @@ def test_a_failing_function_makes_a_bad_sample_and_no_dict_ends_the_run() -> Non
         columns.one({"a": "x"}, KEY)
     with pytest.raises(ConfigError, match="must return a dict"):
         maker({"a": [1]}, function=lambda columns: [1])
+    with pytest.raises(ConfigError, match=r"make_columns failed at .*requires grad"):
+        maker({"a": [1]}, function=lambda columns: {"b": torch.ones(2, requires_grad=True)})
 
 
 def test_a_column_that_a_function_leaves_out_has_no_value() -> None:
@@ -286,8 +302,15 @@ def test_a_column_that_a_function_leaves_out_has_no_value() -> None:
         columns.one({"a": 0}, KEY)
 
 
+def test_the_image_is_no_column() -> None:
+    with pytest.raises(ConfigError, match=r"store\.columns names 'image', which batches have in any case"):
+        maker({"a": [1]}, ["a", "image"])
+
+
 def test_a_column_that_nobody_makes_is_refused() -> None:
-    with pytest.raises(ConfigError, match="names 'tokens', which neither"):
+    with pytest.raises(
+        ConfigError, match=r"options of 'tokens', and transform\.make_columns makes b: make it too"
+    ):
         maker({"a": [1]}, {"a": {}, "tokens": {"length": 3}}, lambda columns: {"b": 1})
     with pytest.raises(ConfigError, match="name those that it needs"):
         maker({"a": [1]}, {}, lambda columns: {"b": 1})

@@ -240,10 +240,11 @@ def test_a_function_is_refused() -> None:
         ([{"FDA": {}}], "FDA: it needs fda_metadata, but a step gets only the image"),
         ([{"MaskDropout": {}}], "MaskDropout: it needs mask, but"),
         ([{"Blur": {"p": {1, 2}}}], "is a set, which is not a valid argument"),
+        ([A.Blur()], "is a Blur, .*; objects go into an albumentations.Compose"),
         ([{"Blur": {"p": "x" * 1000}}], "…'"),
         ("light", "transform: must be a list of steps, got 'light'"),
     ],
-    ids=range(29),
+    ids=range(30),
 )
 def test_what_is_wrong_is_one_error_that_names_it(steps: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:

@@ -12,13 +12,14 @@ import albumentations as A  # noqa: N812
 import numpy as np
 import pytest
 from micro_batches import run, transform_of
+from torchvision.transforms import v2
 
 from raypipe.config import TransformConfig
 from raypipe.errors import SampleError, TransformError
+from raypipe.lookup import place_of
 from raypipe.transform.contents import Content
 from raypipe.transform.decode import encode_jpeg
 from raypipe.transform.samples import EncodedSample
-from raypipe.transform.user_code import place_of
 
 IMAGE = EncodedSample(encode_jpeg(np.zeros((8, 8, 3), np.uint8)))
 MINE = """
@@ -102,6 +103,11 @@ def test_an_error_without_frames_of_others_has_a_place_all_the_same() -> None:
         int("x")
     except ValueError as error:
         assert place_of(error).startswith(__file__.removeprefix(f"{Path.cwd()}/"))
+
+
+def test_an_error_is_one_line_however_much_a_library_prints() -> None:
+    reason = failure(v2.CutMix(num_classes=2))  # it prints the image
+    assert "\n" not in reason and "the default labels_getter" in reason and len(reason) < 1000
 
 
 @pytest.mark.parametrize("error", [bdb.BdbQuit, KeyboardInterrupt, SystemExit, MemoryError])

@@ -53,7 +53,12 @@ class TableColumns:
         self.classes = class_names(first, target_column)
         for path, schema in schemas[1:]:
             if not schema.equals(first) or class_names(schema, target_column) != self.classes:
-                raise StoreError(f"{path} and {first_path} differ in schema or classes: a store needs one schema")
+                lines = [set(each.remove_metadata().to_string().split("\n")) for each in (schema, first)]
+                differing = ", ".join(sorted(lines[0] ^ lines[1])) or "the order of columns, or class names"
+                raise StoreError(
+                    f"{path} and {first_path} differ in schema or classes ({differing:.300}): a store needs one "
+                    "schema"
+                )
         self.fields = _columns_of(first_path, first, image_column, target_column)
         self.columns = tuple(self.fields)
         self.label_is_class = "label" not in self.fields or pa.types.is_integer(self.fields["label"].type)

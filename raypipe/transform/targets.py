@@ -190,10 +190,29 @@ def _finish_boxes(transformed: Any, decoded: np.ndarray, image: tuple[int, ...],
 
 def _finish_keypoints(transformed: Any, decoded: np.ndarray, image: tuple[int, ...], field: Field) -> np.ndarray:
     _check_number("keypoints", len(decoded), field)
-    keypoints = marked(transformed, image)
-    if len(keypoints) != len(decoded):
-        raise ConfigError(f"the transform left {len(keypoints)} of {len(decoded)} keypoints: it must keep all")
-    return keypoints
+    return marked(transformed, image)
+
+
+def by_pipeline(pipeline: Any, image: np.ndarray, targets: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """Return what a pipeline of Albumentations makes of an image and its targets, by keyword.
+
+    It loses keypoints that a distortion moves outside, or does not find again: they come back as outside.
+    """
+    if "keypoints" not in targets:
+        return pipeline(image=image, **targets)
+    kept, numbered = (targets["keypoints"].copy() for _ in range(2))
+    numbered[:, 2] = np.arange(len(numbered))
+    made = pipeline(image=image, **{**targets, "keypoints": numbered})
+    moved = np.asarray(made["keypoints"]).reshape(-1, 3)
+    numbers = moved[:, 2].astype(int)
+    if len(np.unique(numbers)) < len(numbers):
+        raise ConfigError(
+            f"the transform made {len(numbers)} keypoints of {len(kept)}: a border that repeats pixels repeats "
+            "keypoints, too; set its border_mode to 0 (cv2.BORDER_CONSTANT)"
+        )
+    kept[:, :2] = -1
+    kept[numbers, :2] = moved[:, :2]
+    return {**made, "keypoints": kept}
 
 
 def _check_number(name: str, number: int, field: Field) -> None:
@@ -275,11 +294,13 @@ def target_pipeline(transform: Any, targets: Collection[str]) -> Any:
         return None
     library = sys.modules.get("albumentations")
     if library is None or type(transform) is not library.Compose:
+        kind = f"{type(transform).__module__.partition('.')[0]}.{type(transform).__name__}".removeprefix(
+            "builtins."
+        )
         raise ConfigError(
             f"{', '.join(f'transform.{name}_column' for name in sorted(targets))} needs an albumentations."
-            f"Compose, and the transform is a {type(transform).__module__.partition('.')[0]}."
-            f"{type(transform).__name__}: name a preset of raypipe's own, wrap it in albumentations.Compose([…]), "
-            "or leave it out"
+            f"Compose, and the transform is a {kind}: name a preset of raypipe's own, wrap it in "
+            "albumentations.Compose([…]), or leave it out"
         )
     processor = transform.processors.get("bboxes")
     params, boxes = None, "boxes" in targets

@@ -20,7 +20,7 @@ _MAX_PIXELS = (1 << 30) // 6  # the most pixels of an image, before and after de
 
 AtLeast1 = Annotated[int, Limits(1, MAX_INT)]
 AtLeastMinus1 = Annotated[int, Limits(-1, MAX_INT)]
-Positive = Annotated[float, Limits(above=True)]
+Positive = Annotated[float, Limits(0, 1e30, above=True)]
 Share = Annotated[float, Limits(0, 1)]
 BelowOne = Annotated[float, Limits(0, 1, below=True)]
 # Larger numbers would take all memory, or overflow where they are used.
@@ -30,7 +30,7 @@ Crops = Annotated[int, Limits(1, 1 << 12)]
 Room = Annotated[int, Limits(1, 1 << 16)]
 Seconds = Annotated[float, Limits(0, 1e9, above=True)]
 Alpha = Annotated[float, Limits(0, 1e6)]
-Pixel = Annotated[float, Limits(-1e30, 1e30)]  # within float32
+Float32 = Annotated[float, Limits(-1e30, 1e30)]  # within float32
 
 # A number and its unit.
 _TIME = re.compile(r"(\d{1,9}(?:\.\d{1,9})?) ?(s|min|h)", re.ASCII)
@@ -330,8 +330,9 @@ class PoolConfig(Section, prefix="pool."):
         max_in_flight: micro-batches in work or waiting at any time; 0 = 3 blocks per actor and 2 per rank.
         reader: who reads the store: "actors": each actor; "separate": one reader for all actors; "auto":
             "separate" for stores in groups, else "actors".
-        stall_timeout_s: the run ends after this many seconds in which no micro-batch was finished, or in which its
-            start waited for the cluster to answer, for room that other jobs hold, or for another run's start.
+        stall_timeout_s: the run ends after this many seconds in which a trainer waited and no micro-batch was
+            finished, or in which its start waited for the cluster to answer, for room that other jobs hold, or for
+            another run's start.
     """
 
     engine: Literal["ray", "inline"] = "ray"
@@ -398,7 +399,7 @@ class AugmentConfig(Section, prefix="augment."):
             linearly to 0 in that share at the run's end.
     """
 
-    mean: tuple[Pixel, ...] = (0.485, 0.456, 0.406)
+    mean: tuple[Float32, ...] = (0.485, 0.456, 0.406)
     std: tuple[Annotated[float, Limits(1e-30, 1e30)], ...] = (0.229, 0.224, 0.225)
     preset: Literal["none", "light", "standard", "strong"] = "none"
     ops: list[dict[str, Any]] = field(default_factory=list)

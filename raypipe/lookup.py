@@ -1,4 +1,4 @@
-"""Lookups of user code and installed packages, by name, and of CPUs."""
+"""Lookups of user code and its errors, of installed packages, by name, and of CPUs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import importlib
 import os
 import platform
 import sys
+import sysconfig
+import traceback
 from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 from importlib import metadata
@@ -31,6 +33,12 @@ _PACKAGES = (
     "torch",
     "torchvision",
 )
+
+_OURS = str(Path(raypipe.__file__).parent) + os.sep
+_STANDARD = sysconfig.get_path("stdlib") + os.sep
+_INSTALLED = ("site-packages", "dist-packages")
+# Libraries of transforms: an error in one of these is reported at its caller.
+_LIBRARIES = {"albumentations", "albucore", "torch", "torchvision", "numpy", "cv2", "PIL", "scipy", "skimage"}
 
 
 def search_here() -> bool:
@@ -62,8 +70,10 @@ def import_name(address: str, setting: str) -> Any:
         value: Any = importlib.import_module(module_name)
         for part in name.split("."):
             value = getattr(value, part)
-    except (ImportError, AttributeError, ValueError) as error:
+    except Exception as error:
         reason = f"{type(error).__name__}: {error}"
+        if any(_distance(frame) < 2 for frame in traceback.extract_tb(error.__traceback__)):
+            reason += f" (at {place_of(error)})"
         if not is_open and isinstance(error, ModuleNotFoundError):
             reason += (
                 "; the current folder is not searched, since it contains the store or the run, or PYTHONSAFEPATH "
@@ -71,6 +81,29 @@ def import_name(address: str, setting: str) -> Any:
             )
         raise ConfigError(f"{setting} {address!r} cannot be imported: {reason}") from error
     return value
+
+
+def place_of(error: BaseException) -> str:
+    """Where an error was raised, `file.py:12 in function`: the user's last frame, or the nearest to that code."""
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames:
+        return "an unknown place"
+    nearest = min(map(_distance, frames))
+    frame = [frame for frame in frames if _distance(frame) == nearest][-1]
+    here = f"{Path.cwd()}{os.sep}"
+    return f"{frame.filename.removeprefix(here)}:{frame.lineno} in {frame.name}"
+
+
+def _distance(frame: traceback.FrameSummary) -> int:
+    """From the user's own code, 0, over packages of others to the libraries and raypipe."""
+    name = frame.filename
+    parts = Path(name).parts
+    if name.startswith(_OURS):
+        return 3
+    package = next((parts[at + 1] for at, part in enumerate(parts[:-1]) if part in _INSTALLED), None)
+    if package is None:
+        return 2 if name.startswith((_STANDARD, "<frozen ")) or name.endswith(".pyx") else 0
+    return 2 if package in _LIBRARIES else 1
 
 
 def choices(name: str, known: Collection[str], those: str = "choose from") -> str:
@@ -101,6 +134,13 @@ def version_of(package: str) -> str | None:
 def num_cpus() -> int:
     """Return the number of CPUs that this process may use; the machine's, if unknown, as on macOS."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def differences(driver: Mapping[str, str | None]) -> str:
+    """Say which packages have other versions here than in the driver; builds of one version are alike."""
+    here = versions()
+    others = (name for name in here if str(here[name]).split("+")[0] != str(driver.get(name)).split("+")[0])
+    return ", ".join(f"{name} {here[name]} instead of {driver.get(name)}" for name in others)
 
 
 def versions() -> dict[str, str | None]:

@@ -10,7 +10,7 @@ import pytest
 
 import raypipe
 from raypipe.errors import ConfigError
-from raypipe.lookup import DISTRIBUTION, import_name, versions
+from raypipe.lookup import DISTRIBUTION, differences, import_name, versions
 
 ROOT = Path(__file__).parents[1]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -32,6 +32,27 @@ def test_what_is_not_there_is_one_error_with_its_setting(address: str) -> None:
         import_name(address, "store.layout")
 
 
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        (
+            "first = 1\nsecond = frist",
+            r"NameError: name 'frist' is not defined \(at fails_here\.py:2 in <module>\)",
+        ),
+        ("def f(x:", r"SyntaxError: .* \(fails_here\.py, line 1\)$"),
+        ("import no_such_module", r"No module named 'no_such_module' \(at fails_here\.py:1 in <module>\)"),
+    ],
+)
+def test_a_module_that_fails_is_one_error_with_the_line(
+    code: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "fails_here.py").write_text(code)
+    with pytest.raises(ConfigError, match=rf"train.loss 'fails_here:f' cannot be imported: .*{reason}"):
+        import_name("fails_here:f", "train.loss")
+
+
 def test_raypipe_knows_its_name_and_its_version_without_being_installed() -> None:
     assert (DISTRIBUTION, raypipe.__version__) == (PROJECT["name"], PROJECT["version"])
     assert versions()["raypipe"] == raypipe.__version__
@@ -47,3 +68,9 @@ def test_errors_and_pages_name_extras_that_there_are_and_no_other_project() -> N
         asked = re.findall(r"pip install '?([\w.-]+?)(?:\[(\w+)\])?'?[\s`]", path.read_text())
         assert "raypipe" not in [name for name, _ in asked], path
         assert {extra for name, extra in asked if name == "."} <= extras | {""}, path
+
+
+def test_packages_are_other_ones_by_version_and_not_by_build() -> None:
+    here = versions()
+    assert differences(here | {"torch": f"{str(here['torch']).partition('+')[0]}+cu130"}) == ""
+    assert differences(here | {"numpy": "1.0"}) == f"numpy {here['numpy']} instead of 1.0"

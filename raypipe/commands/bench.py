@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from raypipe.config import PlanConfig, PoolConfig, RunConfig, TransformConfig
+from raypipe.config import AtLeast1, PlanConfig, PoolConfig, Positive, RunConfig, TransformConfig
 from raypipe.errors import ConfigError
 from raypipe.logs import table
 from raypipe.lookup import num_cpus, versions
@@ -45,8 +45,8 @@ def bench(
     run: RunConfig,
     target: str = "",
     *,
-    seconds: float = 20.0,
-    repeats: int = 1,
+    seconds: Positive = 20.0,
+    repeats: AtLeast1 = 1,
     images_per_s: float = 0.0,
     core_hour_price: float = 0.0,
     gb_price: float = 0.0,

@@ -15,19 +15,22 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import raypipe
 from raypipe.commands import audit, bench, doctor, status
-from raypipe.commands.parser import error_text, fail, meant, settings_text
+from raypipe.commands.parser import error_text, fail, meant, printing, settings_text
 from raypipe.commands.settings import parse_command
 from raypipe.config import RunConfig
-from raypipe.errors import RaypipeError
+from raypipe.errors import ConfigError, RaypipeError
 from raypipe.logs import configure_logs, is_json, phase, print_any_letter, table
 from raypipe.lookup import version_of
 from raypipe.stores import open_store, store_options
 from raypipe.train.interrupts import Stopped
 from raypipe.train.model_names import check_model
+
+if TYPE_CHECKING:
+    from raypipe.streaming.spec import StreamSpec
 
 logger = logging.getLogger(__name__)
 
@@ -123,10 +126,16 @@ def draw_preview(
     from raypipe.streaming.opening import open_train, spec_of
 
     opened = open_train(run)
-    size = min(run.plan.micro_batch_size, max(1, len(opened) // run.plan.per_step))  # for a first look at a few
-    plan = replace(run.plan, micro_batch_size=size, global_batch_size=size * run.plan.per_step)
     store = replace(run.store, val="", target_column=run.store.target_column if "label" in opened.columns else "")
-    spec = spec_of(replace(run, plan=plan, store=store))
+
+    def spec_at(size: int) -> StreamSpec:
+        plan = replace(run.plan, micro_batch_size=size, global_batch_size=size * run.plan.per_step)
+        return spec_of(replace(run, plan=plan, store=store))
+
+    try:
+        spec = spec_at(run.plan.micro_batch_size)
+    except ConfigError:  # a first look at a few samples, fewer than a step; another mistake is met again
+        spec = spec_at(min(run.plan.micro_batch_size, spec_at(1).plan.steps_per_epoch))
     return preview_module.preview(
         spec, output, augment=run.augment, epochs=show_epochs, samples=samples, indices=indices
     )
@@ -167,12 +176,13 @@ def main(args: list[str] | None = None) -> None:
     """The `raypipe` command. Options may be written with dashes or underscores."""
     print_any_letter()
     words = sys.argv[1:] if args is None else args
+    text = ""
     if words in ([], ["help"], ["-h"], ["--help"]):
-        print(overview(), end="")
+        text = overview()
     elif words == ["--version"]:
-        print(f"raypipe {raypipe.__version__} (ray {version_of('ray')}, torch {version_of('torch')})")
+        text = f"raypipe {raypipe.__version__} (ray {version_of('ray')}, torch {version_of('torch')})\n"
     elif words[:2] == ["help", "settings"]:
-        print(settings_text(*words[2:3]), end="")
+        text = settings_text(*words[2:3])
     else:
         words = [*words[1:], "--help"] if words[0] == "help" else words
         name = words[0]
@@ -181,6 +191,8 @@ def main(args: list[str] | None = None) -> None:
         rest = [word for word in words[1:] if word != "--json"]
         show = None if "--json" in words else _PRINTED.get(name, print_result)
         _finish(lambda: COMMANDS[name](**parse_command(name, COMMANDS[name], rest)), show)
+    with printing():
+        print(text, end="")
 
 
 def run_job(job: Callable[..., dict[str, Any]], doc: str | None) -> None:
@@ -206,10 +218,11 @@ def _finish(command: Callable[[], dict[str, Any]], show: Callable[[dict[str, Any
     try:
         result = command()
         _shutdown()
-        if show and _is_terminal() and not is_json():
-            show(result)
-        else:
-            print(json.dumps(result), flush=True)
+        with printing():
+            if show and _is_terminal() and not is_json():
+                show(result)
+            else:
+                print(json.dumps(result))
         if result.get("equal") is False or result.get("ok") is False:
             sys.exit(1)
         if result.get("stopped"):
@@ -225,7 +238,7 @@ def _finish(command: Callable[[], dict[str, Any]], show: Callable[[dict[str, Any
 
 
 def _is_terminal() -> bool:
-    return sys.stdout.isatty()
+    return bool(sys.stdout) and sys.stdout.isatty()
 
 
 def _shutdown() -> None:

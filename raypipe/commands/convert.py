@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -28,10 +29,11 @@ from raypipe.storage.filesystem import check_lasting, is_remote, open_filesystem
 from raypipe.storage.local_file import make_cache_folder
 from raypipe.stores import open_store
 from raypipe.stores.addresses import expand
-from raypipe.stores.base import Store
+from raypipe.stores.base import Columns, Store
 from raypipe.stores.destination import new_path, new_remote
+from raypipe.stores.lmdb import LMDBStore
 from raypipe.stores.record import ColumnValues, Fingerprint, RecordLayout, column_types, plain
-from raypipe.stores.scan import SIZE_COLUMNS
+from raypipe.stores.scan import SIZE_COLUMNS, scan
 from raypipe.stores.writers import WRITTEN_SUFFIXES, open_writer
 from raypipe.transform import kernel
 from raypipe.transform.decode import decode, encode_jpeg, resize_short_side
@@ -55,7 +57,7 @@ indices skipped, each with its reason."""
 
 def convert(
     src: str | Path | Store | ray.data.Dataset | Iterable[ColumnValues],
-    dst: str,
+    dst: str | Path,
     *,
     classes: Sequence[str] | None = None,
     short_side: int = 0,
@@ -72,7 +74,7 @@ def convert(
     Args:
         src: a store or its address; or samples, each a mapping from columns to values, with an `image`: encoded
             bytes, or pixels, uint8 of shape (H, W, 3), (H, W, 1) or (H, W), which become PNG; or a Dataset of such
-            rows. All samples have the columns of the first: int, float, bytes, str, or lists of them.
+            rows. All samples have the columns of the first: int, float, bytes, str, or lists and dicts of them.
         dst: a local path or a URI that ends in `.lmdb` or `.parquet`.
         classes: class names by label, for samples or a Dataset; a store has its own.
         short_side: decode, and store JPEGs with this shorter side, in pixels; smaller images keep their size; 0 =
@@ -106,10 +108,11 @@ def convert(
         )
     if seekable and (why := kernel.why_no_kernel()):
         raise ConfigError(f"seekable JPEGs need the compiled extension, which is not used here: {why}")
+    dst = str(dst)
     suffix = Path(split(dst)[1]).suffix
     if suffix not in WRITTEN_SUFFIXES:
         raise StoreError(f"{dst}: the destination must end in one of {', '.join(WRITTEN_SUFFIXES)}")
-    if expand(dst) != [dst]:
+    if expand(dst) != [dst] or "*" in dst:
         raise StoreError(
             f"{dst}: several files cannot appear at once in a folder with others: name one destination, such as "
             "train.lmdb; several --shards make it a folder of shards"
@@ -122,7 +125,7 @@ def convert(
         if not len(store):
             raise StoreError(f"{store.address} has no samples")
         first = store.read(np.arange(min(len(store), CHUNK)), store.columns)
-        columns = column_types(first, store.address, short_side)
+        columns = column_types(_with_later(store, first), store.address, short_side)
         sized = tuple(name for name in SIZE_COLUMNS if sizes and (short_side or name not in columns))
         columns |= dict.fromkeys(sized, "int64")
         connect()
@@ -154,6 +157,19 @@ def convert(
             "skipped": len(skipped),
             "without_size": num_without_size,
         }
+
+
+def _with_later(store: Store, first: Columns) -> Columns:
+    """Return the first values of columns, and what decides a type later: a value, or None among integers."""
+    columns = dict(first)
+    # An LMDB has the types of its columns, and is read whole for any of them.
+    for name in columns.keys() - {"image", "label"} if not isinstance(store, LMDBStore) else ():
+        kinds = set(map(type, first[name]))
+        if kinds == {NoneType} or all(issubclass(kind, int | np.integer | np.bool_) for kind in kinds):
+            later = (value for part in scan(store, (name,), "") for value in part[name])
+            decisive = (value for value in later if (value is None) != (kinds == {NoneType}))
+            columns[name] = [*first[name], *itertools.islice(decisive, 1)]
+    return columns
 
 
 def _rows_of(src: ray.data.Dataset | Iterable[ColumnValues]) -> Iterator[ColumnValues]:
@@ -197,7 +213,7 @@ def _kept_samples(
             file = folder / "samples.lmdb"
             with open_writer(file, columns, classes) as writer:
                 for sample in itertools.chain(first, itertools.chain.from_iterable(chunks)):
-                    writer.append(plain({**blank, **sample} if sample["image"] is None else sample))
+                    writer.append(plain({**blank, **sample} if sample["image"] is None else sample, columns))
         yield file
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -212,8 +228,14 @@ def _encoded(sample: ColumnValues) -> dict[str, Any]:
     image = sample["image"]
     if image is None or isinstance(image, bytes | bytearray | memoryview):
         return {**sample, "image": None if image is None else bytes(image)}
+    if getattr(image, "mode", "L") not in ("L", "RGB", "F", "I", "I;16"):  # Pillow's: a palette, alpha, CMYK
+        image = image.convert("RGB")
     pixels = np.asarray(image)
-    if pixels.dtype != np.uint8 or not (pixels.ndim == 2 or (pixels.ndim == 3 and pixels.shape[2] in (1, 3))):
+    if (
+        not pixels.size
+        or pixels.dtype != np.uint8
+        or not (pixels.ndim == 2 or (pixels.ndim == 3 and pixels.shape[2] in (1, 3)))
+    ):
         raise StoreError(
             f"an image is {pixels.dtype} of {pixels.shape}; images are encoded bytes, or uint8 (H, W, 3), "
             "(H, W, 1) or (H, W)"

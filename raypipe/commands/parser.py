@@ -6,11 +6,13 @@ others are positional. Its docstring is the help: the part before `Args:`, and t
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import os
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from difflib import get_close_matches
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
@@ -67,7 +69,8 @@ class Parser:
         while words:
             word = words.pop()
             if word in ("-h", "--help"):
-                print(self.format_help(), end="")
+                with printing():
+                    print(self.format_help(), end="")
                 sys.exit(0)
             option, equals, text = re.sub(r"^-o(?==|$)", "--output", word).partition("=")
             if not option.startswith("--"):
@@ -78,7 +81,8 @@ class Parser:
             key = option[2:].replace("-", "_")
             switch = key if key in self.known else key.removeprefix("no_")
             is_config = self.takes_run and key == "config"
-            if switch in self.known and self.known[switch].kind is bool and not equals:
+            is_told = equals or words[-1:] in (["true"], ["false"])  # the help names these values
+            if switch in self.known and self.known[switch].kind is bool and not is_told:
                 key, text = switch, str(switch == key).lower()
             elif key not in self.known and not is_config:
                 settings = "`raypipe help settings` lists the settings of a run, " if self.takes_run else ""
@@ -117,6 +121,19 @@ def meant(name: str, known: Iterable[str]) -> str:
     same_end = [other for other in known if other.rpartition(".")[2] == name.rpartition(".")[2]]
     near = get_close_matches(name, known, 1) or same_end
     return did_you_mean(repr(other) for other in near[:1])
+
+
+@contextlib.contextmanager
+def printing() -> Iterator[None]:
+    """Context manager for what a command prints: it does not fail if nobody reads on, as in `| head`."""
+    try:
+        yield
+        print(end="", flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes the rest at its end
+    except OSError as error:
+        sys.stderr.write(error_text(f"the output cannot be written: {error}"))
+        os._exit(1)  # Python would try again at its end
 
 
 def fail(message: str, tip: str = "") -> NoReturn:

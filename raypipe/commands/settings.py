@@ -80,6 +80,14 @@ def _flat(values: Mapping[str, Any], parser: Parser, prefix: str = "") -> dict[s
 class _Loader(yaml.SafeLoader):
     """YAML's with the numbers and words of its version 1.2: 1e-3 is a number, `off` and a date are words."""
 
+    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        keys = [key.value for key, _ in node.value]
+        for number, (key, _) in enumerate(node.value):
+            if key.value in keys[:number]:  # YAML takes the last one, and a whole section would be lost in silence
+                raise yaml.MarkedYAMLError(problem=f"{key.value!r} is set twice", problem_mark=key.start_mark)
+        return node
+
 
 _Loader.yaml_implicit_resolvers = {
     first: [(tag, form) for tag, form in known if not tag.endswith((":bool", ":float", ":timestamp"))]
@@ -94,7 +102,7 @@ def _loaded(text: str, where: str) -> dict[str, Any]:
     """Load the settings of a YAML file; ConfigError if it has none."""
     try:
         values = yaml.load(text, _Loader) or {}
-    except yaml.YAMLError as error:
+    except Exception as error:  # a wrong tag or an endless number raises other types than YAMLError
         raise ConfigError(f"{where} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{where} holds no settings")
@@ -105,7 +113,7 @@ def _from_text(text: str, kind: Any) -> Any:
     """Read an argument as a setting of a type: as YAML, or as plain text if only that fits."""
     value = text
     if kind is not str:
-        with contextlib.suppress(yaml.YAMLError):
+        with contextlib.suppress(Exception):
             value = yaml.load(text, _Loader)
     return value if fits(value, kind) or not fits(text, kind) else text
 

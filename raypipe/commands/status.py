@@ -57,11 +57,10 @@ def status(folder: str) -> dict[str, Any]:
     from raypipe.train.run_folder import check_run_folder, stop_requested
 
     run_uri = as_uri(folder.rstrip("/"))
-    held_by = holder(run_uri)
     if not exists(join(run_uri, STATUS)):
         check_run_folder(run_uri, resume=True)
-        raise ConfigError(f"{folder} has no {STATUS}: {held_by or 'the run'} has not begun to train")
-    records = read_records(run_uri)
+        raise ConfigError(f"{folder} has no {STATUS}: {holder(run_uri) or 'the run'} has not begun to train")
+    held_by, records = holder(run_uri), read_records(run_uri)
     died_at = max((record["time"] for record in records if "reason" in record), default=0.0)
     return {
         "run_dir": folder,

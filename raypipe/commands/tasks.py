@@ -11,7 +11,7 @@ import ray
 from rich.console import Console
 from rich.progress import Progress
 
-from raypipe.errors import ResourceError
+from raypipe.errors import RaypipeError, ResourceError
 from raypipe.rayext.failures import get
 from raypipe.rayext.limits import free_cpus
 from raypipe.rayext.placement import nodes
@@ -72,6 +72,8 @@ def run_tasks(
                     except StopIteration:
                         pending.remove(stream)
                         continue
+                    if isinstance(part, RaypipeError):
+                        raise part
                     bar.advance(shown, part[0])
                     yield part
     finally:
@@ -93,10 +95,13 @@ def count_cpus(what: str, here: bool) -> int:
 
 
 def _while_wanted(wanted: Path, function: Callable[..., Iterator[Any]], *arguments: Any) -> Iterator[Any]:
-    """A task: yields what the function yields as long as a file exists."""
+    """A task: yields what the function yields as long as a file exists, and its error."""
     parts = function(*arguments)
-    while wanted.exists() and (part := next(parts, None)) is not None:
-        yield part
+    try:
+        while wanted.exists() and (part := next(parts, None)) is not None:
+            yield part
+    except RaypipeError as error:  # if it were raised, Ray would print the errors of all other tasks
+        yield error
 
 
 def _wait_for_cpu(what: str, here: bool) -> None:

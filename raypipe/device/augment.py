@@ -248,21 +248,28 @@ def _seeded(seed: int, device: torch.device) -> Iterator[None]:
         yield
 
 
+def shape_of(result: object) -> tuple[int, ...] | str:
+    """Return the shape of a tensor, or the type of anything else that a user's code returned."""
+    return tuple(result.shape) if isinstance(result, torch.Tensor) else type(result).__name__
+
+
 def _user_module(name: str) -> Operation:
     """The user's `module:function`, called with the strength if it takes that."""
     function = import_name(name, "augment.module")
-    if inspect.isclass(function):
-        function = function()
-    call = function.forward if isinstance(function, torch.nn.Module) else function
-    takes_strength = "strength" in inspect.signature(call).parameters
+    try:
+        if inspect.isclass(function):
+            function = function()
+        call = function.forward if isinstance(function, torch.nn.Module) else function
+        takes_strength = "strength" in inspect.signature(call).parameters
+    except Exception as error:
+        raise ConfigError(f"augment.module {name!r} cannot be used: {type(error).__name__}: {error}") from error
 
     def checked(image: torch.Tensor, strength: float) -> torch.Tensor:
         result = function(image, strength=strength) if takes_strength else function(image)
         if not isinstance(result, torch.Tensor) or result.ndim != 4 or len(result) != len(image):
-            shape = tuple(result.shape) if isinstance(result, torch.Tensor) else type(result).__name__
             raise ConfigError(
-                f"augment.module={name} returned {shape} for images of {tuple(image.shape)}: it must return "
-                "floats (B, 3, h, w) in [0, 1]"
+                f"augment.module={name} returned {shape_of(result)} for images of {tuple(image.shape)}: it must "
+                "return floats (B, 3, h, w) in [0, 1]"
             )
         return result
 
@@ -274,6 +281,11 @@ def _moves(what: str) -> ConfigError:
         f"augment: {what} moves or erases pixels on the device, where masks and the like stay as they are: use "
         "transform.train for geometry, and augment.ops for operations of color alone"
     )
+
+
+def _applied(module: Any, image: torch.Tensor) -> torch.Tensor:
+    # Drawn on the host: the module was never moved to the device. Kornia moves what it needs, not waiting.
+    return module(image, params=module.forward_parameters(image.shape))
 
 
 def build_operation(entry: dict[str, Any], targets: bool = False, channels: int = 3) -> Operation:
@@ -301,16 +313,19 @@ def build_operation(entry: dict[str, Any], targets: bool = False, channels: int 
     parameters = {key: tuple(v) if isinstance(v, list) else v for key, v in entry.items() if key != "op"}
     try:
         module: Any = operation(**parameters)  # type: ignore[arg-type]
-        # Applying it shows whether its parameters and these channels are valid.
+        whole, module.p = float(getattr(module, "p", 1.0)), 1.0
+        # Applying it shows whether its parameters and these channels are valid. A crop, or a wide blur, may need
+        # larger images, for which others would take seconds.
         with torch.random.fork_rng([]):
-            probe, whole = torch.full((2, channels, 32, 32), 0.5), float(getattr(module, "p", 1.0))
-            module.p = 1.0
-            result = module(probe, params=module.forward_parameters(probe.shape))
-            module.p = whole
+            try:
+                result = _applied(module, torch.full((2, channels, 32, 32), 0.5))
+            except Exception:
+                result = _applied(module, torch.full((2, channels, 1024, 1024), 0.5))
+        module.p = whole
     except Exception as error:
         of = "" if channels == 3 else f" on {channels} channels, of which augment.mean is"
         raise ConfigError(f"augment.ops: {entry}{of}: {type(error).__name__}: {error}") from error
-    if not isinstance(result, torch.Tensor) or result.ndim != 4 or result.shape[:2] != probe.shape[:2]:
+    if not isinstance(result, torch.Tensor) or result.ndim != 4 or result.shape[:2] != (2, channels):
         raise ConfigError(f"augment.ops: {entry} does not make images of images")
     is_policy, is_scaled = isinstance(module, PolicyAugmentBase), op not in _CHANGES_SIZE
 
@@ -319,8 +334,7 @@ def build_operation(entry: dict[str, Any], targets: bool = False, channels: int 
         chosen = torch.rand(len(image)) < strength if is_policy else None
         if is_scaled and not is_policy:
             module.p = whole * strength
-        # Drawn on the host: the module was never moved to the device. Kornia moves what it needs, not waiting.
-        result = module(image, params=module.forward_parameters(image.shape))
+        result = _applied(module, image)
         if chosen is None or strength >= 1:
             return result
         return torch.where(chosen.view(-1, 1, 1, 1).to(image.device, non_blocking=True), result, image)

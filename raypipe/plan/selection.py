@@ -97,4 +97,4 @@ def _compact(indices: np.ndarray) -> np.ndarray:
 
 def _like(listed: np.ndarray, wanted: np.ndarray) -> np.ndarray:
     """Searched values in the type of the list, which would be copied whole otherwise."""
-    return np.minimum(wanted, np.iinfo(listed.dtype).max).astype(listed.dtype)
+    return np.minimum(wanted.astype(np.uint64), np.iinfo(listed.dtype).max).astype(listed.dtype)

@@ -6,12 +6,15 @@ import contextlib
 import functools
 import logging
 import os
+import signal
 import sys
+import threading
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import ray
 from ray._private import node, ray_constants, services
+from ray.util import client
 
 from raypipe.errors import ResourceError
 from raypipe.logs import LogFormat
@@ -72,20 +75,27 @@ def connect(
     Raises:
         ResourceError: the cluster does not answer, cannot be joined, or does not start.
     """
-    if ray.is_initialized():
+    is_client = client.ray.is_connected()
+    if ray.is_initialized() and not is_client:
         return
+    address = address or os.environ.get("RAY_ADDRESS", "")
+    if is_client or address.startswith("ray://"):
+        raise ResourceError(
+            "a stream does not run through Ray Client (ray://…): start the program on a machine of the cluster, "
+            "such as by `ray job submit`"
+        )
     take_console()
     # This also removes Ray's prefix "(Actor pid=…)" from the lines of workers.
     ray_log = ray.LoggingConfig(encoding="JSON", log_level="WARNING") if log_format == "json" else None
     job = ray.job_config.JobConfig()
     job._py_driver_sys_path = _SearchPath()
     options: dict[str, Any] = {"logging_level": logging.WARNING, "logging_config": ray_log, "job_config": job}
-    if address or os.environ.get("RAY_ADDRESS"):
-        address = address or os.environ["RAY_ADDRESS"]
+    if address:
         wait_for_head(address, wait or Wait(_ANSWER_S))
         closed = {name: os.environ[name] for name in ("PYTHONSAFEPATH",) if name in os.environ}
         try:
-            ray.init(address=address, runtime_env={"env_vars": _WORKER_ENV | closed}, **options)
+            with _whole_start():
+                ray.init(address=address, runtime_env={"env_vars": _WORKER_ENV | closed}, **options)
         except (RuntimeError, OSError, ray.exceptions.RayError) as error:
             raise ResourceError(f"cannot connect to the Ray cluster at {address}: {error}") from error
         return
@@ -95,7 +105,7 @@ def connect(
     # Ray warns that authentication is on, which is irrelevant to a private cluster on one machine.
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
     environment = _LOCAL_ENV | ({"RAY_BACKEND_LOG_JSON": "1"} if log_format == "json" else {})
-    with _inherited(environment), _small_head(), _spared_signals():
+    with _inherited(environment), _small_head(), _spared_signals(), _whole_start():
         try:
             ray.init(
                 num_cpus=num_cpus,
@@ -105,7 +115,8 @@ def connect(
             )
         except Exception as error:  # Ray raises nothing more special where its processes are too slow
             raise ResourceError(
-                f"Ray did not start on this machine, whose CPUs or memory may be in use by other programs: {error}"
+                "Ray did not start on this machine: its CPUs or memory may be in use, or TMPDIR may be too long "
+                f"or not ASCII: {error}"
             ) from error
     global _own_node
     _own_node = ray.get_runtime_context().get_node_id()
@@ -192,3 +203,27 @@ def _spared_signals() -> Iterator[None]:
         yield
     finally:
         services.ConsolePopen = popen  # type: ignore[misc]
+
+
+@contextlib.contextmanager
+def _whole_start() -> Iterator[None]:
+    """Context manager: hold the KeyboardInterrupt of a first Ctrl-C until Ray has started.
+
+    After an interrupted start of Ray's core, the next one, as by a notebook's cell, would end the process.
+    """
+    held, default = list[bool](), signal.default_int_handler
+
+    def hold(*_: Any) -> None:
+        held.append(True)
+        signal.signal(signal.SIGINT, default)
+
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) != default:
+        yield
+        return
+    signal.signal(signal.SIGINT, hold)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, default)
+    if held:
+        raise KeyboardInterrupt

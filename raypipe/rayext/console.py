@@ -22,6 +22,8 @@ _NOISE = re.compile(
     r"has constructor arguments in the object store"
     # The actors of a finished execution are killed.
     r"|submit failed\. There are infinite retries remaining.*killed by `ray\.kill`"
+    # A killed actor's process ends before it has answered.
+    r"|Failed to kill actor \w+, return status"
     # torch prints this for each process group.
     r"|\[Gloo\] Rank \d+ is connected to"
     # Ray Train and Ray Data log their own progress.

@@ -126,10 +126,10 @@ class _Flow:
         active, queued, waiting = self.pool.num_active_tasks(), self.queued(), self.waiting()
         if not actors.running:
             return f"no transform actor runs ({actors.pending} have not started, {actors.restarting} restart)"
+        if waiting and not active:
+            return f"{waiting} finished blocks wait for other ranks"
         if active or queued:
             return f"{actors.running} transform actors work on {active} blocks, and {queued} are queued"
-        if waiting:
-            return f"{waiting} finished blocks wait for other ranks"
         return f"{actors.running} transform actors are idle and wait for the reader"
 
     def waiting_of(self, ranks: int) -> float:
@@ -208,10 +208,10 @@ class StreamAutoscaler:
     def try_trigger_scaling(self) -> None:
         """Do the work of a turn: size the pool, record metrics, report to the supervisor."""
         now, flow = time.monotonic(), self._flow
-        ranks_waiting = flow.waiting_of(self._ranks)
-        self._keeper.keep(now, finished=flow.finished, queued=flow.queued(), ranks_waiting=ranks_waiting)
+        waiting, ranks_waiting = flow.waiting(), flow.waiting_of(self._ranks)
+        self._keeper.keep(now, finished=flow.finished, waiting=waiting, ranks_waiting=ranks_waiting)
         if now - self._shown_at >= _METRICS_PERIOD_S:
-            self._shown_at, waiting = now, flow.waiting()
+            self._shown_at = now
             info = flow.pool.get_actor_info()
             self._metrics.show(flow.finished, flow.pool.num_active_tasks() + waiting, waiting, info)
             if flow.finished - waiting != self._left:

@@ -20,7 +20,7 @@ import ray
 from ray.data._internal.actor_autoscaler import ActorPoolScalingRequest
 
 from raypipe.config import PoolConfig
-from raypipe.errors import ResourceError
+from raypipe.errors import RaypipeError, ResourceError
 from raypipe.rayext.limits import draining, resource_state
 from raypipe.rayext.placement import is_labelled, nodes, placement
 
@@ -125,16 +125,16 @@ class PoolKeeper:
         self._room_made = set[Any]()  # actors for which room was made
         self._leaving = set[Any]()  # replaced actors on nodes that are about to go
 
-    def keep(self, now: float, *, finished: int, queued: int, ranks_waiting: float) -> None:
+    def keep(self, now: float, *, finished: int, waiting: int, ranks_waiting: float) -> None:
         """Check the pool; called at each turn of Ray Data's scheduler, about ten times a second.
 
         Args:
             finished: number of blocks that the pool has finished.
-            queued: number of blocks that no actor has received yet.
+            waiting: number of them that no rank has taken yet.
             ranks_waiting: share of the ranks without a finished block.
 
         Raises:
-            ResourceError: the stream has stalled.
+            RaypipeError: the stream has stalled.
         """
         self._size(now, finished, ranks_waiting)
         if now - self._watched_at >= _WATCH_PERIOD_S:
@@ -142,7 +142,7 @@ class PoolKeeper:
             self._leave(draining())
             self._make_room(now)
             self._report_no_actors(now)
-            self._end_stall(now, finished, queued)
+            self._end_stall(now, finished, waiting, ranks_waiting)
 
     def _size(self, now: float, finished: int, ranks_waiting: float) -> None:
         pool = self._pool
@@ -277,16 +277,23 @@ class PoolKeeper:
                 "no_room",
             )
 
-    def _end_stall(self, now: float, finished: int, queued: int) -> None:
-        if finished != self._finished or not (self._op.num_active_tasks() or queued):
+    def _end_stall(self, now: float, finished: int, waiting: int, ranks_waiting: float) -> None:
+        timeout_s = self._rules.stall_timeout_s
+        if finished != self._finished or not ranks_waiting:  # trainers may pause for as long as they like
             self._finished, self._moved_at = finished, now
-        elif now - self._moved_at > self._rules.stall_timeout_s:
+        elif now - self._moved_at > timeout_s:
+            stalled = f"the stream has stalled: no micro-batch was finished for {timeout_s:g} s"
+            if waiting and not self._op.num_active_tasks():
+                raise RaypipeError(
+                    f"{stalled} (pool.stall_timeout_s), while {waiting} finished blocks wait for other ranks than "
+                    "the one that waits: each rank must take all of its batches, and report when the others do"
+                )
             info = self._op.get_actor_info()
             raise ResourceError(
-                f"the stream has stalled: no micro-batch was finished for {self._rules.stall_timeout_s:g} s "
-                f"(pool.stall_timeout_s). Transform actors: {info.running} run, {info.restarting} died and have "
-                f"not restarted, {info.pending} have not started; the cluster has {_free_cpus():g} free CPUs. Add "
-                "CPU nodes, lower pool.min_actors or pool.cpus_per_actor, or inspect the actors with `ray stack`"
+                f"{stalled} (pool.stall_timeout_s). Transform actors: {info.running} run, {info.restarting} died "
+                f"and have not restarted, {info.pending} have not started; the cluster has {_free_cpus():g} free "
+                "CPUs. Add CPU nodes, lower pool.min_actors or pool.cpus_per_actor, or inspect the actors with "
+                "`ray stack`"
             )
 
 

@@ -24,7 +24,7 @@ from raypipe.logs import LogFormat, configure_logs
 from raypipe.metrics.prometheus import Recorder
 from raypipe.metrics.records import append_fault
 from raypipe.rayext.allocation import largest_divisor, worker_resources
-from raypipe.rayext.cluster import started_here
+from raypipe.rayext.cluster import is_local
 from raypipe.rayext.failures import explanation, is_final, is_lost, own_error
 
 logger = logging.getLogger(__name__)
@@ -33,6 +33,13 @@ logger = logging.getLogger(__name__)
 # with a traceback, and the second about each trainer that has died. The policies below log what a run waits for.
 for _name in ("execution.scaling_policy.autoscaling_coordinator_client", "callbacks.backend_setup"):
     logging.getLogger(f"ray.train.v2._internal.{_name}").setLevel(logging.ERROR)
+
+if is_local():
+    # In the controller of each run of Ray Train, a user's included, this callback starts an actor that frees the
+    # trainers' resources when the driver has died. A local cluster dies with its driver, and lacks the dashboard
+    # that the actor asks: `fit` would wait 12 s for the actor's end, and log a traceback.
+    for _name in ("after_controller_start", "after_worker_group_start"):
+        setattr(placement_group_callback.PlacementGroupCleanerCallback, _name, lambda *_: None)
 
 # Trainers with resources start at once, so a longer wait is logged. It must be below the timeout in cluster.py,
 # after which Ray Train tries again.
@@ -250,14 +257,9 @@ class RunTrainer(TorchTrainer):
         return super()._initialize_and_run_controller(**options)
 
     def _create_default_callbacks(self) -> list[Any]:
-        # Each of the removed callbacks would start an actor. The first distributes Ray Train's datasets, which a
-        # run does not have. The second frees the trainers' resources when this process has died: a local cluster
-        # dies with it, and lacks the dashboard that the actor would query ten times a second.
-        needless: tuple[Any, ...] = (datasets.DatasetsCallback,)
-        if started_here():
-            needless += (placement_group_callback.PlacementGroupCleanerCallback,)
+        # The removed callback would start an actor, to distribute Ray Train's datasets, which a run does not have.
         defaults = super()._create_default_callbacks()
-        callbacks = [callback for callback in defaults if not isinstance(callback, needless)]
+        callbacks = [callback for callback in defaults if not isinstance(callback, datasets.DatasetsCallback)]
         return [*callbacks, _Logs(self._log_format, self._run)]
 
     def _register_sigint_handler(self, controller: Any) -> None:

@@ -68,7 +68,7 @@ def wait_for_head(address: str, wait: Wait) -> None:
         while not ended.wait(0 if reason[0] == "no answer" else 1):
             try:
                 head = services.canonicalize_bootstrap_address(address)
-                if head is not None:  # None for Ray Client, and for addresses that cannot be tested
+                if head is not None:  # None for an address that cannot be tested
                     host, _, port = head.rpartition(":")
                     socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
                     reason[0] = "it accepts connections, but does not answer"

@@ -89,6 +89,8 @@ def open_store(address: str | Path, **options: Any) -> Store:
     text = str(address)
     if text.startswith("file://"):
         text = unquote(urlsplit(text).path)
+    elif text.startswith("~/"):  # a shell expands it, YAML and Python do not
+        text = str(Path(text).expanduser())
     kind = _kind_of(text)
     module, name = _STORES[kind]
     make = getattr(import_module(f"raypipe.stores.{module}"), name)
@@ -121,7 +123,7 @@ def _near(missing: Path) -> str:
 def _kind_of(address: str) -> str:
     """Return the kind of a path or URI, by its name, by a folder's content, or by a pattern's first file."""
     from raypipe.storage.filesystem import is_remote, split
-    from raypipe.stores.addresses import list_files, names_at
+    from raypipe.stores.addresses import expand, list_files, names_at
 
     name = split(address)[1].lower()
     if is_remote(address) and _kind_of_name(name):
@@ -130,7 +132,7 @@ def _kind_of(address: str) -> str:
     if names is not None:
         return _kind_of_folder(address, names)
     if not is_remote(address) and not Path(address).exists():
-        if "*" not in name and "{" not in name:
+        if "*" not in name and expand(address) == [address]:
             raise StoreError(f"{address} does not exist{_near(Path(address))}")
         # The store checks that the other files have this kind too.
         return _kind_of(list_files(address, lambda _: True, "such")[0].address)

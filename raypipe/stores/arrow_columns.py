@@ -117,6 +117,8 @@ class TableColumns:
 
 def _columns_of(path: str, schema: pa.Schema, image_column: str, target_column: str) -> dict[str, pa.Field]:
     """Return name in the store → field in the file, image and label first; raise StoreError for wrong types."""
+    if twice := sorted({name for name in schema.names if schema.names.count(name) > 1}):
+        raise StoreError(f"{path} has several columns called {twice[0]!r}: write it with one name for each")
     stored = stored_names(path, schema.names, {"image": image_column, "label": target_column})
     columns = {name: schema.field(place) for name, place in stored.items()}
     image = columns["image"].type
@@ -130,7 +132,7 @@ def _columns_of(path: str, schema: pa.Schema, image_column: str, target_column: 
     if "label" in columns and not is_target(columns["label"].type):
         raise StoreError(
             f"{path}, column {target_column!r} has type {columns['label'].type}; labels must be numbers, or lists "
-            "of numbers: set target_column"
+            "of numbers: set target_column, or number the classes"
         )
     return columns
 

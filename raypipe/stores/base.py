@@ -292,6 +292,15 @@ def stored_names(where: object, present: Collection[str], renamed: Mapping[str, 
     return stored | {name: name for name in others}
 
 
+def refuse_splits(where: object, classes: Collection[str]) -> None:
+    """Raise StoreError if the class folders are the splits of a dataset, which would be learned as classes."""
+    if "train" in classes and not {"val", "valid", "validation", "test"}.isdisjoint(classes):
+        raise StoreError(
+            f"{where} has the folders {', '.join(classes):.300}, which are splits, not classes: choose one, such "
+            "as the folder train"
+        )
+
+
 def hash_of_facts(facts: object) -> str:
     """Return a fingerprint of facts about a store, such as sizes and names."""
     return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
@@ -366,11 +375,13 @@ class MemoryStore:
         digest = hashlib.blake2b(repr((self.classes, group_size)).encode(), digest_size=16)
         for name, values in self._columns.items():
             digest.update(repr((name, len(values))).encode())
-            if isinstance(values, np.ndarray):
+            if isinstance(values, np.ndarray) and values.dtype.kind != "O":
                 digest.update(str(values.dtype).encode() + values.tobytes())
                 continue
             for value in values:
                 content = value if isinstance(value, bytes) else repr(value).encode()
+                if isinstance(value, np.ndarray) and value.dtype.kind != "O":  # its repr shows it in part
+                    content = f"{value.dtype}{value.shape}".encode() + value.tobytes()
                 digest.update(f"{type(value).__name__}:{len(content)}:".encode())
                 digest.update(content)
         return digest.hexdigest()

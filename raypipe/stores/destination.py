@@ -52,8 +52,8 @@ def new_path(dst: Path, overwrite: bool) -> Iterator[Path]:
         stack.callback(lock.unlink, missing_ok=True)
         if old.exists() and not dst.exists():  # a process was killed between the renames below
             old.rename(dst)
-        if dst.exists() and not overwrite:
-            raise StoreError(_exists(dst))
+        if dst.exists():
+            _check_replaceable(dst, overwrite, [path.name for path in dst.iterdir()] if dst.is_dir() else [])
         _remove(partial, old)
         stack.callback(_remove, partial)
         yield partial
@@ -63,8 +63,13 @@ def new_path(dst: Path, overwrite: bool) -> Iterator[Path]:
         _remove(old)
 
 
-def _exists(dst: Path | str) -> str:
-    return f"{dst} exists: choose another destination, or overwrite it with --overwrite"
+def _check_replaceable(dst: Path | str, overwrite: bool, names: Iterable[str]) -> None:
+    """Raise StoreError if what is at a destination must be kept, by the names of the files in its folder."""
+    if not overwrite:
+        raise StoreError(f"{dst} exists: choose another destination, or overwrite it with --overwrite")
+    for name in names:
+        if name != MANIFEST and Path(name).suffix != Path(dst).suffix:
+            raise StoreError(f"{dst} has {name}, which belongs to no store: it is not overwritten. Move it first")
 
 
 def _remove(*paths: Path) -> None:
@@ -116,8 +121,8 @@ def _objects_at(dst: str, overwrite: bool) -> set[str]:
             objects = {path}
         else:
             objects = {f"{path}/{name}" for name in names_in(filesystem, path)}
-    if objects and not overwrite:
-        raise StoreError(_exists(dst))
+    if objects:
+        _check_replaceable(dst, overwrite, (object_path.rpartition("/")[2] for object_path in objects))
     return objects
 
 
@@ -175,10 +180,11 @@ def digits_stores(folder: Path | None = None) -> tuple[str, str]:
     folder = (folder or cache_folder()) / "digits-v1"
     train, val = folder / "train.lmdb", folder / "val.lmdb"
     if not (train.exists() and val.exists()):
-        train.parent.mkdir(parents=True, exist_ok=True)
-        with locked(train.parent / ".lock"):  # the processes of torchrun all come here first
-            if not (train.exists() and val.exists()):
-                _write_digits(train, val)
+        with explained(StoreError, f"{folder} cannot be written to (RAYPIPE_CACHE may name another folder)"):
+            folder.mkdir(parents=True, exist_ok=True)
+            with locked(folder / ".lock"):  # the processes of torchrun all come here first
+                if not (train.exists() and val.exists()):
+                    _write_digits(train, val)
     return str(train), str(val)
 
 

@@ -19,7 +19,15 @@ from raypipe.errors import StoreError
 from raypipe.storage.filesystem import explained, is_remote, join, open_filesystem
 from raypipe.storage.local_file import check_regular, open_regular
 from raypipe.storage.patience import in_threads, progress
-from raypipe.stores.base import ARRAY_SUFFIX, IMAGE_SUFFIXES, MAX_SAMPLE_BYTES, Columns, FileStore, hash_of_facts
+from raypipe.stores.base import (
+    ARRAY_SUFFIX,
+    IMAGE_SUFFIXES,
+    MAX_SAMPLE_BYTES,
+    Columns,
+    FileStore,
+    hash_of_facts,
+    refuse_splits,
+)
 
 _SUFFIXES = {*IMAGE_SUFFIXES, ARRAY_SUFFIX}
 
@@ -61,6 +69,7 @@ def _samples_of(root: str, files: dict[str, list[_File]]) -> tuple[tuple[str, ..
             f"{root} has no class folders with images ({', '.join(sorted(IMAGE_SUFFIXES))}), nor with "
             f"arrays ({ARRAY_SUFFIX}): the layout is root/class/image.jpg"
         )
+    refuse_splits(root, files)
     return tuple(files), list(map(len, samples)), list(itertools.chain.from_iterable(samples))
 
 

@@ -111,7 +111,8 @@ class _Shards:
         if label in ("string", "binary"):
             raise StoreError(
                 f"{shards[0].path}, column {target_column!r} has type {label}; labels must be numbers or arrays: "
-                f"set target_column to one of {', '.join(first.types)}"
+                f"set target_column to one of {', '.join(first.types)}, or give it to `raypipe convert`, which "
+                "makes arrays of lists"
             )
         if target_column != "label":
             self.classes = None  # the class names belong to `label`

@@ -15,6 +15,7 @@ to the contents of the store:
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -52,6 +53,11 @@ _DAMAGE = (ValueError, LookupError, TypeError, AttributeError, OverflowError, Re
 _FIXED_CODES = {"int64": "q", "float64": "d"}
 _LENGTH = struct.Struct("<I")
 _NONE = 0xFFFFFFFF
+
+
+_INTEGERS = bool | int | np.integer | np.bool_
+_JSON = list | dict | np.ndarray
+_NO_JSON = (TypeError, ValueError, AttributeError)
 
 
 def check_column_types(types: Mapping[str, str]) -> None:
@@ -107,7 +113,10 @@ class RecordLayout:
                 value = _array_bytes(name, value, *array)
             if not isinstance(value, str if self.types[name] == "string" else bytes | bytearray | memoryview):
                 raise StoreError(f"column {name!r} is {self.types[name]}, not {type(value).__name__}")
-            encoded = value.encode() if isinstance(value, str) else bytes(value)
+            try:
+                encoded = value.encode() if isinstance(value, str) else bytes(value)
+            except UnicodeEncodeError as error:
+                raise StoreError(f"column {name!r} has text that is not Unicode: {error}") from None
             if len(encoded) >= _NONE:
                 raise StoreError(f"column {name!r} holds {len(encoded)} bytes; the limit is {_NONE - 1}")
             parts += (_LENGTH.pack(len(encoded)), encoded)
@@ -253,13 +262,21 @@ def column_types(first: Mapping[str, Iterable[Any]], where: str, short_side: int
         raise StoreError(missing(where, "image", list(first), RENAMED["image"]))
     types: dict[str, str] = {}
     for name, values in first.items():
+        if name == "label":
+            with contextlib.suppress(ValueError):  # vectors are an array, also where they are lists
+                values = exactly(values)
         if isinstance(values, np.ndarray) and values.ndim > 1 and values.dtype.kind in "biuf" and values.size:
             types[name] = f"{values.dtype.name}[{','.join(map(str, values.shape[1:]))}]"
             continue
         value = next((value for value in values if value is not None), None)
+        if name == "label" and not isinstance(value, _INTEGERS | float | np.floating):
+            raise StoreError(
+                f"{where}: column 'label' has values of type {type(value).__name__}; labels are numbers, or "
+                "arrays of one shape: number the classes"
+            )
         if name == "image" or isinstance(value, bytes):
             types[name] = "binary"
-        elif isinstance(value, bool | int | np.integer | np.bool_):
+        elif isinstance(value, _INTEGERS):
             no_integer = (number is None or isinstance(number, float | np.floating) for number in values)
             types[name] = "float64" if any(no_integer) else "int64"
         elif isinstance(value, float | np.floating):
@@ -269,41 +286,43 @@ def column_types(first: Mapping[str, Iterable[Any]], where: str, short_side: int
                 f"{where}: column {name!r} has lists. If they are boxes in pixels, they would not fit the smaller "
                 "images that --short-side makes: leave it out"
             )
-        elif isinstance(value, str) or _is_json(value):
+        elif value is None or isinstance(value, str) or _is_json(value):
             types[name] = "string"  # lists become JSON, without loss, since writers have no type for them
         else:
             raise StoreError(
                 f"{where}: column {name!r} has values of type {type(value).__name__}; raypipe copies int, float, "
-                "bytes and str, and lists of int, float and str"
+                "bytes and str, and lists and dicts of int, float and str"
             )
     return types
 
 
-def plain(sample: ColumnValues, types: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Return a sample with plain values; if `types` are passed, arrays stay, and None as a float becomes NaN."""
+def plain(sample: ColumnValues, types: Mapping[str, str]) -> dict[str, Any]:
+    """Return a sample with plain values, by the types of its columns; None as a float becomes NaN."""
     plain = dict(sample)
     for name, value in sample.items():
-        if types is not None and array_type(types[name]) is not None:
+        kind = types.get(name, "")
+        if array_type(kind) is not None:
             continue
-        if types is not None and value is None and types[name] == "float64":
+        if value is None and kind == "float64" and name != "label":  # nobody would notice a label of NaN
             plain[name] = math.nan
         if isinstance(value, bool | np.bool_):
             plain[name] = int(value)
-        elif isinstance(value, list | np.ndarray):
-            plain[name] = _as_json(value)
+        elif isinstance(value, _JSON):
+            try:
+                plain[name] = _as_json(value)
+            except _NO_JSON as error:
+                raise StoreError(f"column {name!r} has a value that cannot be copied as JSON: {error}") from None
     return plain
 
 
-def _as_json(values: Any) -> str:
-    return json.dumps(values, default=np.ndarray.tolist)
+def _as_json(value: Any) -> str:
+    return json.dumps(value, default=lambda part: part.tolist())
 
 
 def _is_json(value: Any) -> bool:
-    if not isinstance(value, list | np.ndarray):
-        return False
     try:
-        return bool(_as_json(value))
-    except TypeError:  # bytes, dates and the like
+        return isinstance(value, _JSON) and bool(_as_json(value))
+    except _NO_JSON:  # bytes, dates and the like
         return False
 
 

@@ -34,6 +34,7 @@ from raypipe.stores.base import (
     hash_of_facts,
     join_fingerprints,
     part_of,
+    refuse_splits,
 )
 from raypipe.stores.class_tar import find_files, have_class_folders, index_files
 from raypipe.stores.webdataset import TEXT_SUFFIXES, Place, Scan, find_samples, index_samples
@@ -139,6 +140,7 @@ class _Opened:
         names = [archive.name for archive in archives]
         if have_class_folders(names, scans):
             self._index, self.classes = index_files(scans)
+            refuse_splits(names[0], self.classes)
         else:
             self._index = index_samples(names, scans)
         self._bounds = np.cumsum([0] + [scan["num"] for scan in scans])

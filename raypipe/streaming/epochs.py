@@ -18,7 +18,7 @@ class Pass(Iterator[Batch]):
 
     Args:
         batches, before: its own, and those that come before them; neither holds the loader.
-        skip: a method of the loader, which ends its stream when nothing holds it.
+        check, skip: methods of the loader, which ends its stream when nothing holds it.
         accumulation_steps: see `Loader.accumulation_steps`.
 
     Attributes:
@@ -31,11 +31,13 @@ class Pass(Iterator[Batch]):
         segment: Segment | None,
         batches: Iterator[Batch],
         before: Iterator[Batch],
+        check: Callable[[], None],
         skip: Callable[[Iterator[Batch]], None],
         accumulation_steps: int,
     ) -> None:
         self.segment, self.begun = segment, False
-        self._batches, self._before, self._skip, self._num_taken = batches, before, skip, 0
+        self._batches, self._before, self._num_taken = batches, before, 0
+        self._check, self._skip = check, skip
         self._len = (segment.num_steps - segment.first_step) * accumulation_steps if segment else 0
 
     def __len__(self) -> int:
@@ -50,6 +52,7 @@ class Pass(Iterator[Batch]):
             self._num_taken += 1
             return batch
         if self.segment and self._num_taken < self._len:
+            self._check()
             raise RaypipeError(
                 f"the rest of epoch {self.segment.epoch}'s {self.segment.split} batches was skipped when what "
                 "comes after them was asked for: a stream has one order, so validate at the end of an epoch"

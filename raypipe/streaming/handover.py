@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import ray
@@ -56,8 +57,8 @@ def loader(
     dtype: torch.dtype = torch.float32,
     prefetch_factor: int = 2,
     keep_batches: int = 0,
-    run_dir: str = "",
-    start_from: str = "",
+    run_dir: str | Path = "",
+    start_from: str | Path = "",
 ) -> Loader:
     """Return this rank's loader. Call it once per rank, first in the train function, so the pool starts while
     you build the model.
@@ -93,7 +94,8 @@ def loader(
     check("raypipe.loader: max_actors", max_actors, AtLeast1 | None)
     check("raypipe.loader: cursor", cursor, Cursor | None)
     check("raypipe.loader: augment", augment, AugmentConfig | None)
-    check("raypipe.loader: start_from", start_from, str)
+    own_dir: str = check("raypipe.loader: run_dir", run_dir, str)  # a Path becomes text
+    start_address: str = check("raypipe.loader: start_from", start_from, str)
     for name, least, number in (("prefetch_factor", 1, prefetch_factor), ("keep_batches", 0, keep_batches)):
         check(f"raypipe.loader: {name}", number, Annotated[int, Limits(least, MAX_INT)])
     rank, world_size, in_train = 0, 1, _in_train_worker()
@@ -127,8 +129,8 @@ def loader(
         return Feed(host_batches(begun(iterators[rank])), supervisor, actors=actors, end=end)
 
     first = latest_of_train()
-    if start_from and not first:
-        first = open_filesystem(find_start(start_from, spec.plan.check).address)
+    if start_address and not first:
+        first = open_filesystem(find_start(start_address, spec.plan.check).address)
     return Loader(
         spec,
         open_at,
@@ -140,7 +142,7 @@ def loader(
         dtype=dtype,
         prefetch_factor=prefetch_factor,
         keep_batches=keep_batches,
-        folder=open_filesystem(as_uri(run_dir)) if run_dir else _folder_of_train() if in_train else None,
+        folder=open_filesystem(as_uri(own_dir)) if own_dir else _folder_of_train() if in_train else None,
         start_from=first,
     )
 
@@ -157,7 +159,8 @@ def _folder_of_train() -> Folder | None:
 def check_resources(spec: StreamSpec, scaling_config: ScalingConfig) -> None:
     """Raise within seconds the errors that would end a `TorchTrainer` of this stream; call it before `fit`.
 
-    Starts or connects to Ray as `fit` does, unless this process is connected.
+    Starts or connects to Ray as `fit` does, unless this process is connected. Ends a stream that this process has
+    left open, if the trainers need its CPUs: they would wait for them forever.
 
     Raises:
         ConfigError: the number of workers does not divide M.
@@ -174,8 +177,10 @@ def check_resources(spec: StreamSpec, scaling_config: ScalingConfig) -> None:
         workers = min(workers)  # elastic
     if not ray.is_initialized():
         ray.init()
-    per_worker, offer = worker_resources(config), cluster_resources()
-    check_own(offer.cpus, workers, per_worker.get("CPU", 0.0), spec.pool, offer.gpus, per_worker.get("GPU", 0.0))
+    pool, per_worker, offer = spec.pool, worker_resources(config), cluster_resources()
+    cpus = per_worker.get("CPU", 0.0)
+    check_own(offer.cpus, workers, cpus, pool, offer.gpus, per_worker.get("GPU", 0.0))
+    _make_room(workers * cpus + pool.least_actors * pool.cpus_per_actor)
 
 
 def _handed_round(
@@ -230,7 +235,7 @@ def _handed_round(
 
 
 def _make_room(cpus: float) -> None:
-    """Where a stream that this process has left open holds the CPUs of the smallest pool, end it.
+    """Where a stream that this process has left open holds so many CPUs that these are not free, end it.
 
     It may be one that nobody can end any more, as a notebook's names and errors hold it.
     """

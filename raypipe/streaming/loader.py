@@ -112,6 +112,7 @@ class Loader(Unlike, instead=_INSTEAD):
         self.augment: DeviceAugment | None = None
         self.rank, self.world_size = rank, world_size
         self._spec, self._open_at, self._start_from = spec, open_at, start_from
+        self._lacks_weights = start_from is not None
         self._prefetch_factor, self.keep_batches = prefetch_factor, keep_batches
         self.account = Account(spec, self.device, rank, world_size, augment, folder)
         self._running = Running(self.account.chronicle.close)
@@ -227,15 +228,23 @@ class Loader(Unlike, instead=_INSTEAD):
         Ray Train has noted the checkpoint, which takes up to 0.5 s (`RAY_TRAIN_HEALTH_CHECK_INTERVAL_S`).
 
         Args:
-            metrics: numbers are recorded.
+            metrics: numbers are recorded; tensors and arrays of one element become numbers.
             parts: objects with a `state_dict`, by names that you choose: the model, in DDP or not, the
                 optimizer, …
 
         Raises:
-            ConfigError: a part is sharded, or holds objects that a checkpoint cannot.
+            ConfigError: a part is sharded, or its state has other things than tensors and plain values.
         """
+        # Ray Train refuses a tensor, and its controller would end the run at a number of NumPy's.
+        metrics = {name: value.item() if hasattr(value, "item") else value for name, value in metrics.items()}
         with self.account.saving(lambda: "Ray Train writes it, or other ranks have not reported yet"):
             report(metrics, parts, self.rank, self.cursor)
+        if self._lacks_weights and self.rank == 0:
+            _logger.warning(
+                "the stream continued from a checkpoint, and loader.restore was not called: unless you loaded its "
+                "states yourself, new weights are trained from the middle of the run on"
+            )
+        self._lacks_weights = False
         self.account.exported.checkpointed()
         chronicle = self.account.chronicle
         chronicle.record("report", values=numbers_in(metrics))
@@ -263,6 +272,7 @@ class Loader(Unlike, instead=_INSTEAD):
         """
         if folder := latest_of_train() or self._start_from:
             restore(parts, folder)
+        self._lacks_weights = False
 
     def save(self, folder: str | Path) -> None:
         """Write the run's place into a checkpoint's folder, for checkpoints that `report` does not make.
@@ -302,6 +312,12 @@ class Loader(Unlike, instead=_INSTEAD):
         self._running.close("the loader was closed")
 
     def _check_running(self) -> None:
+        if self._batches is None:
+            raise CursorError(
+                "the latest checkpoint has no place of the stream: make checkpoints with loader.report or "
+                "loader.save(folder), or call loader.load_state_dict before the first batch; to start over "
+                "anyway, raypipe.loader(spec, cursor=spec.plan.start())"
+            )
         if why := self._running.why:
             raise RaypipeError(
                 f"the stream has ended, since {why}: loader.load_state_dict(loader.state_dict()) restarts "
@@ -325,7 +341,11 @@ class Loader(Unlike, instead=_INSTEAD):
         for step in range(segment.first_step, segment.num_steps):
             self.notice.begin_step()
             for micro in range(self.rank, per_step, self.world_size):
-                batch = self._next(MicroBatchId(split, epoch, step, micro))
+                try:
+                    batch = self._next(MicroBatchId(split, epoch, step, micro))
+                except BaseException as error:  # this generator yields no more; it may be Ctrl-C
+                    self._running.end(f"its next batch failed with {type(error).__name__}")
+                    raise
                 ends_step = micro + self.world_size >= per_step
                 if ends_step and split == "train":
                     self._stand_at(Cursor(epoch, step + 1, self.plan.fingerprint))
@@ -341,12 +361,7 @@ class Loader(Unlike, instead=_INSTEAD):
             account.diagnose(epoch)
 
     def _next(self, expected: MicroBatchId) -> Batch:
-        if self._batches is None:
-            raise CursorError(
-                "the latest checkpoint has no place of the stream: make checkpoints with loader.report or "
-                "loader.save(folder), or call loader.load_state_dict before the first batch; to start over "
-                "anyway, raypipe.loader(spec, cursor=spec.plan.start())"
-            )
+        self._check_running()
         account = self.account
         asked = account.asked()
         awaited = functools.partial(self.account.chronicle.awaited, self._supervisor)
@@ -389,8 +404,8 @@ class Epochs(Iterator[Epoch]):
         loader = self._loader
         loader._check_running()
         number, (train, val) = next(loader._epochs)
-        of_loader = loader._skip, loader.accumulation_steps
-        return Epoch(number, Pass(*train, iter(()), *of_loader), Pass(*val, train[1], *of_loader))
+        check, skip, steps = loader._check_running, loader._skip, loader.accumulation_steps
+        return Epoch(number, Pass(*train, iter(()), check, skip, steps), Pass(*val, train[1], check, skip, steps))
 
     def __iter__(self) -> Iterator[Epoch]:
         try:

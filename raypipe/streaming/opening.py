@@ -30,6 +30,8 @@ from raypipe.transform.fields import LABEL
 Train = Store | str | Path | Mapping[str, Store | str | Path]
 """A training store or its address; or several, by names, which a mixture draws from."""
 
+_MEMBERS = ("address", "columns", "classes", "groups", "fingerprint", "__len__", "read")
+
 
 @checks_keywords
 def open_stream(
@@ -163,6 +165,11 @@ def open_stores(train: Train, options: Mapping[str, str]) -> Store:
 def _opened(store: Store | str | Path, options: Mapping[str, str]) -> Store:
     if isinstance(store, str | Path):
         return open_store(store, **options)
+    if lacking := [name for name in _MEMBERS if not hasattr(store, name)]:
+        raise ConfigError(
+            f"a {type(store).__name__} is not a store: it lacks {lacking[0]}; give an address, or {{NAME: "
+            "ADDRESS, …} for a mixture (docs/formats.md shows raypipe.convert, and how to write a store)"
+        )
     if options:
         (setting, value), *_ = options.items()
         raise ConfigError(

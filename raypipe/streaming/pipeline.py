@@ -6,12 +6,15 @@ splits(spec, cursor)    the same as one iterator per rank
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray.data
 
 from raypipe.config import PoolConfig
+from raypipe.errors import ConfigError
 from raypipe.plan.places import Cursor
 from raypipe.rayext.execution import Settings, context_of
 from raypipe.rayext.iteration import Ended
@@ -48,6 +51,21 @@ def _pool_of(pool: PoolConfig, max_actors: int) -> tuple[PoolConfig, int]:
 
 def _object_store_bytes() -> float:
     return ray.cluster_resources().get("object_store_memory", 0.0)
+
+
+def _check_pickles(spec: StreamSpec) -> None:
+    """Raise ConfigError for a part of the user's that does not pickle; Ray would print a page."""
+    parts = {f"{split}_transform": transform for split, transform in spec.transforms.items()}
+    stores = {f"the {split} store": store for split, store in spec.stores.items()}
+    with Path(os.devnull).open("wb") as nowhere:
+        for name, part in {**parts, **stores, "make_columns": spec.columns.function}.items():
+            try:
+                ray.cloudpickle.dump(part, nowhere)
+            except Exception as error:
+                raise ConfigError(
+                    f"{name} cannot be sent to the actors ({error}): let it make what does not pickle, such as an "
+                    "open file or a lock, at its first use"
+                ) from error
 
 
 def dataset(
@@ -142,6 +160,7 @@ def splits(
     if not spec.plan.num_micro_batches(cursor):
         nothing: Any = Ended()
         return [nothing] * world_size
+    _check_pickles(spec)
     rows = dataset(spec, cursor, max_actors=max_actors, world_size=world_size, supervisor=supervisor)
     if world_size == 1 and not apart:
         return [rows.iterator()]

@@ -41,6 +41,8 @@ def plain_loaders(loader: Loader, format: Format = "dict") -> tuple[PlainLoader,
             has the name of an entry. If the loop's order differs from the plan's, iterating raises it too, and
             names the setting to change.
     """
+    if format not in ("dict", "batch") and not callable(format):
+        raise ConfigError(f"format must be 'dict', 'batch' or a function of the Batch, got {format!r}")
     config = loader.augment.config if loader.augment else None
     if config and (config.mixup_alpha or config.cutmix_alpha) and format == "dict":
         raise ConfigError(
@@ -114,7 +116,8 @@ class PlainLoader:
 
     def __iter__(self) -> Iterator[Any]:
         # A generator: loops of others make iterators that they never ask.
-        yield from map(self._formed, _to_the_end(self._shared.next(self._split)))
+        if len(self):  # a stream without validation has an empty one after each epoch
+            yield from map(self._formed, _to_the_end(self._shared.next(self._split)))
 
     def state_dict(self) -> dict[str, Any]:
         """Like `Loader.state_dict`: both loaders of a run share one place."""

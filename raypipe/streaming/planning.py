@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from raypipe.config import PlanConfig
-from raypipe.errors import ConfigError, SampleError
+from raypipe.errors import ConfigError, SampleError, StoreError
 from raypipe.plan.compose import Source
 from raypipe.plan.places import Sides
 from raypipe.plan.schedule import Plan
@@ -57,7 +57,7 @@ def make_plan(
 def _read_train(config: PlanConfig, store: Store, selection: Selection) -> Source:
     weights = classes = None
     if config.weights and isinstance(config.weights, str):
-        weights = _of_selected(_read_weights(config.weights, store), selection)
+        weights = _read_weights(config.weights, store, selection)
         if selection.size and not weights.any():
             raise ConfigError(f"plan.weights {config.weights} is 0 for all samples of {store.address}")
     elif config.weights:
@@ -81,7 +81,12 @@ def _read_source(store: Store, selection: Selection, buckets: Sequence[Sides], r
     Raises:
         ConfigError: the sizes of the images are not known, or not those of some.
     """
-    source = Source(store.address, store.fingerprint, selection, store.groups)
+    groups = store.groups
+    if groups is not None and ([*groups[:1], *groups[-1:]] != [0, len(store)] or (np.diff(groups) < 0).any()):
+        raise StoreError(
+            f"{store.address}: its groups must ascend from 0 to its {len(store)} samples, both included"
+        )
+    source = Source(store.address, store.fingerprint, selection, groups)
     if not buckets:
         return source
     columns = [numbers_of(store, name, "plan.buckets") for name in ("width", "height")]
@@ -131,10 +136,10 @@ def _of_selected(values: np.ndarray, selection: Selection) -> np.ndarray:
     return values[selection.indices(np.arange(selection.size))] if selection.num_left_out else values
 
 
-def _read_weights(source: str, store: Store) -> np.ndarray:
-    """The weights of all samples of a store, float64 (N,), from a column or a file."""
+def _read_weights(source: str, store: Store, selection: Selection) -> np.ndarray:
+    """The weights of the selected samples of a store, float64 (n,), from a column or a file."""
     if not source.endswith(".npy"):
-        return check_weights(numbers_of(store, source, "plan.weights"), len(store), f"plan.weights {source}")
+        return check_weights(numbers_of(store, source, "plan.weights"), selection, f"plan.weights {source}")
     content = read_whole(source)
     try:
         if content is None:
@@ -142,20 +147,24 @@ def _read_weights(source: str, store: Store) -> np.ndarray:
         weights = read_npy(content)
     except SampleError as error:
         raise ConfigError(f"plan.weights: {source} cannot be read: {error}") from None
-    return check_weights(weights, len(store), f"plan.weights {source}")
+    return check_weights(weights, selection, f"plan.weights {source}")
 
 
-def check_weights(weights: np.ndarray, num_samples: int, setting: str) -> np.ndarray:
-    """The weights of a store's samples, float64 (N,); raises ConfigError where they are none."""
+def check_weights(weights: np.ndarray, selection: Selection, setting: str) -> np.ndarray:
+    """The weights of the selected samples of a store, float64 (n,); raises ConfigError where they are none."""
     weights = np.asarray(weights)
-    if weights.shape != (num_samples,) or weights.dtype.kind not in "iufb":
+    if weights.shape != (selection.num_samples,) or weights.dtype.kind not in "iufb":
         raise ConfigError(
             f"{setting} has {weights.dtype} of {weights.shape}: it must have one number for each of the "
-            f"store's {num_samples} samples"
+            f"store's {selection.num_samples} samples"
         )
-    weights = weights.astype(np.float64)
-    if not (np.isfinite(weights).all() and (weights >= 0).all()):
-        raise ConfigError(f"{setting} has a weight that is negative or no finite number: weights are at least 0")
+    weights = _of_selected(weights, selection).astype(np.float64)
+    wrong = np.flatnonzero(~(np.isfinite(weights) & (weights >= 0)))
+    if wrong.size:
+        raise ConfigError(
+            f"{setting} is {weights[wrong[0]]} for sample {selection.indices(wrong[:1])[0]}: weights are finite "
+            "numbers of at least 0; exclude other samples with store.filter"
+        )
     return weights
 
 

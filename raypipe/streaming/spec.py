@@ -9,6 +9,7 @@ from typing import Any
 
 from raypipe.config import PoolConfig, TransformConfig
 from raypipe.logs import LogFormat
+from raypipe.lookup import versions
 from raypipe.mistakes import Unlike
 from raypipe.plan.places import Split
 from raypipe.plan.schedule import Plan
@@ -36,6 +37,7 @@ class StreamSpec(Unlike, instead="iterate raypipe.loader(spec).epochs(), and the
         run: name of the run, for metrics and logs.
         log_format: format of the stream's log lines.
         columns: columns of batches besides images, and the target if it is not a class.
+        versions: those of the driver's packages that pixels depend on.
     """
 
     plan: Plan
@@ -47,6 +49,7 @@ class StreamSpec(Unlike, instead="iterate raypipe.loader(spec).epochs(), and the
     run: str = ""
     log_format: LogFormat = "text"
     columns: SampleColumns = field(default=NO_COLUMNS, repr=False)
+    versions: dict[str, str | None] = field(default_factory=versions, repr=False)
 
     @property
     def wanted(self) -> Wanted:

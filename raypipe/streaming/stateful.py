@@ -5,11 +5,13 @@ from __future__ import annotations
 import io
 import sys
 import tempfile
+import textwrap
 from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 
 from raypipe.errors import ConfigError
 from raypipe.metrics.records import Folder
@@ -39,8 +41,8 @@ def saved(state: Mapping[str, Any]) -> memoryview:
         for name, part in state.items() if len(state) > 1 else ():
             saved({name: part})
         raise ConfigError(
-            f"the state of {', '.join(state)} holds {', '.join(sorted(unsafe))}, and checkpoints are read without "
-            "what might run code: keep tensors, numbers and text there (float(x), torch.from_numpy(x))"
+            f"the state_dict of {', '.join(state)} has {', '.join(sorted(unsafe))}, which no resume could load: "
+            "give tensors, plain numbers, text, lists and dicts (float(x), torch.from_numpy(x) for NumPy's)"
         )
     return file.getbuffer()
 
@@ -66,7 +68,7 @@ def report(metrics: Mapping[str, Any], parts: Mapping[str, Stateful], rank: int,
 
     state = {name: _unwrapped(part).state_dict() for name, part in parts.items()}
     for name, values in state.items():
-        if any(isinstance(value, DTensor) for value in values.values()):
+        if any(isinstance(value, DTensor) for value in tree_leaves(values)):
             raise ConfigError(
                 f"{name} is sharded, and each rank has one shard of it: save it with "
                 'torch.distributed.checkpoint, as docs/training-loop.md shows under "FSDP2"'
@@ -113,7 +115,12 @@ def restore(parts: Mapping[str, Stateful], folder: Folder) -> None:
         try:
             _unwrapped(part).load_state_dict(state[name])
         except (KeyError, RuntimeError, ValueError) as error:
-            raise ConfigError(f"{name} in {path} does not fit this one: {error}") from error
+            raise ConfigError(f"{name} in {path} does not fit this one: {shortened(error)}") from error
+
+
+def shortened(error: Exception) -> str:
+    """The beginning of an error, since torch's names every parameter of a model."""
+    return textwrap.shorten(str(error), 400, placeholder=" …")
 
 
 def _unwrapped(part: Any) -> Any:

@@ -243,6 +243,11 @@ class Supervisor:
         self._metrics.add({"stream_faults_total": 1}, kind=kind)
         self._record("fault", event)
 
+    def differs(self, event: str) -> None:
+        """Record that a node has other packages than the driver, once for all of its actors."""
+        if ("fault", event) not in self._events:
+            self.note(event, "versions")
+
     def scaled(self, event: str) -> None:
         """Record a decision on the pool's size."""
         logger.info("%s", event)

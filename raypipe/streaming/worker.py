@@ -21,6 +21,7 @@ import ray
 
 from raypipe.errors import ResourceError
 from raypipe.logs import configure_logs
+from raypipe.lookup import differences
 from raypipe.metrics.prometheus import Recorder
 from raypipe.plan.places import MicroBatchId
 from raypipe.rayext.watch import this_process
@@ -31,6 +32,7 @@ from raypipe.streaming.row import SourceRow, block_row
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.supervisor import Orders
 from raypipe.transform.batch import FIRST_ATTEMPT, Attempt
+from raypipe.transform.user_code import failed
 
 # A restarted actor asks what is known of so many blocks before it trusts the world again. What killed it
 # was at most as far away as the queue of its tasks.
@@ -58,6 +60,8 @@ class TransformWorker:
         self._maker = MicroBatchMaker(spec)
         self._metrics = Recorder(spec.run)
         self._guard = Guard(supervisor, spec.transform.time_limit_s)
+        if other := differences(spec.versions):
+            supervisor.differs.remote(f"{ray.util.get_node_ip_address()} has {other}: its pixels may differ")
         self._supervisor, self._num_blocks = supervisor, 0
 
     def __call__(self, table: pa.Table) -> dict[str, np.ndarray]:
@@ -65,7 +69,10 @@ class TransformWorker:
         places, reads, read_s = SourceRow.unpacked(table)
         with self._guard.block(places) as orders:
             attempt = functools.partial(self._guard.attempt, orders=orders)
-            outcomes, memory = self._maker.block(places, reads, read_s, attempt)
+            try:
+                outcomes, memory = self._maker.block(places, reads, read_s, attempt)
+            except SystemExit as error:  # Ray would take it for a death, and run it again
+                raise failed("the transform", error) from error
         # Unguarded: a slow destination of the records is not a fault of the samples.
         for outcome in outcomes:
             self._maker.settle(outcome)
@@ -104,7 +111,10 @@ class Guard:
         self._supervisor, self._time_limit_s = supervisor, time_limit_s
         self._process = this_process("transform actor")
         self._actor = ray.get_runtime_context().get_actor_id() or f"process {self._process.pid}"
-        restarted = ray.get(supervisor.arrived.remote(self._actor, str(self._process)))
+        try:
+            restarted = ray.get(supervisor.arrived.remote(self._actor, str(self._process)))
+        except ray.exceptions.RayActorError:  # the stream ended in the meantime; a traceback would be printed
+            ray.actor.exit_actor()
         self._wary = _WARY_FOR if restarted else 0
         self._watched_at = -math.inf
 

@@ -17,11 +17,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from raypipe.config import RunConfig
+from raypipe.device.augment import shape_of
 from raypipe.device.mixing import mixed_losses
 from raypipe.device.prefetcher import Batch
 from raypipe.errors import ConfigError
 from raypipe.plan.order import Domain, derive_keys
 from raypipe.streaming.maker import check_labels
+from raypipe.streaming.stateful import shortened
 from raypipe.train.models import NO_VIEWS, build_loss, build_model, build_optimizer, fit_state
 from raypipe.train.ordered import OrderedGradients, StepBatchNorm
 
@@ -120,9 +122,6 @@ class Learner:
         """Accumulate the gradient of one micro-batch, possibly the last of a step; return its detached loss."""
         if batch.views:  # only the output of a user's function shows its views
             raise ConfigError(f"transform.train {NO_VIEWS}")
-        # Checked on the host: a label out of range would end a GPU run in a device-side assertion.
-        if self.has_classes:
-            check_labels(batch.target_host, self._num_classes, lambda row: f"sample {batch.index[row]}")
         torch.manual_seed(batch.seed)  # makes dropout a function of the micro-batch
         synchronize = last or self._parallel is self._model
         with contextlib.nullcontext() if synchronize else self._parallel.no_sync():  # type: ignore[operator]
@@ -161,16 +160,30 @@ class Learner:
         return self._checked(self.val_loss(logits, batch.target), len(batch.weight))
 
     def _checked(self, losses: torch.Tensor, num_samples: int) -> torch.Tensor:
-        if losses.shape != (num_samples,):
+        if shape_of(losses) != (num_samples,):
             raise ConfigError(
-                f"train.loss={self._config.loss} returned {tuple(losses.shape)} for {num_samples} samples: it "
-                "must return one loss per sample (reduction='none')"
+                f"train.loss={self._config.loss} returned {shape_of(losses)} for {num_samples} samples: it must "
+                "return one loss per sample (reduction='none')"
             )
         return losses
 
     def _logits(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        config, num = self._config, self._num_classes
+        # Checked on the host: a label out of range would end a GPU run in a device-side assertion.
+        if self.has_classes:
+            check_labels(batch.target_host, num, lambda row: f"{batch.position.split} sample {batch.index[row]}")
         with torch.autocast(self._device.type, self.dtype, enabled=self.dtype is not None):
-            return model(batch.image).float()
+            logits = model(batch.image)
+        rows = len(batch.weight)
+        ok = isinstance(logits, torch.Tensor) and logits.shape[:1] == (rows,)
+        if ok and self.has_classes:
+            ok = logits.ndim == 2 and (logits.shape[1] >= num or config.loss != "cross_entropy")
+        if not ok:
+            raise ConfigError(
+                f"train.model={config.model} returned {shape_of(logits)} for {rows} images: it must return a "
+                f"tensor ({rows}, {num})"
+            )
+        return logits.float()
 
     def state(self) -> dict[str, Any]:
         return {
@@ -194,7 +207,7 @@ class Learner:
         try:
             self._model.load_state_dict(state["model"])
         except RuntimeError as error:
-            raise ConfigError(f"the checkpoint has a different model: {error}") from error
+            raise ConfigError(f"the checkpoint has a different model: {shortened(error)}") from error
         saved = state["optimizer"]["state"]
         names = {name for parameter_state in saved.values() for name in parameter_state}
         own = self._config.optimizer in ("sgd", "adamw")

@@ -184,8 +184,7 @@ class Trainer:
         begins_step, first, lr = True, not self.loader.times().images, 0.0
         for batch in batches:
             if begins_step:
-                # A user's schedule may return a number of numpy's, which a checkpoint cannot hold.
-                lr, samples = float(self._schedule(plan.global_step(batch.position), total, warmup, config.lr)), []
+                lr, samples = self._schedule(plan.global_step(batch.position), total, warmup, config.lr), []
                 self.learner.begin_step(lr)
             begins_step = batch.ends_step
             samples.append((batch.position, batch.index.tolist()))

@@ -10,10 +10,11 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from raypipe.config import RunConfig, TrainConfig
+from raypipe.config import Float32, RunConfig, TrainConfig
 from raypipe.device.mixing import check_mixable
 from raypipe.errors import ConfigError
 from raypipe.lookup import import_name
+from raypipe.section import check
 from raypipe.streaming.spec import StreamSpec
 from raypipe.train.model_names import check_model
 from raypipe.transform.columns import ColumnType
@@ -109,7 +110,13 @@ def build_optimizer(model: nn.Module, config: TrainConfig, fused: bool = False) 
     elif config.optimizer == "adamw":
         optimizer = torch.optim.AdamW(groups, lr=config.lr, fused=fused)
     else:
-        return import_name(config.optimizer, "train.optimizer")(groups, lr=config.lr)
+        optimizer = import_name(config.optimizer, "train.optimizer")(groups, lr=config.lr)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            kind = type(optimizer).__name__
+            raise ConfigError(
+                f"train.optimizer={config.optimizer} must return a torch.optim.Optimizer, got {kind}"
+            )
+        return optimizer
     fit_state(optimizer)
     return optimizer
 
@@ -135,9 +142,18 @@ def fit_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def build_schedule(config: TrainConfig) -> Schedule:
-    return (
-        learning_rate if config.lr_schedule == "cosine" else import_name(config.lr_schedule, "train.lr_schedule")
+    if config.lr_schedule == "cosine":
+        return learning_rate
+    schedule, setting = (
+        import_name(config.lr_schedule, "train.lr_schedule"),
+        f"train.lr_schedule={config.lr_schedule}",
     )
+
+    def checked(step: int, *others: float) -> float:
+        # It may return a number of numpy's, which a checkpoint cannot hold.
+        return float(check(f"{setting} at step {step}", schedule(step, *others), Float32))
+
+    return checked
 
 
 def build_loss(config: TrainConfig, *, smooth: bool = True) -> Loss:

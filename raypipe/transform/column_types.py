@@ -21,6 +21,7 @@ from raypipe.transform.columns import (
     is_npy,
     length_name,
     numbers_of,
+    rank,
 )
 from raypipe.transform.fields import LABEL
 from raypipe.transform.process_state import process_kept
@@ -96,8 +97,6 @@ def _of_store(
     if reads_class and function is None:
         _check_label(store)
     columns = SampleColumns(paths, options, function, reads_class=reads_class)
-    if "image" in columns.stored:
-        raise ConfigError("store.columns names 'image', which batches have in any case: leave it out")
     if not paths:
         if function is not None:
             raise ConfigError(
@@ -203,6 +202,10 @@ def type_of(
         raise ConfigError(f"{where}: {problem}")
     filled = [array for array in arrays if array.size] or arrays
     dtype = np.dtype(options.dtype) if options and options.dtype else np.result_type(*filled)
+    if options and options.dtype and all(rank(array.dtype) > rank(dtype) for array in filled):
+        raise ConfigError(
+            f"{where} has {filled[0].dtype}, and store.columns.{name}.dtype is {dtype}: give another"
+        )
     shapes = {array.shape for array in filled}
     if len({len(shape) for shape in shapes}) > 1:
         raise ConfigError(f"{where} has numbers of several shapes, {sorted(shapes)}: fix the store")

@@ -261,7 +261,7 @@ def is_npy(value: Any) -> bool:
 def _cast(name: str, array: np.ndarray, column: ColumnType) -> np.ndarray:
     """In the column's dtype; whole numbers keep their values."""
     dtype = np.dtype(column.dtype)
-    if array.size and _NUMBERS.index(_signed(array.dtype)) > _NUMBERS.index(_signed(dtype)):
+    if array.size and rank(array.dtype) > rank(dtype):
         raise SampleError(_varies(name, str(array.dtype), column))
     try:
         return exactly(array, dtype)
@@ -269,8 +269,9 @@ def _cast(name: str, array: np.ndarray, column: ColumnType) -> np.ndarray:
         raise SampleError(f"column {name!r} has {error}: declare a wider dtype") from None
 
 
-def _signed(dtype: np.dtype[Any]) -> str:
-    return dtype.kind.replace("u", "i")
+def rank(dtype: np.dtype[Any]) -> int:
+    """Return the place of a dtype's kind: bools fit integers, and these fit floats, but not the other way."""
+    return _NUMBERS.index(dtype.kind.replace("u", "i"))
 
 
 def _varies(name: str, kind: str, column: ColumnType) -> str:

@@ -21,12 +21,12 @@ from dataclasses import replace
 from typing import Any
 
 from raypipe.errors import ConfigError
-from raypipe.lookup import choices, import_name
+from raypipe.lookup import choices, import_name, place_of
 from raypipe.transform.program import program_of
 from raypipe.transform.sizes import Size, sides_of
 from raypipe.transform.targets import IGNORE
 from raypipe.transform.transform_steps import Steps, build_steps
-from raypipe.transform.user_code import NOT_OF_A_SAMPLE, place_of
+from raypipe.transform.user_code import NOT_OF_A_SAMPLE
 from raypipe.transform.views import VIEW_PRESETS, PresetSteps, find_views, jitter, makes_views
 
 Transform = Callable[..., Any]

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from raypipe.errors import ConfigError
+from raypipe.errors import ConfigError, StoreError
 from raypipe.plan.places import PADDING
-from raypipe.stores.base import Store
+from raypipe.stores.base import Columns, Store
 from raypipe.stores.numbers import labels_of
 from raypipe.transform.fields import LABEL
 
@@ -20,6 +20,7 @@ NO_LABEL = int(np.iinfo(np.int64).min)
 """Stands for a label that is missing or damaged, or that int64 cannot hold: its sample is a bad one."""
 WRONG_LABEL = "the label is missing, damaged, or no integer of 64 bits with a sign"
 
+_ENCODED = (bytes, memoryview, bytearray, type(None))
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -100,10 +101,10 @@ def read_samples(store: Store, indices: np.ndarray, wanted: Wanted = Wanted()) -
 
     Raises:
         ConfigError: labels are not classes.
-        StoreError: as `Store.read`.
+        StoreError: as `Store.read`; or a user's store returns something else than it should.
     """
     is_real = indices != PADDING
-    stored = store.read(indices[is_real], ("image", *((LABEL,) if wanted.label else ()), *wanted.columns))
+    stored = _read(store, indices[is_real], ("image", *((LABEL,) if wanted.label else ()), *wanted.columns))
     columns = {name: stored[name] for name in ("image", *wanted.columns)}
     labels = np.zeros(len(indices), np.int64)
     if wanted.label:
@@ -112,6 +113,22 @@ def read_samples(store: Store, indices: np.ndarray, wanted: Wanted = Wanted()) -
         rows = np.flatnonzero(is_real).tolist()
         columns = {name: _spread(values, rows, len(indices)) for name, values in columns.items()}
     return Samples(list(columns.pop("image")), labels, columns)
+
+
+def _read(store: Store, indices: np.ndarray, names: tuple[str, ...]) -> Columns:
+    columns: Any = store.read(indices, names)
+    for name in names:
+        if not isinstance(columns, Mapping) or name not in columns or len(columns[name]) != len(indices):
+            raise StoreError(
+                f"{store.address}: `read` must return a dict with {len(indices)} values of {name!r} for "
+                f"{len(indices)} indices"
+            )
+    for image in columns["image"]:
+        if not isinstance(image, _ENCODED):
+            raise StoreError(
+                f"{store.address}: an image must be encoded, as bytes, and is a {type(image).__name__}"
+            )
+    return columns
 
 
 def _spread(values: Sequence[Any], rows: Sequence[int], num: int) -> list[Any]:
@@ -129,7 +146,10 @@ def _classes(store: Store, labels: Any) -> np.ndarray:
             f"{store.address} has labels of {labels.dtype} {labels.shape[1:]}, which are not classes: name label "
             "in store.columns, or set label_is_class = False in the store's class"
         )
-    labels = labels_of(labels)
+    try:
+        labels = labels_of(labels)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{store.address} has labels that are not integers: {error}") from error
     if isinstance(labels, np.ndarray):
         return labels
     return np.array([NO_LABEL if label is None else label for label in labels], np.int64)

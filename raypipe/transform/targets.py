@@ -44,6 +44,8 @@ def check_columns(store: Store, targets: Mapping[str, str]) -> None:
     for name, column in targets.items():
         if column not in store.columns:
             raise ConfigError(missing(store.address, column, store.columns, f"transform.{name}_column"))
+        if column == "image":
+            raise ConfigError(f"transform.{name}_column must be another column than the image, got 'image'")
 
 
 def decode_mask(data: Any, size: tuple[int, int]) -> np.ndarray:
@@ -294,13 +296,11 @@ def target_pipeline(transform: Any, targets: Collection[str]) -> Any:
         return None
     library = sys.modules.get("albumentations")
     if library is None or type(transform) is not library.Compose:
-        kind = f"{type(transform).__module__.partition('.')[0]}.{type(transform).__name__}".removeprefix(
-            "builtins."
-        )
+        package, name = type(transform).__module__.partition(".")[0], type(transform).__name__
         raise ConfigError(
             f"{', '.join(f'transform.{name}_column' for name in sorted(targets))} needs an albumentations."
-            f"Compose, and the transform is a {kind}: name a preset of raypipe's own, wrap it in "
-            "albumentations.Compose([…]), or leave it out"
+            f"Compose, and the transform is a {f'{package}.{name}'.removeprefix('builtins.')}: name a preset of "
+            "raypipe's own, wrap it in albumentations.Compose([…]), or leave it out"
         )
     processor = transform.processors.get("bboxes")
     params, boxes = None, "boxes" in targets

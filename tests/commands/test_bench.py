@@ -8,6 +8,7 @@ import pytest
 import simplejpeg
 
 from raypipe.commands.bench import ceiling, compared, costs, cpus_needed, print_bench, steady, summary, verdict
+from raypipe.commands.cli import main
 from raypipe.config import PoolConfig, TransformConfig
 from raypipe.errors import ConfigError
 from raypipe.stores import open_store
@@ -77,6 +78,12 @@ def test_clumps_of_blocks_do_not_raise_the_rate() -> None:
 def test_too_few_blocks_are_an_error_that_says_what_to_raise() -> None:
     with pytest.raises(ConfigError, match=r"brought 3 blocks.*--seconds"):
         steady(arrivals(3))
+
+
+@pytest.mark.parametrize("option", ["--seconds=0", "--repeats=0"])
+def test_nothing_to_measure_is_wrong_usage(option: str) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", option])
 
 
 def test_a_stream_above_its_ceiling_is_explained() -> None:

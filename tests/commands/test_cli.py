@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import io
 import json
+import os
 import runpy
 import shlex
 import subprocess
@@ -21,7 +22,7 @@ from small_runs import parse_run
 import raypipe
 from raypipe.commands import cli
 from raypipe.commands.cli import _finish, main
-from raypipe.commands.parser import Parser
+from raypipe.commands.parser import Parser, printing
 from raypipe.commands.settings import parse_command
 from raypipe.config import RunConfig
 from raypipe.errors import ConfigError
@@ -58,6 +59,10 @@ def convert(
         ("--big=false a", {"src": "a", "big": "false"}),
         ("--no-big a --transform.apply-exif", {"src": "a", "big": "false", "transform.apply_exif": "true"}),
         ("a --no-transform.apply-exif", {"src": "a", "transform.apply_exif": "false"}),
+        (
+            "--big false a --transform.apply-exif true",
+            {"src": "a", "big": "false", "transform.apply_exif": "true"},
+        ),
         ("a --height 3 --height 4", {"src": "a", "height": "4"}),
     ],
 )
@@ -428,6 +433,17 @@ def test_help_loads_no_library_that_the_work_itself_needs() -> None:
     assert not HEAVY & set(done.stdout.splitlines()[-1].split())
 
 
+def test_what_is_printed_needs_no_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)  # as `| head` does
+    with os.fdopen(writer, "w") as gone:
+        monkeypatch.setattr(sys, "stdout", gone)
+        with printing():
+            print("text")
+    monkeypatch.setattr(sys, "stdout", None)  # as it is for `>&-`
+    _finish(dict, print)
+
+
 def test_numbers_and_words_of_a_file_are_those_of_yaml_1_2(tmp_path: Path) -> None:
     file = tmp_path / "my.yaml"
     file.write_text(
@@ -444,7 +460,20 @@ def test_numbers_and_words_of_a_file_are_those_of_yaml_1_2(tmp_path: Path) -> No
     assert parse("--train.lr=2e-3", "--train.amp=off", "--name=1e3").train.lr == 0.002
 
 
-@pytest.mark.parametrize("text", ["plan: {epochs: [", "- 1\n", "plan: 3\n"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "plan: {epochs: [",
+        "- 1\n",
+        "plan: 3\n",
+        "plan: {epochs: 3, seed: 1, epochs: 4}",
+        "plan: {epochs: 3}\nname: a\nplan: {seed: 4}\n",
+        f"plan: {{epochs: {'9' * 5000}}}",
+        "[" * 3000,
+        "name: !!timestamp a",
+    ],
+    ids=lambda text: text[:40],
+)
 def test_a_file_that_holds_no_settings_is_wrong_usage(
     text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

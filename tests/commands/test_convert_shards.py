@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from raypipe.commands import convert as convert_module
-from raypipe.commands.convert import convert, digest_of, write_shard
+from raypipe.commands.convert import _with_later, convert, digest_of, write_shard
 from raypipe.errors import ConfigError, StoreError
 from raypipe.stores import open_store, open_writer
 from raypipe.stores.base import MemoryStore
-from raypipe.stores.record import Fingerprint, RecordLayout, column_types
+from raypipe.stores.record import Fingerprint, RecordLayout, column_types, plain
 
 TYPES = {"image": "binary", "label": "int64", "name": "string", "score": "float64", "mask": "binary"}
 SAMPLES: list[dict[str, Any]] = [
@@ -95,10 +95,50 @@ def test_column_types_are_those_of_the_first_value_that_is_there() -> None:
     }
 
 
-@pytest.mark.parametrize(("values", "kind"), [([[b"1"], [b"2"]], "list"), ([None, None], "NoneType")])
+@pytest.mark.parametrize(("values", "kind"), [([[b"1"], [b"2"]], "list"), ([{"a": b"1"}], "dict")])
 def test_a_column_that_cannot_be_copied_is_named(values: list[Any], kind: str) -> None:
     with pytest.raises(StoreError, match=f"column 'boxes' has values of type {kind}"):
         column_types({"image": [b"a", b"b"], "boxes": values}, "x")
+
+
+def test_a_value_beyond_the_first_samples_decides_the_type() -> None:
+    later = {
+        "year": [1] * 99 + [None],
+        "note": [None] * 99 + ["a"],
+        "score": [None] * 99 + [2],
+        "none": [None] * 100,
+    }
+    store = MemoryStore([b"x"] * 100, [0] * 100, columns=later)
+    first = store.read(np.arange(64), store.columns)
+    types = column_types(_with_later(store, first), "x")
+    assert list(types.items())[2:] == [
+        ("year", "float64"),
+        ("note", "string"),
+        ("score", "float64"),
+        ("none", "string"),
+    ]
+
+
+def test_structs_are_copied_as_json() -> None:
+    first = {"image": [b"a"], "meta": [{"author": "é", "sizes": [1, np.float32(2)]}]}
+    assert column_types(first, "x")["meta"] == "string"
+    meta = plain({"meta": first["meta"][0]}, {"meta": "string"})["meta"]
+    assert json.loads(meta) == {"author": "é", "sizes": [1, 2]}
+    with pytest.raises(StoreError, match="column 'meta' has a value that cannot be copied as JSON"):
+        plain({"meta": [b"bytes"]}, {"meta": "string"})
+
+
+def test_labels_that_cannot_be_copied_say_what_labels_are() -> None:
+    for labels, kind in ((["cat", "dog"], "str"), ([[1], [1, 2]], "list"), ([None, None], "NoneType")):
+        with pytest.raises(StoreError, match=f"x: column 'label' has values of type {kind}.*number the classes"):
+            column_types({"image": [b"a", b"b"], "label": labels}, "x")
+    assert column_types({"image": [b"a"], "label": [[0, 1, 1]]}, "x")["label"] == "int64[3]"
+
+
+def test_a_missing_label_is_not_copied_as_nan() -> None:
+    row = {"label": None, "score": None}
+    copied = plain(row, {"label": "float64", "score": "float64"})
+    assert copied["label"] is None and np.isnan(copied["score"])  # None is rejected where it is written
 
 
 def test_lists_are_copied_as_json_that_means_the_same(tmp_path: Path) -> None:

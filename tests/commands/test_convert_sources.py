@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import webdataset
+from PIL import Image
 
 import raypipe
 from raypipe.commands import cli
@@ -59,7 +60,7 @@ def expected_of(samples: list[dict[str, Any]]) -> dict[str, list[Any]]:
 
 @pytest.mark.parametrize("suffix", ["lmdb", "parquet"])
 def test_any_iterable_of_samples(tmp_path: Path, suffix: str) -> None:
-    address, samples = str(tmp_path / f"a.{suffix}"), labelled()
+    address, samples = tmp_path / f"a.{suffix}", labelled()
     found = raypipe.convert(iter(samples), address, classes=tuple("abcde"), shards=2)
     num_bytes = sum(len(s["image"]) for s in samples)
     assert found == {"samples": 150, "classes": 5, "bytes": num_bytes, "skipped": 0, "without_size": 0}
@@ -96,6 +97,10 @@ def test_pixels_become_png_and_come_out_equal(tmp_path: Path) -> None:
     grey = [{"image": each[..., 0], "label": np.int32(7)} for each in pixels]
     raypipe.convert(({"image": each} for each in pixels), str(tmp_path / "a.lmdb"))
     raypipe.convert(grey, str(tmp_path / "b.lmdb"))
+    palette = [{"image": Image.fromarray(each).quantize(4)} for each in pixels]
+    raypipe.convert(palette, str(tmp_path / "c.lmdb"))
+    image = contents(open_store(tmp_path / "c.lmdb"))["image"][0]
+    assert np.array_equal(decode(image), np.asarray(palette[0]["image"].convert("RGB")))
     images = contents(open_store(tmp_path / "a.lmdb"))["image"]
     assert all(np.array_equal(decode(image), each) for image, each in zip(images, pixels, strict=True))
     found = contents(open_store(tmp_path / "b.lmdb"))
@@ -109,7 +114,9 @@ def test_pixels_become_png_and_come_out_equal(tmp_path: Path) -> None:
         ([{"label": 1}], StoreError, "a sample is a mapping of columns, `image` among them, not {'label': 1}"),
         ([(b"x", 1)], StoreError, "a sample is a mapping"),
         ([{"image": np.zeros((2, 2), np.float32)}], StoreError, r"an image is float32 of \(2, 2\)"),
+        ([{"image": np.zeros((0, 2), np.uint8)}], StoreError, r"an image is uint8 of \(0, 2\)"),
         ([{"image": b"x", "label": 1}, {"image": b"x"}], StoreError, "columns"),
+        ([{"image": b"x", "text": "\ud800"}], StoreError, "column 'text' has text that is not Unicode"),
         ([{"image": b"x"}, {"image": None}], SampleError, "sample 1: it has no bytes"),
     ],
 )

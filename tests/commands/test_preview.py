@@ -266,6 +266,15 @@ def test_the_command(stores: dict[str, Path], tmp_path: Path, capsys: pytest.Cap
     assert (tmp_path / "0.png").read_bytes() == (tmp_path / "1.png").read_bytes()
 
 
+def test_the_command_shows_what_a_filter_or_a_mixture_leaves_of_a_small_store(
+    stores: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = f"{{a: {stores['train']}, b: {stores['val']}}}"
+    for args in ([str(stores["train"]), "--store.filter=label == 1"], [f"--store.train={one}"]):
+        main(["preview", *args, "--show-epochs=1", "--samples=2", "-o", str(tmp_path / "a.png")])
+        assert json.loads(capsys.readouterr().out.splitlines()[-1])["samples"] == 2
+
+
 def test_the_command_takes_steps(stores: dict[str, Path], tmp_path: Path) -> None:
     steps = "[{RandomResizedCrop: {size: [24, 24]}}, {HorizontalFlip: {p: 0.5}}]"
     pictures = []
@@ -284,6 +293,7 @@ def test_the_command_takes_steps(stores: dict[str, Path], tmp_path: Path) -> Non
     [
         *("--indices=[3,100]", "--augment.std=[1]", "-o=a/b/c.png"),
         *("--transform.train=lihgt", "--transform.train=[{Blurr: {}}]"),
+        *("--transform.mask-column=image", "--store.columns=[image]"),
     ],
 )
 def test_an_error_of_the_command_is_one_line(

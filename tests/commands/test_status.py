@@ -73,3 +73,6 @@ def test_a_run_that_has_not_begun_to_train_is_told(tmp_path: Path, capsys: pytes
     with pytest.raises(SystemExit):
         main(["status", str(tmp_path)])
     assert "has no status.json: the run has not begun to train" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["status", str(tmp_path / "config.yaml")])
+    assert "config.yaml cannot be used: [Errno 20] Not a directory" in capsys.readouterr().err

@@ -200,6 +200,17 @@ def test_what_cannot_be_built_is_named(entry: dict[str, Any], message: str) -> N
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"op": "CenterCrop", "size": 192},
+        {"op": "RandomGaussianBlur", "kernel_size": [65, 65], "sigma": [0.1, 9.0]},
+    ],
+)
+def test_an_operation_may_need_images_of_some_size(entry: dict[str, Any]) -> None:
+    assert build_operation(entry)(torch.rand(2, 3, 224, 224), 1.0).shape[2:] in {(192, 192), (224, 224)}
+
+
 def test_an_entry_without_an_operation_is_refused_at_once() -> None:
     with pytest.raises(ConfigError, match=r"augment\.ops must be a list of"):
         AugmentConfig(ops=[{"name": "RandomErasing"}])
@@ -232,9 +243,17 @@ def test_a_users_module_that_returns_something_else() -> None:
         run(AugmentConfig(module=f"{__name__}:cut"), images())
 
 
-def test_a_users_module_that_is_not_there() -> None:
-    with pytest.raises(ConfigError, match=r"augment.module 'no.such:thing' cannot be imported"):
-        DeviceAugment(AugmentConfig(module="no.such:thing"), CPU)
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("no.such:thing", "cannot be imported: ModuleNotFoundError"),
+        ("torch.nn:Linear", "cannot be used: TypeError: Linear.*missing 2 required positional arguments"),
+        ("math:pi", "cannot be used: TypeError: 3.14.* is not a callable object"),
+    ],
+)
+def test_a_users_module_that_cannot_be(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=rf"augment.module '{name}' {message}"):
+        DeviceAugment(AugmentConfig(module=name), CPU)
 
 
 # Masks and boxes

@@ -45,6 +45,12 @@ def test_a_selection_takes_the_smallest_integers_and_the_shorter_list() -> None:
     assert Selection.where(np.arange(70_000) % 3 == 0).indices(np.array([0, 23_333])).tolist() == [0, 69_999]
 
 
+def test_a_selection_may_leave_out_a_sample_beyond_32_bits() -> None:
+    kept = Selection([5, 1 << 33], 1 << 34)
+    assert kept.indices(np.array([4, 5, (1 << 33) - 1])).tolist() == [4, 6, (1 << 33) + 1]
+    assert kept.numbers(np.array([(1 << 33) + 1])).tolist() == [(1 << 33) - 1]
+
+
 def test_to_look_up_samples_copies_no_list() -> None:
     kept = Selection(np.arange(0, 2_000_000, 2), 2_000_000)
     tracemalloc.start()

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from tiers import is_soak
 
 from raypipe.config import PoolConfig
+from raypipe.errors import RaypipeError, ResourceError
 from raypipe.rayext import pool
 from raypipe.rayext.pool import Decision, PoolKeeper, PoolSizer
 
@@ -255,6 +256,22 @@ def test_actors_that_only_start_are_not_told_of(monkeypatch: pytest.MonkeyPatch)
     starting = [(second, 0, 2, False) for second in range(20)]
     assert told(Keeper(Pool()), monkeypatch, *starting, (20, 0, 2, True), (21, 2, 0, False)) == []
     assert told(Keeper(Pool()), monkeypatch, *[(second, 1, 3, True) for second in range(20)]) == []
+
+
+def test_a_stream_stalls_while_a_rank_waits_and_not_while_trainers_pause() -> None:
+    keeper, active = Keeper(Pool()), [0]
+    keeper.op.num_active_tasks = lambda: active[0]
+    keeper.op.get_actor_info = lambda: SimpleNamespace(running=2, restarting=0, pending=0)
+    for now in (0, 50, 1000):  # both ranks pause, and the buffer is full
+        keeper._end_stall(now, finished=8, waiting=8, ranks_waiting=0.0)
+    keeper._end_stall(1060, finished=8, waiting=4, ranks_waiting=0.5)
+    with pytest.raises(RaypipeError, match=r"for 60 s .*, while 4 finished blocks wait for other"):
+        keeper._end_stall(1061, finished=8, waiting=4, ranks_waiting=0.5)
+    for active[0], waiting in ((1, 4), (0, 0)):  # an actor hangs, or the reader
+        keeper._end_stall(1060, finished=7, waiting=waiting, ranks_waiting=0.5)
+        keeper._end_stall(1061, finished=8, waiting=waiting, ranks_waiting=0.5)
+        with pytest.raises(ResourceError, match=r"for 60 s .* Transform actors: 2 run, 0 died"):
+            keeper._end_stall(1122, finished=8, waiting=waiting, ranks_waiting=0.5)
 
 
 def test_idle_actors_make_room_for_as_many_as_are_waited_for() -> None:

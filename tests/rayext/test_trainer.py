@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import ray
+from ray._private import state
 from ray.exceptions import ActorDiedError, RayActorError
 from ray.train import FailureConfig, RunConfig
 from ray.train.torch import TorchTrainer
@@ -160,6 +161,8 @@ def test_an_error_of_raypipe_ends_a_plain_trainer_at_its_first_try(tmp_path: Pat
     with pytest.raises(ControllerError, match="need 3 CPUs"):
         trainer.fit()
     assert (tmp_path / "tries").read_text() == "tried\n"
+    # It would wait for a dashboard, which a local cluster has not, and end `fit` late, with a traceback.
+    assert "PlacementGroupCleaner" not in {actor["ActorClassName"] for actor in state.actors().values()}
 
 
 def test_restarts_of_the_trainers_are_counted_by_reason(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import signal
 import socket
 import threading
 import time
@@ -36,6 +37,33 @@ def test_a_missing_cluster_is_named_and_the_wait_can_be_ended(
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     with pytest.raises(KeyboardInterrupt):
         connect(wait=Wait(1000.0, interrupted))
+
+
+def test_ray_client_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setenv("RAY_ADDRESS", "ray://127.0.0.1:1")
+    with pytest.raises(ResourceError, match=r"Ray Client .*ray job submit"):
+        connect()
+
+
+@pytest.mark.parametrize("num", [1, 2])
+def test_an_interrupt_is_held_until_ray_has_started_and_a_second_one_is_not(
+    monkeypatch: pytest.MonkeyPatch, num: int
+) -> None:
+    returned = []
+
+    def start(**_: object) -> None:
+        for number in range(num):
+            signal.raise_signal(signal.SIGINT)
+            returned.append(number)
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", start)
+    with pytest.raises(KeyboardInterrupt):
+        connect()
+    assert returned == [0]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_a_head_that_does_not_answer_is_not_awaited_in_silence() -> None:

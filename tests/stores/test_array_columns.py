@@ -191,3 +191,13 @@ def test_stores_in_memory_keep_their_targets(labels: Any) -> None:
     store = MemoryStore([b"x"] * 2, labels)
     assert np.array_equal(store.read(np.array([1, 0]))["label"], np.asarray(labels)[[1, 0]])
     assert not is_class(store) and not is_class(JoinedStore({"a": store}))
+
+
+def test_a_fingerprint_in_memory_shows_each_number_and_no_memory_address() -> None:
+    one, labels = np.zeros(3000), [1, None]
+    other = one.copy()
+    other[1500] = 1e-12  # NumPy shows neither
+    images = [b"x"] * 2
+    of_columns = {MemoryStore(images, [0, 1], columns={"a": [one, last]}).fingerprint for last in (one, other)}
+    assert len(of_columns) == 2
+    assert MemoryStore(images, labels).fingerprint == "e7997e5a384533baf699f3b653102f98"

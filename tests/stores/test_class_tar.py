@@ -52,11 +52,21 @@ def test_order_and_classes_are_those_of_a_folder(tmp_path: Path) -> None:
         (["data/train/a/1.png", "data/train/b/x/1.png"], ("a", "b")),
         (["train/a/1.png"], ("a",)),
         (["a/1.png", "a/2.png"], ("a",)),
-        (["train/a/1.png", "val/a/1.png"], ("train", "val")),
+        (["one/a/1.png", "two/a/1.png"], ("one", "two")),
     ],
 )
 def test_a_folder_around_the_classes_is_none(tmp_path: Path, names: list[str], classes: tuple[str, ...]) -> None:
     assert make(tmp_path / "a.tar", *names).classes == classes
+
+
+def test_splits_are_not_taken_for_classes(tmp_path: Path) -> None:
+    names = "train/a/1.png", "train/b/1.png", "val/a/1.png"
+    for name in names:
+        (tmp_path / "folder" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "folder" / name).touch()
+    for store in (make(tmp_path / "a.tar", *names), open_store(tmp_path / "folder")):
+        with pytest.raises(StoreError, match="has the folders train, val, which are splits, not classes"):
+            len(store)
 
 
 def test_the_last_member_of_a_name_counts(tmp_path: Path) -> None:

@@ -19,6 +19,12 @@ def test_a_store_appears_whole_and_makes_its_folder(tmp_path: Path) -> None:
     assert [p.name for p in (tmp_path / "new").iterdir()] == ["x.lmdb"]
 
 
+def test_digits_that_have_no_place_name_the_variable(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StoreError, match=r"file/digits-v1 cannot be written to \(RAYPIPE_CACHE may name"):
+        digits_stores(tmp_path / "file")
+
+
 def test_an_error_half_way_leaves_nothing(tmp_path: Path) -> None:
     def samples() -> object:
         yield SAMPLES[0]
@@ -33,6 +39,17 @@ def test_an_error_while_overwriting_leaves_what_was_there(tmp_path: Path) -> Non
     write_atomically(str(tmp_path / "x.lmdb"), SAMPLES, None)
     with pytest.raises(KeyError), new_path(tmp_path / "x.lmdb", overwrite=True):
         raise KeyError
+    assert len(open_store(tmp_path / "x.lmdb")) == 2
+
+
+def test_a_folder_with_files_of_others_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "x.lmdb").mkdir()
+    for name in ("00000.lmdb", "thesis.tex"):
+        (tmp_path / "x.lmdb" / name).touch()
+    with pytest.raises(StoreError, match=r"has thesis\.tex, which belongs to no store"):
+        write_atomically(str(tmp_path / "x.lmdb"), SAMPLES, None, overwrite=True)
+    (tmp_path / "x.lmdb" / "thesis.tex").unlink()
+    write_atomically(str(tmp_path / "x.lmdb"), SAMPLES, None, overwrite=True)
     assert len(open_store(tmp_path / "x.lmdb")) == 2
 
 

@@ -126,6 +126,13 @@ def test_relative_address_becomes_absolute(tmp_path: Path, monkeypatch: pytest.M
     assert len(store) == 1
 
 
+def test_a_home_folder_is_found_as_in_every_other_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "a" / "cat").mkdir(parents=True)
+    (tmp_path / "a" / "cat" / "1.jpg").touch()
+    assert len(open_store("~/a")) == 1
+
+
 def test_options_reach_the_store(tmp_path: Path) -> None:
     write(tmp_path / "a.parquet")
     with pytest.raises(StoreError, match="no column 'img'"):
@@ -225,6 +232,11 @@ def test_several_files_are_a_pattern_whatever_their_kind(tmp_path: Path, suffix:
         path = tmp_path / f"{name}.{suffix}"
         write_tar(path, SAMPLES) if suffix == "tar" else write(path)
     assert len(open_store(tmp_path / pattern.format(suffix))) == 2
+
+
+def test_a_pattern_that_only_a_shell_knows_does_not_exist(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match=r"\{train,val\}\.tar does not exist"):
+        open_store(tmp_path / "{train,val}.tar")
 
 
 def test_a_name_near_the_missing_one_is_proposed(tmp_path: Path) -> None:

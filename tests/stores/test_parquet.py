@@ -170,6 +170,13 @@ def test_unusable_types(tmp_path: Path, columns: dict, message: str) -> None:
         len(ParquetStore(write_table(tmp_path / "a.parquet", **columns)))
 
 
+def test_two_columns_of_one_name(tmp_path: Path) -> None:
+    table = pa.table([IMAGES, pa.array([0, 1, 2]), pa.array([0, 1, 2])], ["image", "label", "label"])
+    pq.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(StoreError, match=r"a\.parquet has several columns called 'label'"):
+        len(ParquetStore(tmp_path / "a.parquet"))
+
+
 def test_extra_columns(tmp_path: Path) -> None:
     columns = {
         "label": pa.array([0, 1, 2]),

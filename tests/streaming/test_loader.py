@@ -15,7 +15,9 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+import ray
 import torch
+from ray.train import ScalingConfig
 from without_ray import every_batch
 
 from raypipe.config import AugmentConfig, PlanConfig, PoolConfig, TransformConfig
@@ -23,11 +25,12 @@ from raypipe.device.augment import DeviceAugment, Normalize
 from raypipe.device.prefetcher import Batch
 from raypipe.errors import ConfigError, CursorError, RaypipeError
 from raypipe.plan.places import Cursor
+from raypipe.rayext.allocation import Resources
 from raypipe.stores.base import MemoryStore
 from raypipe.streaming import handover
 from raypipe.streaming.blocks import cut
 from raypipe.streaming.epochs import Epoch
-from raypipe.streaming.handover import loader
+from raypipe.streaming.handover import check_resources, loader
 from raypipe.streaming.inline import inline_batches
 from raypipe.streaming.loader import Loader
 from raypipe.streaming.maker import MicroBatchMaker
@@ -195,6 +198,34 @@ def test_what_a_loop_leaves_over_is_skipped_and_cannot_be_asked_for_later(inline
     assert [*every_batch(loader(inline, cursor=one.cursor))] == []
 
 
+@pytest.mark.parametrize("max_actors", [0, 2])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_after_an_error_a_stream_names_it_and_can_go_on(
+    inline: StreamSpec, error: type[BaseException], max_actors: int
+) -> None:
+    left = [5 * 6 + 1]
+
+    def fails_once(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        left[0] -= 1
+        if not left[0]:
+            raise error
+        return image[:8, :8]
+
+    transforms: Any = {"train": fails_once, "val": fails_once}
+    spec = dataclasses.replace(
+        inline, transforms=transforms, pool=PoolConfig(engine="inline", max_actors=max_actors)
+    )
+    one = loader(spec)
+    train = next(one.epochs()).train
+    with pytest.raises(error):
+        list(train)
+    for again in (lambda: next(train), lambda: next(one.epochs())):
+        with pytest.raises(RaypipeError, match=rf"its next batch failed with {error.__name__}: .* restarts it"):
+            again()
+    one.load_state_dict(one.state_dict())
+    assert [batch.position for batch in every_batch(one)] == [*spec.plan.micro_batches(one._start)]
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_state_goes_on_at_the_next_step_with_any_number_of_workers(inline: StreamSpec, world_size: int) -> None:
     plan, states = inline.plan, []
@@ -348,7 +379,9 @@ def test_a_stream_that_has_ended_says_why_and_can_be_started_anew(inline: Stream
         next(one.epochs())
 
 
-def test_only_the_oldest_stream_with_actors_makes_room_and_says_so(inline: StreamSpec) -> None:
+def test_only_the_oldest_stream_with_actors_makes_room_and_says_so(
+    inline: StreamSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def opened(supervisor: Any) -> tuple[Loader, Epoch]:
         source = Feed(inline_batches(inline, inline.plan.start()), supervisor)
         one = Loader(inline, lambda _: source, cursor=inline.plan.start())
@@ -359,7 +392,15 @@ def test_only_the_oldest_stream_with_actors_makes_room_and_says_so(inline: Strea
         assert end_oldest("its CPUs were needed")
     with pytest.raises(RaypipeError, match="has ended, since its CPUs were needed"):
         next(first[1].train)
-    assert end_oldest("") and not end_oldest("") and second[0]._running.why == ""
+
+    def cluster() -> Resources:
+        return Resources(cpus=2.0, gpus=0.0, free_cpus=2.0 * (second[0]._running.why is not None), free_gpus=0.0)
+
+    monkeypatch.setattr("raypipe.rayext.allocation.cluster_resources", cluster)
+    monkeypatch.setattr("raypipe.streaming.handover._SETTLE_S", 0.0)
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    check_resources(inline, ScalingConfig(num_workers=2))  # a loader of a notebook, before the notebook trains
+    assert not end_oldest("") and second[0]._running.why
     next(in_process[1].train)
 
 

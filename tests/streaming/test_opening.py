@@ -11,7 +11,7 @@ import pytest
 from without_ray import host_batches
 
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
-from raypipe.errors import ConfigError
+from raypipe.errors import ConfigError, RaypipeError
 from raypipe.stores.base import MemoryStore
 from raypipe.streaming.maker import try_samples
 from raypipe.streaming.opening import open_stream
@@ -37,6 +37,37 @@ def corners(size: int) -> Any:
 def spec(val: Any = STORE, **options: Any) -> StreamSpec:
     plan = PlanConfig(epochs=1, micro_batch_size=4)
     return open_stream(STORE, val, plan=plan, pool=PoolConfig(engine="inline"), **options)
+
+
+class Odd(MemoryStore):
+    """A user's store with a mistake: what `read` returns of the 8 values, or its groups."""
+
+    def __init__(self, made: Any = None, groups: Any = None) -> None:
+        super().__init__([picture(number) for number in range(8)], range(8))
+        self._made, self.groups = made, groups
+
+    def read(self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")) -> Any:
+        read = super().read(indices, columns)
+        return self._made(read) if self._made else read
+
+
+@pytest.mark.parametrize(
+    ("store", "problem"),
+    [
+        (Odd(lambda read: tuple(read.values())), "return a dict with 4 values of 'image' for 4 indices"),
+        (Odd(lambda read: {"image": read["image"]}), "4 values of 'label'"),
+        (Odd(lambda read: {**read, "image": read["image"][1:]}), "4 values of 'image'"),
+        (Odd(lambda read: {**read, "image": ["a.jpg"] * len(read["image"])}), "encoded, as bytes, and is a str"),
+        (Odd(lambda read: {**read, "label": ["cat"] * len(read["label"])}), "labels that are not integers"),
+        (Odd(groups=np.array([0, 4])), "ascend from 0 to its 8 samples"),
+        (Odd(groups=np.array([0, 6, 4, 8])), "ascend from 0 to its 8 samples"),
+        (["a.tar", "b.tar"], "a list is not a store: it lacks address"),
+    ],
+)
+def test_a_mistake_in_a_users_store_is_one_line(store: Any, problem: str) -> None:
+    plan, pool = PlanConfig(epochs=1, micro_batch_size=4), PoolConfig(engine="inline")
+    with pytest.raises(RaypipeError, match=problem):
+        list(host_batches(open_stream(store, plan=plan, pool=pool)))
 
 
 @pytest.mark.parametrize(

@@ -312,6 +312,30 @@ def test_an_error_in_an_actor_reaches_the_consumer_as_one_clear_error(
     assert type(caught.value) is error
 
 
+def test_a_transform_that_cannot_be_sent_or_leaves_its_process_is_one_clear_error() -> None:
+    lock = threading.Lock()
+
+    def locks(image: np.ndarray) -> np.ndarray:
+        with lock:
+            return image[:9, :9]
+
+    def leaves(image: np.ndarray) -> np.ndarray:
+        sys.exit("no license")
+
+    cases = (
+        (
+            locks,
+            ConfigError,
+            r"^train_transform cannot be sent to the actors \(cannot pickle '_thread.lock' object\)",
+        ),
+        (leaves, TransformError, r"test_pipeline.py:\d+ in leaves: SystemExit: no license"),
+    )
+    for transform, error, message in cases:
+        spec = open_stream(with_bad({}), plan=ONE_EPOCH, train_transform=transform)
+        with pytest.raises(error, match=message):
+            list(host_batches(splits(spec, spec.plan.start(), max_actors=1)[0]))
+
+
 def test_a_validation_whose_last_micro_batches_are_all_padding_is_exact(stores: dict[str, Path]) -> None:
     few = [s["image"] for s in samples(3)]
     spec = open_stream(

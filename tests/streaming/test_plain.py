@@ -117,6 +117,17 @@ def test_a_validation_in_the_midst_of_an_epoch_does_not_end_it_in_silence(spec: 
         next(seen)
 
 
+def test_a_stream_without_validation_has_an_empty_one_after_each_epoch(spec: StreamSpec) -> None:
+    plan = PlanConfig(epochs=2, micro_batch_size=6)
+    own = open_stream(spec.stores["train"], plan=plan, transform=spec.transform, pool=spec.pool)
+    train, val = plain_loaders(loader(own))
+    assert [(len(list(val)), len(list(train))) for _ in range(2)] == [(0, len(train))] * 2
+    with pytest.raises(
+        ConfigError, match="format must be 'dict', 'batch' or a function of the Batch, got 'tuple'"
+    ):
+        plain_loaders(loader(own), "tuple")  # type: ignore[arg-type]
+
+
 def test_mixed_targets_need_a_function(spec: StreamSpec) -> None:
     mixing = AugmentConfig(mixup_alpha=0.4)
     with pytest.raises(ConfigError, match="MixUp and CutMix make two targets of one, and 'dict' has room for one"):

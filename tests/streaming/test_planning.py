@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from raypipe.config import PlanConfig
 from raypipe.errors import ConfigError
 from raypipe.plan.schedule import Plan
+from raypipe.plan.selection import Selection
 from raypipe.stores.base import MemoryStore
 from raypipe.streaming.planning import balanced, check_weights, make_plan, nearest
 
@@ -85,10 +86,15 @@ def test_balanced_classes_have_equal_shares_by_the_exponent() -> None:
     [
         (np.ones(3), r"plan\.weights has float64 of \(3,\): it must have one number for each of the store's 4"),
         (np.array(["a"] * 4), r"plan\.weights has <U1 of \(4,\)"),
-        (np.array([1, 1, 1, -1]), "negative or no finite number"),
-        (np.array([1, 1, 1, np.nan]), "negative or no finite number"),
+        (np.array([1, 1, 1, -1]), "is -1.0 for sample 3: weights are finite numbers of at least 0"),
+        (np.array([1, 1, np.nan, 1]), "is nan for sample 2: weights are finite numbers of at least 0"),
     ],
 )
 def test_weights_that_do_not_fit_the_store_name_the_setting(weights: np.ndarray, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        check_weights(weights, 4, "plan.weights")
+        check_weights(weights, Selection([0], 4), "plan.weights")
+
+
+def test_a_sample_that_is_left_out_needs_no_weight() -> None:
+    weights = np.array([np.nan, 2, -1, 3])
+    assert check_weights(weights, Selection([0, 2], 4), "plan.weights").tolist() == [2, 3]

@@ -94,12 +94,30 @@ def equal(one: dict[str, Stateful], other: dict[str, Stateful]) -> bool:
 
 def test_what_was_reported_is_restored_with_the_place_beside_it(stream: Loader, reports: Reports) -> None:
     saved, others = parts(), parts(seed=1)
-    stream.report({"accuracy": 0.5}, **saved)
-    assert reports.metrics == [{"accuracy": 0.5}]
+    stream.report({"accuracy": torch.tensor(0.5), "best": np.float32(0.5)}, **saved)
+    assert reports.metrics == [{"accuracy": 0.5, "best": 0.5}]
+    assert {type(value) for value in reports.metrics[0].values()} == {float}
     assert Cursor.from_json((reports.folder / "cursor.json").read_text()) == stream.cursor
     assert not equal(saved, others)
     stream.restore(**others)
     assert equal(saved, others)
+
+
+def test_who_goes_on_without_the_weights_is_told_so_once(
+    stream: Loader, reports: Reports, caplog: pytest.LogCaptureFixture
+) -> None:
+    def warnings() -> int:
+        return caplog.text.count("loader.restore was not called")
+
+    stream.report({}, **parts())
+    assert warnings() == 0
+    for restores, expected in ((True, 0), (False, 1)):
+        again = loader(stream._spec)
+        if restores:
+            again.restore(**parts())
+        again.report({}, **parts())
+        again.report({}, **parts())
+        assert warnings() == expected
 
 
 def test_without_a_checkpoint_nothing_is_restored(stream: Loader, reports: Reports) -> None:
@@ -138,24 +156,20 @@ def test_a_model_in_ddp_has_the_checkpoint_of_one_without(stream: Loader, report
 def test_a_sharded_model_is_refused_since_a_rank_has_but_a_part_of_it(stream: Loader, reports: Reports) -> None:
     model = torch.nn.Linear(3, 2)
     fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-    with pytest.raises(ConfigError, match=r"net is sharded, .* docs/training-loop\.md"):
-        stream.report({}, net=model)
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    for part in (model, optimizer):
+        with pytest.raises(ConfigError, match=r"net is sharded, .* docs/training-loop\.md"):
+            stream.report({}, net=part)
     assert not reports.metrics
 
 
-class Best:
-    """What a loop of its own may keep, with a number of numpy's."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"accuracy": np.float64(0.5)}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        pass
-
-
-def test_what_could_not_be_read_back_is_refused_when_it_is_reported(stream: Loader, reports: Reports) -> None:
-    with pytest.raises(ConfigError, match=r"the state of best holds numpy.*scalar.* .float\(x\)"):
-        stream.report({}, **parts(), best=Best())
+def test_what_a_resume_could_not_load_is_refused_when_it_is_reported(stream: Loader, reports: Reports) -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=np.float64(0.1))  # as a search or np.linspace gives it
+    with pytest.raises(ConfigError, match=r"of optimizer has numpy.*, which no resume could load"):
+        stream.report({}, model=model, optimizer=optimizer)
     assert not reports.metrics
 
 
@@ -196,7 +210,7 @@ def test_an_own_loop_goes_on_from_a_checkpoint_of_a_run(trained: tuple[RunConfig
     run, folder = trained
     spec = spec_of(run, folder.as_uri())
     first = min(folder.glob("checkpoint_*"))
-    for start_from, epoch, step in ((str(folder), 2, 0), (first.as_uri(), 1, 3)):
+    for start_from, epoch, step in ((folder, 2, 0), (first.as_uri(), 1, 3)):
         own = loader(spec, start_from=start_from)
         assert (own.cursor.epoch, own.cursor.step) == (epoch, step)
         model, optimizer = model_and_optimizer(run)

@@ -21,6 +21,13 @@ def test_an_actor_that_is_new_has_not_died() -> None:
     assert supervisor.events(0) == []
 
 
+def test_other_packages_of_a_node_are_told_once() -> None:
+    supervisor = Supervisor(max_attempts=3)
+    for _ in range(2):
+        supervisor.differs("10.0.0.1 has numpy 2.0.0 instead of 2.1.0: its pixels may differ")
+    assert len(supervisor.events(0)) == 1
+
+
 def test_after_a_death_only_its_micro_batch_is_done_carefully() -> None:
     supervisor = Supervisor(max_attempts=3)
     supervisor.arrived("a", "process 1 on 10.0.0.1")

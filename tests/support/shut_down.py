@@ -1,8 +1,13 @@
-"""Shuts Ray down while a stream is open, and goes on with it: python tests/support/shut_down.py STORE"""
+"""Shuts Ray down while a stream is open, goes on with it, interrupts its start, and goes on with it again.
+
+python tests/support/shut_down.py STORE
+"""
 
 from __future__ import annotations
 
+import _thread
 import sys
+import threading
 
 import ray
 
@@ -25,5 +30,10 @@ if __name__ == "__main__":
         print(error)
     connect(num_cpus=1, object_store_bytes=150 << 20)
     loader.load_state_dict(loader.state_dict())
+    threading.Timer(1.0, _thread.interrupt_main).start()
+    try:
+        next(next(loader.epochs()).train)
+    except KeyboardInterrupt:
+        loader.load_state_dict(loader.state_dict())
     print(first.position, next(next(loader.epochs()).train).position)
     ray.shutdown()

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import math
 import subprocess
 import sys
 from typing import Any
@@ -127,6 +128,36 @@ def half(step: int, total: int, warmup: int, peak: float) -> float:
     return peak / 2
 
 
+def lost(step: int, *others: float) -> float:
+    return math.nan
+
+
+class Pair(nn.Module):
+    """A model with a second output."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.net = linear(num_classes)
+
+    def forward(self, image: torch.Tensor) -> Any:
+        return self.net(image), image
+
+
+def three_outputs(num_classes: int) -> nn.Module:
+    return linear(3)
+
+
+def a_map_of_logits(num_classes: int) -> nn.Module:
+    return nn.Conv2d(3, num_classes, 3)
+
+
+def a_list_of_losses(logits: torch.Tensor, target: torch.Tensor) -> Any:
+    return list(hinge(logits, target))
+
+
+def no_optimizer(groups: Any, lr: float) -> None: ...
+
+
 def own(name: str) -> str:
     return f"{__name__}:{name}"
 
@@ -163,7 +194,12 @@ def test_a_validation_has_the_users_loss_or_plain_cross_entropy() -> None:
     [
         ({"model": own("nothing")}, r"train\.model '.*:nothing' cannot be imported"),
         ({"model": "builtins:dict"}, r"train\.model=builtins:dict must return a torch\.nn\.Module, got dict"),
+        ({"model": own("Pair")}, r"Pair returned tuple for 4 images: it must return a tensor \(4, 5\)"),
+        ({"model": own("three_outputs")}, r"returned \(4, 3\) for 4 images: it must return a tensor \(4, 5\)"),
+        ({"model": own("a_map_of_logits"), "loss": own("hinge")}, r"returned \(4, 5, 6, 6\) for 4 images"),
         ({"loss": own("mean_hinge")}, r"returned \(\) for 4 samples: .*reduction='none'"),
+        ({"loss": own("a_list_of_losses")}, r"returned list for 4 samples: .*reduction='none'"),
+        ({"optimizer": own("no_optimizer")}, r"must return a torch\.optim\.Optimizer, got NoneType"),
         ({"loss": "hinge"}, r"train\.loss must be module:function or one of \['cross_entropy'\]"),
         ({"optimizer": "adam"}, r"train\.optimizer must be module:function or one of \['sgd', 'adamw'\]"),
     ],
@@ -179,17 +215,17 @@ def learner(num_classes: int = 5, **train: Any) -> Learner:
     return Learner(run, num_classes, CPU, 1)
 
 
+def batch_of(at: MicroBatchId, seed: int) -> Batch:
+    host, image = np.arange(4), torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(seed))
+    return Batch(at, seed, {"image": image, "label": torch.arange(4)}, torch.ones(4), host, host, 0)
+
+
 def learn(learner: Learner, steps: range) -> dict[str, Any]:
     """Its state after some steps, each on two given micro-batches, as a checkpoint gives it back."""
     for step in steps:
         learner.begin_step(0.01)
         for micro in range(2):
-            seed = 2 * step + micro
-            image = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(seed))
-            host = np.arange(4)
-            at = MicroBatchId("train", 0, step, micro)
-            fields = {"image": image, "label": torch.arange(4)}
-            batch = Batch(at, seed, fields, torch.ones(4), host, host, 0)
+            batch = batch_of(MicroBatchId("train", 0, step, micro), 2 * step + micro)
             learner.backward(batch, last=micro == 1)
         learner.end_step(step + 1)
     file = io.BytesIO()
@@ -234,14 +270,22 @@ def test_the_state_of_another_optimizer_is_refused(was: Any, now: Any) -> None:
         learner(optimizer=now).load(state)
 
 
-def test_a_label_outside_of_the_classes_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"sample 3 has label 3, outside \[0, 3\)"):
+def test_a_label_outside_of_the_classes_is_named_in_training_and_validation() -> None:
+    with pytest.raises(ConfigError, match=r"train sample 3 has label 3, outside \[0, 3\)"):
         learn(learner(num_classes=3), range(1))
+    with pytest.raises(ConfigError, match=r"val sample 3 has label 3, outside \[0, 3\)"):
+        learner(num_classes=3).evaluate(batch_of(MicroBatchId("val", 0, 0, 0), 0))
+
+
+def test_a_schedule_that_gives_no_number_is_named_with_the_step() -> None:
+    with pytest.raises(ConfigError, match=r"train\.lr_schedule=.*:lost at step 7 must be a finite number"):
+        build_schedule(TrainConfig(lr_schedule=own("lost")))(7, 10, 2, 0.4)
 
 
 def test_the_state_of_another_model_is_refused() -> None:
-    with pytest.raises(ConfigError, match="the checkpoint has a different model"):
-        learner(num_classes=6).load(learn(learner(), range(1)))
+    for other in (learner(num_classes=6), learner(model="resnet18")):  # torch names all of its parameters
+        with pytest.raises(ConfigError, match=r"the checkpoint has a different model: [^\n]{50,450}$"):
+            other.load(learn(learner(), range(1)))
 
 
 @pytest.mark.parametrize("name", ["sgd", "adamw"])

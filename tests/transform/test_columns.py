@@ -88,6 +88,7 @@ def test_arrays_are_of_one_shape_where_the_store_says_so_and_else_lists() -> Non
         ([None, None], None, "no value in any of the first 2 samples"),
         ([1, "a"], None, "values of several types, int, str"),
         (["red"], ColumnOptions(dtype="int64"), "holds no numbers"),
+        ([0.5], ColumnOptions(dtype="int64"), r"'a' has float64, and store\.columns\.a\.dtype is int64"),
         ([3], ColumnOptions(length=2), "declared with a length"),
         ([[1], [[2]]], None, "of several shapes"),
         ([[1]], ColumnOptions(length=2, fill=-1, dtype="uint8"), r"store\.columns\.a\.fill is -1, which uint8"),
@@ -299,11 +300,6 @@ def test_a_column_that_a_function_leaves_out_has_no_value() -> None:
     columns = maker({"a": [1]}, function=lambda columns: {"b": 1} if columns["a"] else {})
     with pytest.raises(SampleError, match="column 'b' has no value"):
         columns.one({"a": 0}, KEY)
-
-
-def test_the_image_is_no_column() -> None:
-    with pytest.raises(ConfigError, match=r"store\.columns names 'image', which batches have in any case"):
-        maker({"a": [1]}, ["a", "image"])
 
 
 def test_a_column_that_nobody_makes_is_refused() -> None:

@@ -16,10 +16,10 @@ from torchvision.transforms import v2
 
 from raypipe.config import TransformConfig
 from raypipe.errors import SampleError, TransformError
+from raypipe.lookup import place_of
 from raypipe.transform.contents import Content
 from raypipe.transform.decode import encode_jpeg
 from raypipe.transform.samples import EncodedSample
-from raypipe.transform.user_code import place_of
 
 IMAGE = EncodedSample(encode_jpeg(np.zeros((8, 8, 3), np.uint8)))
 MINE = """

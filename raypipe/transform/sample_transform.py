@@ -38,7 +38,7 @@ from raypipe.transform.jpeg import Box, Undecoded
 from raypipe.transform.kernel import DONE, Job
 from raypipe.transform.process_state import seed_process
 from raypipe.transform.program import Program, find_program
-from raypipe.transform.targets import TARGETS, target_pipeline
+from raypipe.transform.targets import TARGETS, by_pipeline, target_pipeline
 from raypipe.transform.user_code import rng_parameter
 
 Kind = Literal["none", "program", "albumentations", "torchvision", "plain"]
@@ -153,7 +153,7 @@ class SampleTransform:
         """Run the steps after the program: `with_targets` by the user's code, or a library."""
         self._seed(key)
         if self.kind == "albumentations":
-            made = self.transform(image=image, **targets)
+            made = by_pipeline(self.transform, image, targets)
         elif self.kind == "torchvision":
             import torch
             from torchvision import tv_tensors

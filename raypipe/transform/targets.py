@@ -192,10 +192,29 @@ def _finish_boxes(transformed: Any, decoded: np.ndarray, image: tuple[int, ...],
 
 def _finish_keypoints(transformed: Any, decoded: np.ndarray, image: tuple[int, ...], field: Field) -> np.ndarray:
     _check_number("keypoints", len(decoded), field)
-    keypoints = marked(transformed, image)
-    if len(keypoints) != len(decoded):
-        raise ConfigError(f"the transform left {len(keypoints)} of {len(decoded)} keypoints: it must keep all")
-    return keypoints
+    return marked(transformed, image)
+
+
+def by_pipeline(pipeline: Any, image: np.ndarray, targets: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """Return what a pipeline of Albumentations makes of an image and its targets, by keyword.
+
+    It loses keypoints that a distortion moves outside, or does not find again: they come back as outside.
+    """
+    if "keypoints" not in targets:
+        return pipeline(image=image, **targets)
+    kept, numbered = (targets["keypoints"].copy() for _ in range(2))
+    numbered[:, 2] = np.arange(len(numbered))
+    made = pipeline(image=image, **{**targets, "keypoints": numbered})
+    moved = np.asarray(made["keypoints"]).reshape(-1, 3)
+    numbers = moved[:, 2].astype(int)
+    if len(np.unique(numbers)) < len(numbers):
+        raise ConfigError(
+            f"the transform made {len(numbers)} keypoints of {len(kept)}: a border that repeats pixels repeats "
+            "keypoints, too; set its border_mode to 0 (cv2.BORDER_CONSTANT)"
+        )
+    kept[:, :2] = -1
+    kept[numbers, :2] = moved[:, :2]
+    return {**made, "keypoints": kept}
 
 
 def _check_number(name: str, number: int, field: Field) -> None:

@@ -21,7 +21,7 @@ from raypipe.transform.checks import check_transforms
 from raypipe.transform.decode import encode_jpeg
 from raypipe.transform.presets import build_transform
 from raypipe.transform.samples import EncodedSample
-from raypipe.transform.targets import IGNORE
+from raypipe.transform.targets import IGNORE, by_pipeline, marked, target_pipeline
 
 BOTH = {"mask": "seg", "boxes": "objects"}
 KEYS = np.random.SeedSequence(3).generate_state(80, np.uint64).reshape(40, 2)
@@ -234,6 +234,22 @@ class Mine(A.DualTransform):
 def test_a_transform_that_cannot_move_boxes_is_named_by_bad_samples() -> None:
     with pytest.raises(SampleError, match=r"the transform failed at .*: NotImplementedError: BBoxes .* Mine"):
         one(A.Compose([Mine(p=1)]), SCENES[0], (1, 2))
+
+
+def test_keypoints_that_a_distortion_loses_are_outside() -> None:
+    pipeline = target_pipeline(
+        A.Compose([A.Crop(0, 0, 20, 20), A.GridDistortion(distort_limit=(0, 0), p=1)]), ["keypoints"]
+    )
+    points, image = np.array([[90, 90, 5], [4, 6, 7], [30, 2, 5]], np.float32), np.zeros((100, 100, 3), np.uint8)
+    made = by_pipeline(pipeline, image, {"keypoints": points})
+    expected = [[-1, -1, -7], [4, 6, 7], [-1, -1, -7]]
+    assert np.abs(marked(made["keypoints"], (20, 20)) - expected).max() <= 1  # the library is a pixel off
+    assert made["keypoints"][:, 2].tolist() == [5, 7, 5]
+    mirror = A.Compose([A.PadIfNeeded(200, 200, border_mode=cv2.BORDER_REFLECT_101)])
+    with pytest.raises(
+        ConfigError, match=r"made \d+ keypoints of 3: a border that repeats pixels repeats keypoints"
+    ):
+        by_pipeline(target_pipeline(mirror, ["keypoints"]), image, {"keypoints": points})
 
 
 def test_boxes_that_a_transform_cuts_into_more_than_there_is_room_for() -> None:

@@ -398,11 +398,12 @@ def _close(running: Running, stop: Callable[[], None], batches: Any) -> None:
     deadline = time.monotonic() + _LEAVE_S
     while True:
         try:
-            return getattr(batches, "close", lambda: None)()
+            getattr(batches, "close", lambda: None)()
+            return
         except ValueError:
             stop()
             if running.reader == threading.get_ident() or time.monotonic() > deadline:
-                return None
+                return
             time.sleep(0.02)
 
 

@@ -21,7 +21,7 @@ _NOISE = re.compile(
     # Ray Data starts an actor with arguments in the object store, which are kept as long as it runs.
     r"has constructor arguments in the object store"
     # The actors of a finished execution are killed.
-    r"|submit failed\. There are infinite retries remaining.*killed by `ray\.kill`"
+    r"|failed\. There are infinite retries remaining.*killed by `ray\.kill`"
     # A killed actor's process ends before it has answered.
     r"|Failed to kill actor \w+, return status"
     # torch prints this for each process group.

@@ -11,12 +11,12 @@ import gc
 import threading
 from collections.abc import Generator, Iterator
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from raypipe.rayext.failures import cause_of
-from raypipe.rayext.ours import ours
+from raypipe.rayext.ours import ours, settings_of
 
 if TYPE_CHECKING:
     from ray.data import DataIterator
@@ -60,6 +60,18 @@ class _Begun:
 def coordinator_of(iterator: Any) -> Any:
     """Return the handle of the actor that runs an iterator's execution; None = this process runs it."""
     return getattr(iterator, "_coord_actor", None)
+
+
+def stop_execution(supervisor: Any) -> None:
+    """End a stream's execution in this process, if it still runs: another thread waits in `rows`, which then ends.
+
+    Args:
+        supervisor: handle of the stream's Supervisor.
+    """
+    for thread in threading.enumerate():
+        settings = settings_of(getattr(thread, "_data_context", None))
+        if settings and settings.supervisor is supervisor:
+            cast(Any, thread).shutdown(force=True)
 
 
 def begun(iterator: Any) -> Any:

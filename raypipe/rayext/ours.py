@@ -44,9 +44,9 @@ def is_ours() -> bool:
 
     # The thread of an execution has its context as an attribute; a thread that makes a dataset has set it.
     running = getattr(threading.current_thread(), "_data_context", None)
-    return has_settings(running or DataContext.get_current())
+    return settings_of(running or DataContext.get_current()) is not None
 
 
-def has_settings(context: Any) -> bool:
-    """Return whether a context belongs to one of raypipe's executions."""
-    return context.get_config(KEY) is not None
+def settings_of(context: Any) -> Any:
+    """Return raypipe's settings in the context of one of its executions; None for any other, or none."""
+    return context and context.get_config(KEY)

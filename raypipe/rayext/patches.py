@@ -37,7 +37,7 @@ from ray.data._internal.execution.operators import actor_pool_map_operator
 from ray.data._internal.stats import _StatsManager
 
 from raypipe.rayext.cluster import is_local
-from raypipe.rayext.ours import KEY, has_settings, is_ours, ours
+from raypipe.rayext.ours import KEY, is_ours, ours, settings_of
 
 Function = Callable[..., Any]
 
@@ -119,7 +119,7 @@ def _as_ours(method: Function) -> Function:
 
     @functools.wraps(method)
     def marked(self: Any, *args: Any, **options: Any) -> Any:
-        with ours() if has_settings(self._data_context) else contextlib.nullcontext():
+        with ours() if settings_of(self._data_context) else contextlib.nullcontext():
             return method(self, *args, **options)
 
     return marked

@@ -22,7 +22,7 @@ from raypipe.errors import ConfigError
 from raypipe.metrics.records import Folder
 from raypipe.mistakes import checks_keywords
 from raypipe.plan.places import Cursor
-from raypipe.rayext.iteration import begun
+from raypipe.rayext.iteration import begun, stop_execution
 from raypipe.rayext.watch import in_worker, this_process
 from raypipe.section import MAX_INT, Limits, check
 from raypipe.storage.filesystem import as_uri, open_filesystem
@@ -126,7 +126,8 @@ def loader(
             spec, start, max_actors, rank, world_size, in_train, apart=device.type == "cuda"
         )
         end = functools.partial(end_actors, supervisor, iterators, rank)
-        return Feed(host_batches(begun(iterators[rank])), supervisor, actors=actors, end=end)
+        stop = functools.partial(stop_execution, supervisor)
+        return Feed(host_batches(begun(iterators[rank])), supervisor, actors=actors, stop=stop, end=end)
 
     first = latest_of_train()
     if start_address and not first:

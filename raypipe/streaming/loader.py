@@ -5,10 +5,11 @@ If a micro-batch is not the one that the plan expects, the run ends.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import math
+import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
@@ -45,6 +46,7 @@ _logger = logging.getLogger(__name__)
 
 
 _INTERVAL_S = 10.0
+_LEAVE_S = 5.0  # time for another thread to leave its wait for a batch
 _INSTEAD = (
     "write `for epoch in loader.epochs():` and `for batch in epoch.train:`; it batches, shuffles and shards, so "
     "no DataLoader goes around it"
@@ -161,7 +163,8 @@ class Loader(Unlike, instead=_INSTEAD):
             ring=False if feed.draws_globally else None,
             on_copied=functools.partial(account.clocks["train"].add, "transfer"),
         )
-        closes = (functools.partial(_close, generator) for generator in (feed.batches, self._batches))
+        close = functools.partial(_close, self._running, feed.stop)
+        closes = (functools.partial(close, generator) for generator in (feed.batches, self._batches))
         self._running.begin(
             has_actors, feed.end, self.account.exported.end, self.account.chronicle.unfollow, *closes
         )
@@ -345,6 +348,7 @@ class Loader(Unlike, instead=_INSTEAD):
                     batch = self._next(MicroBatchId(split, epoch, step, micro))
                 except BaseException as error:  # this generator yields no more; it may be Ctrl-C
                     self._running.end(f"its next batch failed with {type(error).__name__}")
+                    _close(self._running, lambda: None, self._batches)  # another thread could not
                     raise
                 ends_step = micro + self.world_size >= per_step
                 if ends_step and split == "train":
@@ -363,6 +367,7 @@ class Loader(Unlike, instead=_INSTEAD):
     def _next(self, expected: MicroBatchId) -> Batch:
         self._check_running()
         account = self.account
+        self._running.reader = threading.get_ident()
         asked = account.asked()
         awaited = functools.partial(self.account.chronicle.awaited, self._supervisor)
         with self.account.chronicle.waiting(str(expected) if self.first_batch_s else "the first batch", awaited):
@@ -388,10 +393,18 @@ class Loader(Unlike, instead=_INSTEAD):
         return batch
 
 
-def _close(batches: Any) -> None:
-    """Close what may be a generator."""
-    with contextlib.suppress(ValueError):  # a thread that did not end in time is still in it
-        getattr(batches, "close", lambda: None)()
+def _close(running: Running, stop: Callable[[], None], batches: Any) -> None:
+    """Close what may be a generator. If a thread is in it, stop that, and wait a little for it to leave."""
+    deadline = time.monotonic() + _LEAVE_S
+    while True:
+        try:
+            getattr(batches, "close", lambda: None)()
+            return
+        except ValueError:
+            stop()
+            if running.reader == threading.get_ident() or time.monotonic() > deadline:
+                return
+            time.sleep(0.02)
 
 
 class Epochs(Iterator[Epoch]):

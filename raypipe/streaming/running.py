@@ -21,6 +21,7 @@ class Feed(NamedTuple):
         batches: micro-batches in host memory.
         supervisor: handle of the stream's supervisor, if it has one.
         actors: most transform actors of the pool, if this rank knows it.
+        stop: function that makes a thread that waits for a batch leave it.
         draws_globally: the thread that requests a batch makes it, from the process's generators: it must be the
             consumer's.
         end: function that ends all other parts, once the batches are closed.
@@ -30,6 +31,7 @@ class Feed(NamedTuple):
     supervisor: Any = None
     draws_globally: bool = False
     actors: int = 0
+    stop: Callable[[], None] = lambda: None
     end: Callable[[], None] = lambda: None
 
 
@@ -42,10 +44,12 @@ class Running:
 
     Attributes:
         why: reason of the stream's end; EXHAUSTED = it was read to its end; None = it has not ended.
+        reader: thread that asked for the last batch.
     """
 
     def __init__(self, close_record: Callable[[], None]) -> None:
         self.why: str | None = None
+        self.reader = 0
         self._close_record, self._ends, self._one_by_one = close_record, ExitStack(), threading.RLock()
         _all.add(self)
 

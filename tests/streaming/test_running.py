@@ -43,7 +43,8 @@ def test_a_stream_goes_on_after_the_end_of_ray_and_an_interrupted_start(stores: 
     command = [sys.executable, str(SUPPORT / "shut_down.py"), str(stores["train"])]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
-    why, places = done.stdout.splitlines()
+    why, places, thread = done.stdout.splitlines()
     assert why.startswith("the stream has ended, since Ray was shut down: ")
     assert places == "train-e0000-s000000-m000 train-e0000-s000001-m000"
+    assert thread == "it ended"
     assert "Traceback" not in done.stderr and "Exception raised" not in done.stderr

@@ -6,8 +6,11 @@ python tests/support/shut_down.py STORE
 from __future__ import annotations
 
 import _thread
+import contextlib
 import sys
 import threading
+import time
+from typing import Any
 
 import ray
 
@@ -16,8 +19,16 @@ from raypipe.config import PlanConfig, TransformConfig
 from raypipe.rayext.cluster import connect
 from raypipe.streaming.opening import open_stream
 
+
+def take_all(loader: Any) -> None:
+    with contextlib.suppress(raypipe.RaypipeError):
+        for epoch in loader.epochs():
+            for _ in epoch.train:
+                pass
+
+
 if __name__ == "__main__":
-    plan, transform = PlanConfig(epochs=100, micro_batch_size=10), TransformConfig(train="small", size=8)
+    plan, transform = PlanConfig(epochs=1000, micro_batch_size=10), TransformConfig(train="small", size=8)
     spec = open_stream(sys.argv[1], plan=plan, transform=transform)
     connect(num_cpus=1, object_store_bytes=150 << 20)
     loader = raypipe.loader(spec)
@@ -36,4 +47,9 @@ if __name__ == "__main__":
     except KeyboardInterrupt:
         loader.load_state_dict(loader.state_dict())
     print(first.position, next(next(loader.epochs()).train).position)
-    ray.shutdown()
+    thread = threading.Thread(target=take_all, args=(loader,), daemon=True)
+    thread.start()
+    time.sleep(0.3)
+    ray.shutdown()  # while another thread waits for a batch
+    thread.join(20.0)
+    print("it ended" if not thread.is_alive() and not ray.is_initialized() else "it goes on")

@@ -23,7 +23,7 @@ from raypipe.transform.columns import (
     numbers_of,
     rank,
 )
-from raypipe.transform.fields import LABEL
+from raypipe.transform.fields import IMAGE, LABEL
 from raypipe.transform.process_state import process_kept
 
 NUM_PROBED = 16  # samples that tell a column's type: one of them should have a value
@@ -93,6 +93,8 @@ def _of_store(
     for name in wanted:
         if name not in paths and function is None and name != LABEL:
             raise ConfigError(missing(store.address, name, store.columns, "store.columns"))
+        if paths.get(name, ("",))[0] == IMAGE:
+            raise ConfigError(f"store.columns names {name!r}: every batch has images, so leave it out")
     reads_class = label and LABEL not in paths
     if reads_class and function is None:
         _check_label(store)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from ray.train.collective import broadcast_from_rank_zero
 
 from raypipe.config import RunConfig
-from raypipe.errors import ConfigError, RaypipeError
+from raypipe.errors import BadSamplesError, ConfigError, RaypipeError
 from raypipe.logs import begin_phases, configure_logs, phase, progress, relay_progress
 from raypipe.plan.places import MicroBatchId
 from raypipe.rayext.console import quiet_trainer
@@ -289,7 +289,11 @@ class Trainer:
                 if is_due:
                     self._report()
         loss, accuracy, count = self._summed(sums).tolist()
-        loss, accuracy = loss / max(count, 1.0), accuracy / max(count, 1.0)
+        if not count:
+            raise BadSamplesError(
+                f"no sample of the validation can be read: `raypipe verify {self.run.store.val}` lists why"
+            )
+        loss, accuracy = loss / count, accuracy / count
         values, epoch = {"accuracy": accuracy, "loss": loss, "samples": int(count)}, batches.segment.epoch
         score = f"accuracy {accuracy:.4f}"
         if not self.learner.has_classes:

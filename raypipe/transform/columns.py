@@ -182,7 +182,7 @@ class ColumnMaker:
         if value is None:
             raise SampleError(f"column {name!r} has no value: fill it in, or leave the sample out")
         if column.kind == "json":
-            return {name: as_json(value)}
+            return {name: _as_json(name, value)}
         if column.kind in ("text", "bytes"):
             if not isinstance(value, str if column.kind == "text" else bytes):
                 raise SampleError(_varies(name, f"a {type(value).__name__}", column))
@@ -283,10 +283,16 @@ def _as_numpy(value: Any) -> Any:
     return np.asarray(value) if hasattr(value, "__array__") and not isinstance(value, np.generic) else value
 
 
-def as_json(value: Any) -> bytes:
+def _as_json(name: str, value: Any) -> bytes:
     """Any value, in UTF-8; what JSON has no form for, such as a date, as text."""
 
     def plain(part: Any) -> Any:
-        return part.tolist() if hasattr(part, "tolist") else str(part)
+        if hasattr(part, "tolist"):
+            return part.tolist()
+        text = str(part)
+        if isinstance(part, set | frozenset) or hex(id(part)) in text:
+            kind = type(part).__name__
+            raise SampleError(f"column {name!r} has a {kind}, whose text differs from process to process")
+        return text
 
     return json.dumps(value, default=plain, ensure_ascii=False).encode("utf-8", "surrogatepass")

@@ -99,6 +99,14 @@ def test_a_run_in_rays_copy_of_a_jobs_folder_is_refused_at_once(
     assert not list(copy.iterdir())
 
 
+@pytest.mark.parametrize("name", ["..", ".", "a/../.."])
+def test_a_name_that_leads_out_of_the_storage_path_is_refused(tmp_path: Path, name: str) -> None:
+    run = RunConfig(storage_path=str(tmp_path / "runs"), name=name)
+    with pytest.raises(ConfigError, match=r"--name .* leads out of .*runs"), located(run):
+        pass
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_run_is_asked_to_stop_until_the_request_is_taken_back(tmp_path: Path) -> None:
     run = tmp_path / "my runs"
     run.mkdir()

@@ -15,7 +15,7 @@ from small_runs import small_run
 from torch.nn.functional import mse_loss
 
 from raypipe.config import AugmentConfig, RunConfig, StoreConfig
-from raypipe.errors import ConfigError
+from raypipe.errors import BadSamplesError, ConfigError
 from raypipe.metrics.records import read_records
 from raypipe.stores import open_writer
 from raypipe.streaming.opening import spec_of
@@ -72,6 +72,19 @@ def test_a_run_learns_floats_and_reports_its_loss_and_no_accuracy(
     assert len(losses) == 4 and losses[-1] < 0.7 * losses[0]
     assert not any("accuracy" in record for record in validations)
     assert found["val_accuracy"] is None and found["val_loss"] == losses[-1]
+
+
+def test_a_validation_of_bad_samples_alone_is_an_error_and_no_loss_of_zero(folder: Path, tmp_path: Path) -> None:
+    plain = run(folder, tmp_path, "score")
+    damaged = tmp_path / "damaged.lmdb"
+    with open_writer(damaged, {"image": "binary", "score": "float64"}) as writer:
+        for _ in range(4):
+            writer.append({"image": b"no image", "score": 0.5})
+    store = dataclasses.replace(plain.store, val=str(damaged))
+    with pytest.raises(
+        BadSamplesError, match=r"no sample of the validation can be read: `raypipe verify .*damaged"
+    ):
+        without_ray.train(dataclasses.replace(plain, store=store))
 
 
 def outputs_of(config: RunConfig) -> int:

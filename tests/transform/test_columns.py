@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import datetime
 import io
 import json
 from typing import Any
@@ -254,6 +255,21 @@ def test_a_function_makes_the_columns_and_options_are_of_what_it_makes() -> None
     found = made(columns, ["the red cat"], ["x"])
     assert found.keys() == {"tokens", "tokens_length", "first"} and found["first"] == ["t", "x"]
     assert found["tokens"].tolist() == [[3, 3, 3], [1, 0, 0]]
+
+
+@pytest.mark.parametrize(
+    "value", [{"a", "b"}, object(), lambda: 0, {"nested": [object()]}], ids=["set", "object", "function", "nested"]
+)
+def test_what_has_another_text_in_each_process_is_refused(value: Any) -> None:
+    columns = maker({"a": [1]}, function=lambda columns: {"made": {} if columns["a"] else value})
+    with pytest.raises(SampleError, match=r"column 'made' has a \w+, whose text differs from process to process"):
+        columns.one({"a": 0}, KEY)
+
+
+def test_what_json_has_no_form_for_is_text() -> None:
+    day = datetime.date(2026, 11, 26)
+    columns = maker({"a": [1]}, function=lambda columns: {"made": {"day": day, "numbers": np.arange(2)}})
+    assert made(columns, [1])["made"] == [{"day": "2026-11-26", "numbers": [0, 1]}]
 
 
 def test_a_functions_draws_depend_on_the_key_and_not_the_transforms() -> None:

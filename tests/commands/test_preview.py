@@ -266,7 +266,7 @@ def test_the_command(stores: dict[str, Path], tmp_path: Path, capsys: pytest.Cap
     assert (tmp_path / "0.png").read_bytes() == (tmp_path / "1.png").read_bytes()
 
 
-def test_the_command_shows_what_a_filter_or_a_mixture_leaves_of_a_small_store(
+def test_the_command_shows_what_a_filter_or_mixture_leaves_of_a_store(
     stores: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     one = f"{{a: {stores['train']}, b: {stores['val']}}}"

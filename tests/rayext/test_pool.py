@@ -50,7 +50,7 @@ def test_nodes_come_and_go_for_a_starved_stream_not_a_slow_trainer(
     assert at_last["actors"] == 1
     texts = {name: [text for which, text in found["events"] if which == name] for name in ("fast", "slow")}
     assert any("the ranks waited for" in text and "of the actors were busy" in text for text in texts["fast"])
-    assert any("→ 1 transform actors: the ranks waited for 0%" in text for text in texts["fast"])
+    assert any(re.search(r"→ 1 transform actors: the ranks waited for \d%", text) for text in texts["fast"])
     if soak:
         assert most("nodes", "slow from the start") == most("actors", "slow from the start") == 1
         assert not [

@@ -312,7 +312,7 @@ def test_an_error_in_an_actor_reaches_the_consumer_as_one_clear_error(
     assert type(caught.value) is error
 
 
-def test_a_transform_that_cannot_be_sent_or_leaves_its_process_is_one_clear_error() -> None:
+def test_a_transform_that_cannot_be_sent_or_exits_is_one_clear_error() -> None:
     lock = threading.Lock()
 
     def locks(image: np.ndarray) -> np.ndarray:

@@ -270,7 +270,7 @@ def test_the_state_of_another_optimizer_is_refused(was: Any, now: Any) -> None:
         learner(optimizer=now).load(state)
 
 
-def test_a_label_outside_of_the_classes_is_named_in_training_and_validation() -> None:
+def test_a_label_outside_of_the_classes_is_named_in_both_splits() -> None:
     with pytest.raises(ConfigError, match=r"train sample 3 has label 3, outside \[0, 3\)"):
         learn(learner(num_classes=3), range(1))
     with pytest.raises(ConfigError, match=r"val sample 3 has label 3, outside \[0, 3\)"):

@@ -74,7 +74,7 @@ def test_a_run_learns_floats_and_reports_its_loss_and_no_accuracy(
     assert found["val_accuracy"] is None and found["val_loss"] == losses[-1]
 
 
-def test_a_validation_of_bad_samples_alone_is_an_error_and_no_loss_of_zero(folder: Path, tmp_path: Path) -> None:
+def test_a_validation_of_bad_samples_alone_is_an_error(folder: Path, tmp_path: Path) -> None:
     plain = run(folder, tmp_path, "score")
     damaged = tmp_path / "damaged.lmdb"
     with open_writer(damaged, {"image": "binary", "score": "float64"}) as writer:

@@ -107,7 +107,7 @@ def located(run: RunConfig, prefix: str = "") -> Iterator[tuple[RunConfig, str, 
         check_owner(run.resume, run.trust_run_code)
         parent, name = split(run.resume)
         run = dataclasses.replace(run, storage_path=parent or ".", name=name)
-    if {".", ".."} & set(run.name.split("/")):
+    elif {".", ".."} & set(run.name.split("/")):
         raise ConfigError(f"--name {run.name} leads out of {run.storage_path}: choose another one")
     run_uri = join(as_uri(run.storage_path), run.name)
     check_lasting(run_uri, "storage_path")

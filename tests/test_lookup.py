@@ -10,7 +10,7 @@ import pytest
 
 import raypipe
 from raypipe.errors import ConfigError
-from raypipe.lookup import DISTRIBUTION, differences, import_name, versions
+from raypipe.lookup import DISTRIBUTION, differences, import_name, place_of, versions
 
 ROOT = Path(__file__).parents[1]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -74,3 +74,11 @@ def test_packages_are_other_ones_by_version_and_not_by_build() -> None:
     here = versions()
     assert differences(here | {"torch": f"{str(here['torch']).partition('+')[0]}+cu130"}) == ""
     assert differences(here | {"numpy": "1.0"}) == f"numpy {here['numpy']} instead of 1.0"
+
+
+def test_an_error_without_frames_of_others_has_a_place_all_the_same() -> None:
+    assert place_of(ValueError("never raised")) == "an unknown place"
+    try:
+        int("x")
+    except ValueError as error:
+        assert place_of(error).startswith(__file__.removeprefix(f"{Path.cwd()}/"))

@@ -284,7 +284,10 @@ def _moves(what: str) -> ConfigError:
 
 
 def _applied(module: Any, image: torch.Tensor) -> torch.Tensor:
-    # Drawn on the host: the module was never moved to the device. Kornia moves what it needs, not waiting.
+    """Apply a module of Kornia's; it draws on the host, since it was never moved to the device.
+
+    Kornia moves what it needs, not waiting.
+    """
     return module(image, params=module.forward_parameters(image.shape))
 
 

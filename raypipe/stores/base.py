@@ -144,7 +144,7 @@ class FileStore(ABC, Generic[C]):
             self.close()
         if self._opened is None:
             opened = self._open()
-            if self._identity not in ("", _identity_of(opened)):
+            if self._identity and self._identity != _identity_of(opened):
                 raise StoreError(
                     f"{self.address} has other contents on this machine ({socket.gethostname()}), or by now, than "
                     "where it was opened first: give all nodes the same files, and leave them as they are"
@@ -379,9 +379,10 @@ class MemoryStore:
                 digest.update(str(values.dtype).encode() + values.tobytes())
                 continue
             for value in values:
-                content = value if isinstance(value, bytes) else repr(value).encode()
                 if isinstance(value, np.ndarray) and value.dtype.kind != "O":  # its repr shows it in part
                     content = f"{value.dtype}{value.shape}".encode() + value.tobytes()
+                else:
+                    content = value if isinstance(value, bytes) else repr(value).encode()
                 digest.update(f"{type(value).__name__}:{len(content)}:".encode())
                 digest.update(content)
         return digest.hexdigest()

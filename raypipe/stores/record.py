@@ -54,7 +54,6 @@ _FIXED_CODES = {"int64": "q", "float64": "d"}
 _LENGTH = struct.Struct("<I")
 _NONE = 0xFFFFFFFF
 
-
 _INTEGERS = bool | int | np.integer | np.bool_
 _JSON = list | dict | np.ndarray
 _NO_JSON = (TypeError, ValueError, AttributeError)

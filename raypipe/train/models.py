@@ -144,14 +144,11 @@ def fit_state(optimizer: torch.optim.Optimizer) -> None:
 def build_schedule(config: TrainConfig) -> Schedule:
     if config.lr_schedule == "cosine":
         return learning_rate
-    schedule, setting = (
-        import_name(config.lr_schedule, "train.lr_schedule"),
-        f"train.lr_schedule={config.lr_schedule}",
-    )
+    schedule = import_name(config.lr_schedule, "train.lr_schedule")
 
     def checked(step: int, *others: float) -> float:
-        # It may return a number of numpy's, which a checkpoint cannot hold.
-        return float(check(f"{setting} at step {step}", schedule(step, *others), Float32))
+        rate = check(f"train.lr_schedule={config.lr_schedule} at step {step}", schedule(step, *others), Float32)
+        return float(rate)  # it may be a number of numpy's, which a checkpoint cannot hold
 
     return checked
 

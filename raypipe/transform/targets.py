@@ -202,7 +202,8 @@ def by_pipeline(pipeline: Any, image: np.ndarray, targets: Mapping[str, np.ndarr
     """
     if "keypoints" not in targets:
         return pipeline(image=image, **targets)
-    kept, numbered = (targets["keypoints"].copy() for _ in range(2))
+    kept = targets["keypoints"].copy()
+    numbered = kept.copy()
     numbered[:, 2] = np.arange(len(numbered))
     made = pipeline(image=image, **{**targets, "keypoints": numbered})
     moved = np.asarray(made["keypoints"]).reshape(-1, 3)
@@ -296,11 +297,12 @@ def target_pipeline(transform: Any, targets: Collection[str]) -> Any:
         return None
     library = sys.modules.get("albumentations")
     if library is None or type(transform) is not library.Compose:
-        package, name = type(transform).__module__.partition(".")[0], type(transform).__name__
+        package = type(transform).__module__.partition(".")[0]
+        kind = f"{package}.{type(transform).__name__}".removeprefix("builtins.")
         raise ConfigError(
             f"{', '.join(f'transform.{name}_column' for name in sorted(targets))} needs an albumentations."
-            f"Compose, and the transform is a {f'{package}.{name}'.removeprefix('builtins.')}: name a preset of "
-            "raypipe's own, wrap it in albumentations.Compose([…]), or leave it out"
+            f"Compose, and the transform is a {kind}: name a preset of raypipe's own, wrap it in "
+            "albumentations.Compose([…]), or leave it out"
         )
     processor = transform.processors.get("bboxes")
     params, boxes = None, "boxes" in targets

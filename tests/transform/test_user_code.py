@@ -16,7 +16,6 @@ from torchvision.transforms import v2
 
 from raypipe.config import TransformConfig
 from raypipe.errors import SampleError, TransformError
-from raypipe.lookup import place_of
 from raypipe.transform.contents import Content
 from raypipe.transform.decode import encode_jpeg
 from raypipe.transform.samples import EncodedSample
@@ -95,14 +94,6 @@ def test_a_file_below_the_current_folder_is_named_from_there(
     monkeypatch.chdir(tmp_path)
     made = module(tmp_path / "code" / "mine.py")
     assert failure(made.transform).startswith(f"the transform failed at {Path('code', 'mine.py')}:6 in")
-
-
-def test_an_error_without_frames_of_others_has_a_place_all_the_same() -> None:
-    assert place_of(ValueError("never raised")) == "an unknown place"
-    try:
-        int("x")
-    except ValueError as error:
-        assert place_of(error).startswith(__file__.removeprefix(f"{Path.cwd()}/"))
 
 
 def test_an_error_is_one_line_however_much_a_library_prints() -> None:

@@ -428,7 +428,7 @@ class AugmentConfig(Section, prefix="augment."):
         return self.strength if isinstance(self.strength, tuple) else (0.0, self.strength, 0.0)
 
     def strength_at(self, progress: float) -> float:
-        """Return the strength at a share of the run, in [0, 1)."""
+        """Return the strength at a share of the run, in [0, 1]."""
         rise, peak, fall = self._ramps
         if progress < rise:
             return peak * progress / rise

@@ -28,7 +28,7 @@ from raypipe.logs import configure_logs, log_place
 from raypipe.metrics.records import Folder
 from raypipe.metrics.timing import StageTimes
 from raypipe.mistakes import Unlike
-from raypipe.plan.places import CURSOR_FILE, Cursor, MicroBatchId, Split
+from raypipe.plan.places import CURSOR_FILE, Cursor, MicroBatchId, Split, TrainStep
 from raypipe.plan.schedule import Segment
 from raypipe.rayext.trainer_notice import Notice
 from raypipe.storage.files import write_text
@@ -306,9 +306,9 @@ class Loader(Unlike, instead=_INSTEAD):
         return self.plan.config.epochs
 
     @property
-    def global_step(self) -> int:
+    def global_step(self) -> TrainStep:
         """Training steps done, through all epochs, according to the cursor."""
-        return self.account.step_of(self.cursor)
+        return self.plan.global_step(self.cursor)
 
     def close(self) -> None:
         """End the stream and its record now. One whose loop was left, or that was dropped, needs no closing."""
@@ -380,14 +380,14 @@ class Loader(Unlike, instead=_INSTEAD):
             raise RaypipeError(
                 f"rank {self.rank} expected {expected}, the stream {got}: please report this as a bug"
             )
-        log_place(split=expected.split, epoch=expected.epoch, step=self.plan.global_step(expected))
+        log_place(split=expected.split, epoch=expected.epoch, step=self.plan.step_of_split(expected))
         if self.account.exported.is_due():
             account.export(self.cursor)
         account.num_bad += batch.num_bad
         if self.plan.sources:
             batch = replace(batch, source=self.plan.source_of(batch.index))
         if self.augment is not None:
-            batch = self.augment.of_batch(batch, account.strength(expected.epoch, expected.step))
+            batch = self.augment.of_batch(batch, account.strength(self.plan.global_step(expected)))
         num_images = int((batch.index >= 0).sum())
         account.handed_out(expected.split, arrived, images=num_images, read_s=batch.read_s, work_s=batch.work_s)
         return batch

@@ -245,7 +245,7 @@ class MicroBatchMaker:
         self._budget.spend(outcome.bad, len(outcome.batch.index))
 
     def _log_place(self, at: MicroBatchId) -> None:
-        log_place(split=at.split, epoch=at.epoch, step=self.plan.global_step(at))
+        log_place(split=at.split, epoch=at.epoch, step=self.plan.step_of_split(at))
 
     def _read(self, split: Split, index: int) -> EncodedSample:
         return read_samples(self._stores[split], np.array([index]), self._spec.wanted)[0]

@@ -30,6 +30,7 @@ from raypipe.metrics.timing import StageTimes
 from raypipe.mistakes import Unlike
 from raypipe.plan.places import CURSOR_FILE, Cursor, MicroBatchId, Split, TrainStep
 from raypipe.plan.schedule import Segment
+from raypipe.rayext.sentry import Sentry
 from raypipe.rayext.trainer_notice import Notice
 from raypipe.storage.files import write_text
 from raypipe.storage.filesystem import join
@@ -165,9 +166,12 @@ class Loader(Unlike, instead=_INSTEAD):
         )
         close = functools.partial(_close, self._running, feed.stop)
         closes = (functools.partial(close, generator) for generator in (feed.batches, self._batches))
-        self._running.begin(
-            has_actors, feed.end, self.account.exported.end, self.account.chronicle.unfollow, *closes
-        )
+        ends = [feed.end, account.exported.end, account.chronicle.unfollow, *closes]
+        if has_actors:
+            sentry = Sentry(feed.supervisor, self.rank, account.chronicle.waited_s)
+            sentry.start()
+            ends.insert(1, sentry.stop)  # before its Supervisor ends, and after the last wait for a batch
+        self._running.begin(has_actors, *ends)
 
     def epochs(self) -> Epochs:
         """Iterate once over the remaining epochs; the first may be the rest of one.
@@ -370,7 +374,8 @@ class Loader(Unlike, instead=_INSTEAD):
         self._running.reader = threading.get_ident()
         asked = account.asked()
         awaited = functools.partial(self.account.chronicle.awaited, self._supervisor)
-        with self.account.chronicle.waiting(str(expected) if self.first_batch_s else "the first batch", awaited):
+        thing = str(expected) if self.first_batch_s else "the first batch"
+        with account.chronicle.waiting(thing, awaited, is_batch=True):
             batch = next(self._batches, None)
         if batch is None:
             self._check_running()

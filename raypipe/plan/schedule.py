@@ -290,6 +290,12 @@ class Plan:
         repeats = mix64(draws.repeats.astype(np.uint64))
         return mix64(keys ^ draws.indices.astype(np.uint64)[:, None] ^ np.stack([repeats, mix64(repeats)], axis=1))
 
+    def substitute_keys(self, split: Split, bad: Draws, index: int) -> np.ndarray:
+        """The keys, uint64 (1, 2), of a sample that replaces the one of a draw; its own draws have others."""
+        of_bad = self.sample_keys(split, bad)
+        own = self.sample_keys(split, bad._replace(indices=np.array([index])))
+        return mix64(own ^ mix64(of_bad ^ np.uint64(Domain.SUBSTITUTE)))
+
     def micro_batch_seed(self, at: MicroBatchId) -> int:
         """The seed, in [0, 2^63), of all that is drawn once per micro-batch: augmentation, dropout."""
         parts = (_SPLIT_CODE[at.split], at.epoch, at.step, at.micro)

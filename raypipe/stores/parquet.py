@@ -168,7 +168,10 @@ class _Groups(TableColumns):
         _check_size(group, leaves)
 
         def read(file: pa.NativeFile) -> pa.Table:
-            reader = pq.ParquetFile(file, metadata=group.metadata, pre_buffer=True)
+            # Pages that have a checksum are compared with it; pyarrow's default leaves damage unnoticed.
+            reader = pq.ParquetFile(
+                file, metadata=group.metadata, pre_buffer=True, page_checksum_verification=True
+            )
             # One thread, since a reader inside an actor only has that actor's CPUs.
             return reader.read_row_group(group.number, columns=leaves, use_threads=False)
 

@@ -181,7 +181,7 @@ def _opened(store: Store | str | Path, options: Mapping[str, str]) -> Store:
 
 def with_digits(run: RunConfig) -> RunConfig:
     """The run, on the digits that raypipe ships where it names no store; they are written on first use."""
-    if run.store.train:
+    if run.store.train != "":  # an empty mapping names no store, which is an error
         return run
     from raypipe.stores.destination import digits_stores  # this imports the writers
 

@@ -170,8 +170,9 @@ def _opened(store: Store | str | Path, options: Mapping[str, str]) -> Store:
             f"a {type(store).__name__} is not a store: it lacks {lacking[0]}; give an address, or {{NAME: "
             "ADDRESS, …} for a mixture (docs/formats.md shows raypipe.convert, and how to write a store)"
         )
-    if options:
-        (setting, value), *_ = options.items()
+    for setting, value in options.items():
+        if not value:  # a stream of any store may have no target
+            continue
         raise ConfigError(
             f"{setting}={value!r} is for an address, and {store.address} is an open store: give the option to "
             "raypipe.open_store"

@@ -116,8 +116,8 @@ class StoreConfig(Section, prefix="store."):
         super().__post_init__()
         if self.train == {}:
             raise ConfigError(
-                "store.train names no store: give its address, or {NAME: ADDRESS, …}; leave it out to train on the "
-                "digits that raypipe ships"
+                "store.train names no store: give its address, or {NAME: ADDRESS, …}; leave it out to train on "
+                "the digits that raypipe ships"
             )
         column_options(self.columns)
 

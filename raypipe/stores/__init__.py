@@ -37,8 +37,8 @@ _STORES = {
 }
 # What to do where a kind of store lacks an option.
 _INSTEAD = {
-    "image_column": ": its images have no other name, so leave image_column out; `raypipe convert` copies a store with "
-    "the images of another column"
+    "image_column": ": its images have no other name, so leave image_column out; give it to `raypipe convert`, "
+    "which copies another column's images as `image`"
 }
 _ENDS = ("lmdb", "parquet", "tar")  # suffix of a file's name = its kind
 
@@ -102,9 +102,8 @@ def open_store(address: str | Path, **options: Any) -> Store:
     known = list(signature(make).parameters)
     for option, value in options.items():
         if option not in known:
-            raise ConfigError(
-                f"{option}={value!r}: {address} is {kind}, which has no option {option!r}{_INSTEAD.get(option, '')}"
-            )
+            instead = _INSTEAD.get(option, "")
+            raise ConfigError(f"{option}={value!r}: {address} is {kind}, which has no option {option!r}{instead}")
     return make(text, **options)
 
 
@@ -113,8 +112,8 @@ def store_options(image_column: str = "image", target_column: str = "label") -> 
 
     Args:
         image_column: name of the image column; for WebDataset, the suffix of the images.
-        target_column: name of the label column; for WebDataset, the suffix of the labels, or their JSON field; "" =
-            no label is needed.
+        target_column: name of the label column; for WebDataset, the suffix of the labels, or their JSON field;
+            "" = no label is needed.
     """
     options = {}
     if image_column not in ("image", ""):

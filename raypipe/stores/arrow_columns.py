@@ -1,8 +1,8 @@
 """Columns of Arrow tables as columns of a store: which of them are image and label, and their values.
 
-An encoded file, such as an image or a mask, is bytes, of any of Arrow's physical types for bytes, or Hugging Face's
-`struct{bytes, path}` of such. Each image is a view of its column's buffer, so one image keeps the whole buffer in
-memory.
+An encoded file, such as an image or a mask, is bytes, of any of Arrow's physical types for bytes, or Hugging
+Face's `struct{bytes, path}` of such. Each image is a view of its column's buffer, so one image keeps the whole
+buffer in memory.
 """
 
 from __future__ import annotations

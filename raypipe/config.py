@@ -114,6 +114,11 @@ class StoreConfig(Section, prefix="store."):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.train == {}:
+            raise ConfigError(
+                "store.train names no store: give its address, or {NAME: ADDRESS, …}; leave it out to train on "
+                "the digits that raypipe ships"
+            )
         column_options(self.columns)
 
 

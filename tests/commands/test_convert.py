@@ -322,7 +322,7 @@ class TestConvert:
         out = tmp_path / "out"
         out.mkdir()
         with pytest.raises(SampleError, match="sample 0"):
-            convert(Slow([b"x"] * 12_800, [0] * 12_800), out / "copy.lmdb", shards=6)
+            convert(Slow([IMAGES[0]] * 12_800, [0] * 12_800), out / "copy.lmdb", shards=6)
         size = log.stat().st_size
         assert names(out) == []
         time.sleep(0.6)

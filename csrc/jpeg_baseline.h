@@ -71,8 +71,9 @@ static int read_codes(const uint8_t *body, size_t size, FileTables *tables)
         JHUFF_TBL *table = is_ac ? &tables->ac[number] : &tables->dc[number];
         memcpy(table->bits + 1, body + 1, CODE_BITS);
         table->bits[0] = 0;
-        memcpy(table->huffval, body + 17, num);
-        memset(table->huffval + num, 0, 256 - num);
+        Writer symbols = writer_of(table->huffval, sizeof table->huffval);
+        if (!put(&symbols, reader_of(body + 17, num)) || !put_zeros(&symbols, symbols.left))
+            return 0;
         *(is_ac ? &tables->has_ac : &tables->has_dc) |= 1u << number;
         body += 17 + num;
         size -= 17 + num;
@@ -174,7 +175,8 @@ static int read_baseline(const uint8_t *data, size_t size, Frame *frame, FileTab
 static int scan_of(const Frame *frame, const FileTables *tables, const uint8_t *end, Scan *scan)
 {
     const int mcu_width = DCTSIZE * frame->h, mcu_height = DCTSIZE * frame->v;
-    *scan = (Scan){.data = frame->codes, .end = end, .interval = frame->interval, .places = PAIRED_PLACES};
+    *scan = (Scan){.codes = reader_of(frame->codes, (size_t)(end - frame->codes)), .interval = frame->interval,
+                   .places = PAIRED_PLACES};
     scan->columns = (JDIMENSION)((frame->width + mcu_width - 1) / mcu_width);
     scan->num_mcus = (unsigned long)scan->columns * (unsigned long)((frame->height + mcu_height - 1) / mcu_height);
     for (int i = 0; i < frame->num_components; i++) {
@@ -282,7 +284,8 @@ AVX2 static int decode_baseline(
     const int first_row = (box.top > reach_y ? box.top - reach_y : 0) / mcu_height;
     const int last_row = ((bottom + reach_y < frame.height ? bottom + reach_y : frame.height) - 1) / mcu_height;
 
-    uint8_t *clean = reserve(&baseline->clean, (size_t)(data + size - frame.codes) + PADDING);
+    const size_t clean_bytes = scan.codes.left + PADDING;
+    uint8_t *clean = reserve(&baseline->clean, clean_bytes);
     const int num_columns = last_column - first_column + 1;
     const size_t luma_bytes = (size_t)num_columns * (size_t)mcu_width + ROW_SLACK;
     const size_t chroma_bytes = (size_t)num_columns * DCTSIZE + ROW_SLACK;
@@ -291,7 +294,8 @@ AVX2 static int decode_baseline(
     const size_t sums_bytes = sizeof(int16_t) * (chroma_bytes + ROW_SLACK);
     uint8_t *rows = reserve(&baseline->rows, 3 * (luma_bytes + ROW_SLACK) + sums_bytes);
     if (!clean || !samples || !rows ||
-        !begin_scan(entropy, codes, &scan, clean, (JDIMENSION)first_column, (JDIMENSION)last_column))
+        !begin_scan(entropy, codes, &scan, writer_of(clean, clean_bytes), (JDIMENSION)first_column,
+                    (JDIMENSION)last_column))
         return 0;
     Plane planes[3];
     for (int i = 0; i < 3; i++) {

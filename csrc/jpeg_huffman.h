@@ -220,6 +220,8 @@ static int build(Table *table, const JHUFF_TBL *source, int is_dc)
                 }
             }
         }
+        if (source->bits[length] && code >> length) /* no code is of ones alone: libjpeg refuses such a table */
+            return 0;
         table->limit[length] = code << (CODE_BITS - length);
     }
     if (!is_dc)

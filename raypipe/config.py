@@ -16,7 +16,7 @@ Mixture = dict[str, float] | dict[int, dict[str, float]]
 Shuffle = Literal["auto", "global", "window", "off"]
 CropDecode = Literal["off", "exact", "scaled"]
 
-_MAX_PIXELS = (1 << 30) // 6  # the most pixels of an image, before and after decoding
+_MAX_PIXELS = (5 << 28) // 6  # the most pixels of an image, before and after decoding
 
 AtLeast1 = Annotated[int, Limits(1, MAX_INT)]
 AtLeastMinus1 = Annotated[int, Limits(-1, MAX_INT)]

@@ -18,7 +18,7 @@ from raypipe.config import (
     TransformConfig,
 )
 from raypipe.errors import ConfigError
-from raypipe.transform.image_header import MAX_PIXELS
+from raypipe.transform.limits import MAX_PIXELS
 
 SECTIONS = (StoreConfig, PlanConfig, TransformConfig, PoolConfig, AugmentConfig, TrainConfig, RunConfig)
 
@@ -122,7 +122,7 @@ UNFIT = [
     Point(PlanConfig, {"weights": float("inf")}, "plan.weights must be a string or a number from 0 to 8, got inf"),
     Point(TransformConfig, {"size": "224"}, "transform.size must be a whole number .* or {.*}, got '224'"),
     Point(TransformConfig, {"size": 1.5}, "transform.size must be a whole number .*, got 1.5"),
-    Point(TransformConfig, {"size": {0: 10**6}}, r"transform.size\[0\] must be .* from 1 to 13377, got 1000000"),
+    Point(TransformConfig, {"size": {0: 10**6}}, r"transform.size\[0\] must be .* from 1 to 14956, got 1000000"),
     Point(AugmentConfig, {"mean": (float("nan"), 0, 0)}, r"augment.mean\[0\] must be a finite number, got nan"),
     Point(StoreConfig, {"columns": {"a": {"length": 10**12}}}, "columns.a.length must be .* from 0 to 16777216"),
     Point(StoreConfig, {"columns": "caption"}, r"store.columns must be \[string, …\] or .*, got 'caption'"),

@@ -184,7 +184,7 @@ class Trainer:
         begins_step, first, lr = True, not self.loader.times().images, 0.0
         for batch in batches:
             if begins_step:
-                lr, samples = self._schedule(plan.global_step(batch.position), total, warmup, config.lr), []
+                lr, samples = self._schedule(plan.global_step(batch.position), total, warmup, self.run.peak_lr), []
                 self.learner.begin_step(lr)
             begins_step = batch.ends_step
             samples.append((batch.position, batch.index.tolist()))

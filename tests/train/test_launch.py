@@ -237,7 +237,7 @@ def test_a_resume_with_other_settings_names_them_with_both_values(tmp_path: Path
     assert changes(RUN, uri) == ""
     plan, train = dataclasses.replace(RUN.plan, seed=7), dataclasses.replace(RUN.train, lr=0.5)
     changed = changes(dataclasses.replace(RUN, plan=plan, train=train), uri)
-    assert changed == "plan.seed=7 (was 0), train.lr=0.5 (was 0.1)"
+    assert changed == "plan.seed=7 (was 0), train.lr=0.5 (was 0.0)"
     (tmp_path / "config.yaml").write_text("{")
     assert changes(RUN, uri) == ""
 

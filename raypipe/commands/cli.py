@@ -22,7 +22,7 @@ from raypipe.commands import audit, bench, doctor, status
 from raypipe.commands.parser import error_text, fail, meant, printing, settings_text
 from raypipe.commands.settings import parse_command
 from raypipe.config import RunConfig
-from raypipe.errors import ConfigError, RaypipeError
+from raypipe.errors import ConfigError, RaypipeError, without_credentials
 from raypipe.logs import configure_logs, is_json, phase, print_any_letter, table
 from raypipe.lookup import version_of
 from raypipe.storage.filesystem import is_remote
@@ -33,7 +33,7 @@ from raypipe.train.model_names import check_model
 if TYPE_CHECKING:
     from raypipe.streaming.spec import StreamSpec
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("raypipe.commands.cli")  # also where `python -m` runs it
 
 
 def train(run: RunConfig) -> dict[str, Any]:
@@ -247,7 +247,10 @@ def _finish(
             sys.exit(code)
     except RaypipeError as error:
         _shutdown()
-        sys.stderr.write(error_text(str(error)))
+        if is_json():
+            logger.error("%s", without_credentials(str(error)))
+        else:
+            sys.stderr.write(error_text(str(error)))
         sys.exit(1)
     except Stopped:
         sys.exit(os.EX_TEMPFAIL)

@@ -540,3 +540,23 @@ def test_a_store_that_does_not_exist_is_named_before_torch_is_loaded(tmp_path: P
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert ended.returncode == 1 and "no.lmdb does not exist" in ended.stderr, ended.stderr
     assert "loading Ray and torch" not in ended.stdout
+
+
+def test_the_last_line_of_a_failure_is_json_with_json_logs(tmp_path: Path) -> None:
+    store = str(tmp_path / "no.lmdb")
+    command = [
+        sys.executable,
+        "-m",
+        "raypipe.commands.cli",
+        "train",
+        "--log-format",
+        "json",
+        "--store.train",
+        store,
+    ]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    lines = (ended.stdout + ended.stderr).splitlines()
+    assert ended.returncode == 1
+    assert [json.loads(line) for line in lines]  # each of them
+    last = json.loads(ended.stderr.splitlines()[-1])
+    assert last["level"] == "ERROR" and last["message"] == f"{store} does not exist"

@@ -68,7 +68,9 @@ class Preview:
             for row, (place, _) in zip(rows, places, strict=True):
                 if place is None:
                     num_draws = min(_MAX_DRAWS, self.plan.steps_per_epoch * self.plan.global_batch_size)
-                    reason = f"not among the first {num_draws:,} draws of this epoch"
+                    reason = "not drawn in this epoch"
+                    if num_draws == _MAX_DRAWS:
+                        reason = f"not among the first {num_draws:,} draws of this epoch"
                     row += [Tile(None, (), reason), *[Tile(None)] * (len(names) - 1)]
         return rows, names
 

@@ -35,6 +35,7 @@
 #endif
 
 #include "jpeg_baseline.h"
+#include "jpeg_header.h"
 #include "jpeg_huffman.h"
 
 /* Output columns. Chroma's interpolation reaches 1 chroma sample to each side, which is 2 pixels; and rows of fewer
@@ -242,11 +243,11 @@ static void start_without_tables(struct jpeg_decompress_struct *info, JHUFF_TBL 
     }
 }
 
-/* The column of `out`, height x columns x 3 bytes, in which the rectangle begins; or -1, and trouble->message. Of
- * `rows_read`, a byte for each, those that are 0 may be left as they are; NULL: none. */
+/* The column of `out`, height x columns x 3 bytes, in which the rectangle begins; or -1, and trouble->message. The header
+ * is that of `data`, from read_header. Of `rows_read`, a byte for each, those that are 0 may be left as they are; NULL: none. */
 static int decode_crop(
-    Decoder *decoder, const unsigned char *data, size_t size, Crop crop, const uint8_t *rows_read, int simd,
-    unsigned char *out)
+    Decoder *decoder, const Header *header, const unsigned char *data, size_t size, Crop crop, const uint8_t *rows_read,
+    int simd, unsigned char *out)
 {
     struct jpeg_decompress_struct *info = &decoder->info;
     Trouble *trouble = &decoder->trouble;
@@ -260,7 +261,7 @@ static int decode_crop(
 #ifdef HAS_AVX2
     const Rectangle box = {(int)crop.left, (int)crop.top, (int)crop.width, (int)crop.height};
     if (simd == SIMD_AVX2 && crop.eighths == 8 && crop.width <= crop.columns &&
-        decode_baseline(&decoder->baseline, entropy, &decoder->tables, data, size, &seek, box, rows_read,
+        decode_baseline(&decoder->baseline, entropy, &decoder->tables, header, data + size, &seek, box, rows_read,
                         crop.to_end, out, (ptrdiff_t)crop.columns * 3))
         return 0;
 #endif
@@ -276,6 +277,9 @@ static int decode_crop(
     jpeg_mem_src(info, (unsigned char *)data, (unsigned long)size);
     jpeg_read_header(info, TRUE);
     forget_tables(info);
+    if ((int)info->image_height != header->height || (int)info->image_width != header->width ||
+        info->num_components != header->num_components || (info->progressive_mode != 0) != header->is_progressive)
+        refuse(trouble, "libjpeg reads another header");
     if (!is_usual(info))
         refuse(trouble, "an unusual kind of JPEG");
     const int is_own = !info->progressive_mode && !info->arith_code && !jpeg_has_multiple_scans(info);

@@ -1,7 +1,7 @@
 /* The images of a micro-batch in one call: the optional extension behind raypipe/transform/kernel.py, jpeg.py and stores/lmdb_pages.py.
  *
  *     sizes(images) -> bytes
- *         int32 (B, 3): height, width, and 1 where there is EXIF; 0, 0, 0 of pixels, and what run() does not take, by
+ *         int32 (B, 3): height, width, and 1 where EXIF or XMP may turn it; 0, 0, 0 of pixels, and what run() does not take, by
  *         its header
  *     run(images, jobs, threads, to_end) -> bytes
  *         B statuses, see image.h. A job is (ops, params, out, chroma); each makes an image of each image.
@@ -316,6 +316,7 @@ static PyObject *py_decode_crop(PyObject *self, PyObject *args)
         return NULL;
     PyObject *result = NULL;
     Worker *worker = take_worker();
+    Header header;
     /* Sizes that cannot overflow: JPEG_MAX_DIMENSION is 65,500. */
     if (!worker) {
         PyErr_NoMemory();
@@ -325,12 +326,14 @@ static PyObject *py_decode_crop(PyObject *self, PyObject *args)
         PyErr_SetString(PyExc_ValueError, "no such crop or scale");
     } else if ((unsigned long long)out.len != (unsigned long long)height * columns * 3) {
         PyErr_Format(PyExc_ValueError, "out has %zd bytes, not %u x %u x 3", out.len, height, columns);
+    } else if (!read_header(data.buf, (size_t)data.len, &header)) {
+        PyErr_SetString(PyExc_ValueError, "an unusual kind of JPEG, or over a limit");
     } else {
         const Crop crop = {left, top, width, height, eighths, to_end, columns};
         const int simd = simd_level; /* which another thread may set once the interpreter is let go of */
         int first;
         Py_BEGIN_ALLOW_THREADS
-        first = decode_crop(&worker->decoder, data.buf, (size_t)data.len, crop, NULL, simd, out.buf);
+        first = decode_crop(&worker->decoder, &header, data.buf, (size_t)data.len, crop, NULL, simd, out.buf);
         Py_END_ALLOW_THREADS
         if (first < 0)
             PyErr_SetString(PyExc_ValueError, worker->decoder.trouble.message);

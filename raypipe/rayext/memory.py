@@ -61,5 +61,24 @@ class Memory:
 
 def forget(actor: Any) -> None:
     """Remove the memory of an actor that was killed."""
+    withdraw(actor._actor_id.hex())
+
+
+def publish(key: str, value: Any) -> None:
+    """Publish a value for other processes of the cluster."""
+    with contextlib.suppress(Exception):  # the value helps, and nothing depends on it
+        internal_kv._internal_kv_put(key.encode(), pickle.dumps(value), overwrite=True, namespace=_NAMESPACE)
+
+
+def published(key: str) -> Any:
+    """Return a published value; None = there is none."""
     with contextlib.suppress(Exception):
-        internal_kv._internal_kv_del(actor._actor_id.hex().encode(), namespace=_NAMESPACE)
+        content = internal_kv._internal_kv_get(key.encode(), namespace=_NAMESPACE)
+        return pickle.loads(content) if content else None
+    return None
+
+
+def withdraw(key: str) -> None:
+    """Remove a published value."""
+    with contextlib.suppress(Exception):
+        internal_kv._internal_kv_del(key.encode(), namespace=_NAMESPACE)

@@ -78,13 +78,11 @@ def test_a_signal_that_comes_twice_at_one_time_as_timeout_sends_it_is_one(monkey
 def test_trainers_that_do_not_answer_or_cannot_be_asked_are_aborted(
     fails: bool, each_is_meant: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("raypipe.train.interrupts._PATIENCE_S", 0.1)
-
     def ask() -> None:
         if fails:
             raise OSError("No space left on device")
 
-    with Interrupts() as interrupts, pytest.raises(KeyboardInterrupt):
+    with Interrupts(grace_s=0.1) as interrupts, pytest.raises(KeyboardInterrupt):
         interrupts.hand_over(ask, lambda: False)
         send(signal.SIGTERM)
         time.sleep(60)

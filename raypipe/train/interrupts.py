@@ -37,7 +37,7 @@ class Interrupts:
     """
 
     def __init__(self, grace_s: float = 6.0) -> None:
-        self._grace_s, self._reason = grace_s, ""
+        self._grace_s, self._reason, self._is_aborted = grace_s, "", False
         self._asked_at: float | None = None
         self._request: Callable[[], None] | None = None
         self._is_answered: Callable[[], bool] = lambda: True
@@ -52,7 +52,7 @@ class Interrupts:
 
     def __exit__(self, *error: object) -> None:
         self._ended.set()
-        if self._asking:
+        if self._asking and not self._is_aborted:  # an abort waits for nothing
             self._asking.join(_END_S)
         self._leave()
 
@@ -140,5 +140,6 @@ class Interrupts:
                 progress(logger, "stopping before the trainers are started; press Ctrl-C again to abort")
         elif now - self._asked_at > _ONE_SIGNAL_S:
             self._leave()  # a third signal gets the original handlers
+            self._is_aborted = True
             lose_patience()  # the end must not wait for storage
             raise KeyboardInterrupt

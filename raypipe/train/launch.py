@@ -155,8 +155,9 @@ def _allocated(
     connect(log_format=run.log_format, wait=wait())
     interrupts.stand()
     interrupts.check()
-    start = None if started_here() else starting.enter_context(only_start(wait()))
-    allocation = preflight(run.pool, run.train, run.plan.per_step, wait())
+    start = None if started_here() else starting.enter_context(only_start(wait(), run.name))
+    tell = start.tell.remote if start else lambda thing: None
+    allocation = preflight(run.pool, run.train, run.plan.per_step, wait(tell=tell))
     spec.plan.check_workers(allocation.workers)
     interrupts.check()
     return allocation, start

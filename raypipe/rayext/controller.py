@@ -97,7 +97,7 @@ class DriverWatch:
     def start(self) -> None:
         """Start to watch."""
         head = ray.get_runtime_context().gcs_address
-        # A question to a silent head may take longer than it should, so a thread of its own asks.
+        # A question to a silent head may take longer than it should, so a second thread asks.
         for run, args in ((self._ask, (head,)), (self._run, ())):
             threading.Thread(target=run, args=args, name="raypipe-driver-watch", daemon=True).start()
 

@@ -250,7 +250,7 @@ class RunTrainer(TorchTrainer):
         for deaths in itertools.count(1):
             try:
                 return self._fit()
-            except ray.exceptions.RayActorError as error:  # of trainers, Ray Train raises its own errors
+            except ray.exceptions.RayActorError as error:  # Ray Train raises its own errors for trainers
                 most = self.run_config.failure_config.max_failures
                 if 0 <= most < deaths or is_head_lost() or not wait_for_trainers():
                     raise

@@ -52,7 +52,10 @@ class Run:
 
     def _listen(self) -> None:
         assert self._process.stdout
-        self.lines.extend(self._process.stdout)
+        with (self.folder.parent / "said.txt").open("w") as file:
+            for line in self._process.stdout:
+                self.lines.append(line)
+                print(f"{time.strftime('%X')} {line}", end="", file=file, flush=True)
 
     @property
     def records(self) -> list[dict[str, Any]]:

@@ -141,11 +141,14 @@ HEALED = [
     (ACTOR, signal.SIGKILL, "a transform actor died"),
     (ACTOR, signal.SIGSTOP, STOPPED + "transform actor"),
     (READER, signal.SIGSTOP, STOPPED + "reader"),
-    (COORDINATOR, signal.SIGSTOP, STOPPED + "coordinator"),
+    (READER, signal.SIGKILL, "the reader of .* died"),
+    # With these a rank fails at once, often before it has recorded why.
+    (COORDINATOR, signal.SIGSTOP, "restarting the trainers: .*SplitCoordinator"),
+    (COORDINATOR, signal.SIGKILL, "restarting the trainers: .*SplitCoordinator"),
     (SUPERVISOR, signal.SIGKILL, "the stream's supervisor died"),
     (SUPERVISOR, signal.SIGSTOP, STOPPED + "supervisor"),
-    (TRAINER, signal.SIGSTOP, STOPPED + "trainer"),
-    (TRAINER, signal.SIGKILL, "trainers? .* died"),
+    (TRAINER, signal.SIGSTOP, "restarting the trainers: trainers? .* died"),
+    (TRAINER, signal.SIGKILL, "restarting the trainers: trainers? .* died"),
     (CONTROLLER, signal.SIGSTOP, STOPPED + "Ray Train's controller"),
     (CONTROLLER, signal.SIGKILL, "Ray Train's controller died"),
 ]

@@ -19,6 +19,7 @@ from typing import Any
 
 import psutil
 import pytest
+import s3_server
 from pictures import samples
 from signalled import started
 
@@ -37,16 +38,23 @@ class Run:
         lines: what it has said.
     """
 
-    def __init__(self, folder: Path, ray_folder: str, *settings: str) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        ray_folder: str,
+        *settings: str,
+        storage: str = "",
+        environment: dict[str, str] | None = None,
+    ) -> None:
         self.folder = folder / "one"
         write_atomically(str(folder / "train.parquet"), samples(256), tuple("abcde"))
-        common = [f"--storage_path={folder}", "--name=one", f"--store.train={folder / 'train.parquet'}"]
+        common = [f"--storage_path={storage or folder}", "--name=one", f"--store.train={folder / 'train.parquet'}"]
         common += ["--train.model=small", "--transform.size=12", "--train.use_gpu=false", "--resume=auto"]
         common += ["--plan.micro_batch_size=8", "--plan.global_batch_size=16", "--plan.epochs=100000"]
         common += ["--train.num_workers=2", "--train.cpus_per_worker=0.25", "--pool.cpus_per_actor=0.25"]
         common += ["--pool.max_actors=2", "--pool.reader=separate", "--train.checkpoint_interval=2s"]
         common += ["--train.max_failures=20", "--train.log_interval=5"]
-        self._process = started([*common, *settings], ray_folder, {"RAY_NUM_CPUS": "2"}, subprocess.STDOUT)
+        self._process = started([*common, *settings], ray_folder, environment, subprocess.STDOUT)
         self.lines: list[str] = []
         threading.Thread(target=self._listen, daemon=True).start()
 
@@ -207,3 +215,26 @@ def test_a_silent_head_is_told_and_ends_the_run_at_its_limit(tmp_path: Path, ray
         assert run.said("has not answered for .*: restart the cluster, then continue with: jobs/train.py --resume")
     finally:
         run.close()
+
+
+@pytest.mark.system
+@pytest.mark.cluster
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("num_signals", [1, 2])
+def test_a_stop_ends_a_run_whose_storage_does_not_answer(
+    num_signals: int, tmp_path: Path, ray_folder: str
+) -> None:
+    with s3_server.s3_server() as endpoint, s3_server.FaultyProxy(endpoint) as proxy:
+        s3_server.make_bucket(endpoint, "runs")
+        grace = "--train.stop_grace_s=" + ("3" if num_signals == 1 else "1000")
+        environment = s3_server.environment(proxy.endpoint)
+        run = Run(tmp_path, ray_folder, grace, storage="s3://runs/here", environment=environment)
+        try:
+            run.until(lambda: run.said("step 16/16"), "its first epoch")
+            proxy.outage = lambda authorization: (503, "SlowDown")
+            for _ in range(num_signals):
+                run.signal(signal.SIGTERM)
+                time.sleep(1.5)
+            assert run.ends() == os.EX_TEMPFAIL, "".join(run.lines[-40:])
+        finally:
+            run.close()

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import pickle
 import threading
+import warnings
 from typing import Any
 
 import ray
@@ -29,7 +30,9 @@ class Memory:
 
     def __init__(self) -> None:
         context = ray.get_runtime_context()
-        self.lived_before: bool = context.was_current_actor_reconstructed
+        with warnings.catch_warnings():  # Ray warns of its own use of a deprecated property
+            warnings.simplefilter("ignore")
+            self.lived_before: bool = context.was_current_actor_reconstructed
         self._key = (context.get_actor_id() or "").encode()
         self._newest = b""
         self._changed = threading.Event()

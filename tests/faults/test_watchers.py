@@ -157,8 +157,8 @@ HEALED = [
     (SUPERVISOR, signal.SIGSTOP, STOPPED + "supervisor"),
     (TRAINER, signal.SIGSTOP, "restarting the trainers: trainers? .* died"),
     (TRAINER, signal.SIGKILL, "restarting the trainers: trainers? .* died"),
-    (CONTROLLER, signal.SIGSTOP, STOPPED + "Ray Train's controller"),
-    (CONTROLLER, signal.SIGKILL, "Ray Train's controller died"),
+    (CONTROLLER, signal.SIGSTOP, "restarting the trainers: Ray Train's controller died"),
+    (CONTROLLER, signal.SIGKILL, "restarting the trainers: Ray Train's controller died"),
 ]
 
 

@@ -247,11 +247,12 @@ class RunTrainer(TorchTrainer):
 
     def fit(self) -> Any:
         """Train; if Ray Train's controller dies, begin again from the last checkpoint, `max_failures` times."""
+        failures = self.run_config.failure_config
+        most = failures.max_failures if failures else 0
         for deaths in itertools.count(1):
             try:
                 return self._fit()
             except ray.exceptions.RayActorError as error:  # Ray Train raises its own errors for trainers
-                most = self.run_config.failure_config.max_failures
                 if 0 <= most < deaths or is_head_lost() or not wait_for_trainers():
                     raise
                 cause = _DEAD_ACTOR.sub(r"process \1 on \2, \3", explanation(error))

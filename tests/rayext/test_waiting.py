@@ -86,12 +86,10 @@ def test_of_two_runs_that_start_together_one_waits_for_the_other() -> None:
     assert not is_head_lost()
     order: list[str] = []
     with only_start(Wait(60.0), "first") as first:
-        another = (
-            r"waited 0\.5 s for another run, until its trainers and its pool have started: run first \(process "
-        )
+        another = r"waited 0\.5 s for another run, until its trainers and its pool have started: run first "
         for thing, why in (("", ""), ("room: 9 CPUs", ", which waits for room: 9 CPUs")):
             ray.get(first.tell.remote(thing))
-            told = another + rf"process {os.getpid()} on \S+, node \w+\){why}$"
+            told = another + rf"\(process {os.getpid()} on \S+, node \w+\){why}$"
             with pytest.raises(ResourceError, match=told), only_start(Wait(0.5), "second"):
                 pass
 

@@ -168,7 +168,7 @@ class Loader(Unlike, instead=_INSTEAD):
         )
         close = functools.partial(_close, self._running, feed.stop)
         closes = (functools.partial(close, generator) for generator in (feed.batches, self._batches))
-        ends = [feed.end, account.exported.end, account.chronicle.unfollow, *closes]
+        ends: list[Callable[[], object]] = [feed.end, account.exported.end, account.chronicle.unfollow, *closes]
         if has_actors:
             sentry = Sentry(feed.supervisor, self.rank, account.chronicle.waited_s)
             sentry.start()

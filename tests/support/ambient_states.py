@@ -57,6 +57,24 @@ STATES: dict[str, Callable[[], Any]] = {
 }
 
 
+def _flag(name: str, value: bool, before: bool) -> Any:
+    return _set(lambda wanted: setattr(cudnn, name, wanted), value, before)
+
+
+def _tf32() -> Any:
+    return _set(lambda value: setattr(cuda.matmul, "allow_tf32", value), True, False)
+
+
+ON_CUDA: dict[str, Callable[[], Any]] = {
+    **STATES,
+    "TF32": _tf32,
+    "no TF32 in convolutions": lambda: _flag("allow_tf32", False, True),
+    "benchmark": lambda: _flag("benchmark", True, False),
+    "deterministic cuDNN": lambda: _flag("deterministic", True, False),
+    "no cuDNN": lambda: _flag("enabled", False, True),
+}
+
+
 def seen() -> list[Any]:
     """What a loop can read of torch's state."""
     precisions = [
@@ -88,5 +106,14 @@ class Convolved(torch.nn.Module):
         self.conv = torch.nn.Conv2d(3, 3, 3, padding=1)
 
     def forward(self, image: torch.Tensor) -> torch.Tensor:
-        mixed = torch.einsum("cd,bdhw->bchw", torch.rand(3, 3), image)
+        mixed = torch.einsum("cd,bdhw->bchw", torch.rand(3, 3).to(image), image)
         return (self.conv(image) + mixed).clamp(0, 1)
+
+
+class ConvolvedOnDevice(Convolved):
+    """The same on the images' device, with draws there."""
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        self.to(image.device)
+        noise = torch.rand(image.shape, device=image.device)
+        return super().forward((image + 0.1 * noise).detach())

@@ -189,6 +189,7 @@ def test_what_a_generator_spawns_hangs_on_its_key_and_domain() -> None:
 LAZY = """
     import hashlib, sys
     import numpy as np
+    from raypipe.transform import process_state
     from raypipe.transform.process_state import process_kept
     from raypipe.transform.sample_transform import SampleTransform
 
@@ -209,8 +210,8 @@ LAZY = """
     else:
         found = [digest((number, 7)) for number in map(int, where[0].split(","))]
     import torch
-    is_fresh = torch.equal(torch.default_generator.get_state(), torch.Generator().get_state())
-    print(*found, is_fresh, torch.__spec__.loader is torch.__loader__, len(sys.meta_path))
+    is_as_imported = torch.equal(torch.default_generator.get_state(), process_state._watch.state)
+    print(*found, is_as_imported, torch.__spec__.loader is torch.__loader__, len(sys.meta_path))
 """
 
 

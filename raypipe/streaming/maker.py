@@ -10,7 +10,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from raypipe.plan.places import PADDING, MicroBatchId, Split
 from raypipe.plan.samplers import Draws
 from raypipe.stores.base import name_of, title_of
 from raypipe.streaming.bad_samples import BadSampleBudget, record_bad
+from raypipe.streaming.remake import NUM_REMADE, check_remade, copied
 from raypipe.transform.batch import (
     FIRST_ATTEMPT,
     NUM_SUBSTITUTES,
@@ -29,12 +30,14 @@ from raypipe.transform.batch import (
     Candidate,
     MicroBatchTransform,
 )
+from raypipe.transform.columns import SampleColumns
 from raypipe.transform.contents import Content
-from raypipe.transform.fields import IMAGE, LABEL, BlockMemory, Field, MicroBatch
-from raypipe.transform.presets import is_preset
+from raypipe.transform.fields import IMAGE, LABEL, BlockMemory, Field, MicroBatch, Rows
+from raypipe.transform.presets import build_transform, is_preset
 from raypipe.transform.process_state import process_kept
 from raypipe.transform.samples import NO_LABEL, EncodedSample, Samples, read_samples
 from raypipe.transform.sizes import Size, has_sizes, sides_of, size_in
+from raypipe.transform.transform_steps import brief
 
 if TYPE_CHECKING:
     from raypipe.streaming.spec import StreamSpec
@@ -67,6 +70,9 @@ class MicroBatchMaker:
         self._budget = BadSampleBudget(spec.transform.max_bad_fraction)
         self._attempt = FIRST_ATTEMPT
         self._transforms: dict[tuple[Split, Size], MicroBatchTransform] = {}
+        # Copies of splits whose code is the user's, until their first samples were made twice, see `remake`.
+        self._unchecked: dict[Split, Callable[[], Content]] = {}
+        self._checked: set[Split] = set()
         for split in spec.stores:
             at = MicroBatchId(split, 0, 0, 0)
             self._transform(at, self.plan.draw(at))
@@ -77,18 +83,26 @@ class MicroBatchMaker:
         bucket = buckets[draws.buckets[0]] if buckets else None
         size = size_in(spec.transform, split, at.epoch, bucket)
         if (split, size) not in self._transforms:
-            store = spec.stores[split]
+            store, code, columns = spec.stores[split], spec.transforms[split], spec.columns
             sides = sides_of(size) if has_sizes(spec.transform, split, buckets) else None
-            self._transforms[split, size] = MicroBatchTransform(
-                Content(
-                    spec.transforms[split], spec.transform, spec.columns, size, sides, spec.pool.kernel_threads
-                ),
+
+            def content(code: Any, columns: SampleColumns) -> Content:
+                return Content(code, spec.transform, columns, size, sides, spec.pool.kernel_threads)
+
+            made = self._transforms[split, size] = MicroBatchTransform(
+                content(code, columns),
                 tolerant=spec.transform.max_bad_fraction > 0,
                 exact=split == "val",
                 store_address=store.address,
                 sample_name=functools.partial(name_of, store),
                 probe=functools.partial(self._first_samples, split),
             )
+            if made.content.has_user_code and split not in (*self._unchecked, *self._checked):
+                if isinstance(code, str) and ":" in code:  # it may name an object
+                    code = build_transform(code, size)
+                # Before its first use, of which it may keep something.
+                code, columns = copied(code), replace(columns, function=copied(columns.function))
+                self._unchecked[split] = lambda: content(copied(code), columns)
         return self._transforms[split, size]
 
     @property
@@ -184,6 +198,10 @@ class MicroBatchMaker:
 
         transform, keys = self._transform(first, draws.at(0)), self.plan.sample_keys(first.split, flat)
         rows, bad = transform.run(samples, flat.indices, keys, substitutes, attempt, memory, num)
+        if first.split in self._unchecked and attempt is FIRST_ATTEMPT:
+            good = [row for row in np.flatnonzero(rows.weight)[:NUM_REMADE].tolist() if row not in bad]
+            if good:
+                self._remake(first.split, rows, good, samples, keys)
         if first == _FIRST and not attempt.before_sample:
             self._compare_with_val(rows.memory.fields.get(IMAGE, Field()).shape or ())
         outcomes = list[Outcome]()
@@ -194,6 +212,36 @@ class MicroBatchMaker:
             batch = MicroBatch(at, rows.index[part], rows.weight[part], fields, len(records), read_s / num, work_s)
             outcomes.append(Outcome(batch, records))
         return outcomes
+
+    def _remake(
+        self,
+        split: Split,
+        rows: Rows,
+        good: list[int],
+        samples: Samples | list[Callable[[], EncodedSample]],
+        keys: np.ndarray,
+    ) -> None:
+        """Make some rows again; raises ConfigError as `check_remade`."""
+        new_content = self._unchecked.pop(split)
+        self._checked.add(split)
+        pool = self._spec.pool
+        has_threads = pool.engine == "inline" and not self.draws_globally
+
+        def new_maker() -> Callable[[int], dict[str, Any]]:
+            content = new_content()
+
+            def make(number: int) -> dict[str, Any]:
+                row, remade = good[number], Rows(BlockMemory(content.fields), 1)
+                sample = samples[row]
+                made = content.one(sample() if callable(sample) else sample, keys[row].tolist())
+                remade.put(0, int(rows.index[row]), made)
+                return remade.sample(0)
+
+            return make
+
+        title = f"transform.{split} is {brief(self._spec.transforms[split])}, which"
+        first = [rows.sample(row) for row in good]
+        check_remade(first, new_maker, title, pool.max_actors if has_threads else 1)
 
     def _samples(
         self, split: Split, indices: np.ndarray, attempt: Attempt

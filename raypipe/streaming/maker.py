@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from raypipe.config import TransformConfig
-from raypipe.errors import ConfigError
+from raypipe.errors import ConfigError, SampleError
 from raypipe.logs import log_place
 from raypipe.plan.places import PADDING, MicroBatchId, Split
 from raypipe.plan.samplers import Draws
 from raypipe.stores.base import name_of, title_of
 from raypipe.streaming.bad_samples import BadSampleBudget, record_bad
-from raypipe.streaming.remake import NUM_REMADE, check_remade, copied
+from raypipe.streaming.remake import NUM_REMADE, Probe, check_probe, check_remade, copied, digest_of
 from raypipe.transform.batch import (
     FIRST_ATTEMPT,
     NUM_SUBSTITUTES,
@@ -63,7 +63,11 @@ class Outcome:
 
 
 class MicroBatchMaker:
-    """Reads, decodes and transforms the micro-batches of a stream. No result depends on its state."""
+    """Reads, decodes and transforms the micro-batches of a stream. No result depends on its state.
+
+    Attributes:
+        probes: samples by the user's code, one of each split, for other processes to compare.
+    """
 
     def __init__(self, spec: StreamSpec) -> None:
         self.plan, self._spec, self._stores = spec.plan, spec, spec.stores
@@ -73,6 +77,7 @@ class MicroBatchMaker:
         # Copies of splits whose code is the user's, until their first samples were made twice, see `remake`.
         self._unchecked: dict[Split, Callable[[], Content]] = {}
         self._checked: set[Split] = set()
+        self.probes: list[Probe] = []
         for split in spec.stores:
             at = MicroBatchId(split, 0, 0, 0)
             self._transform(at, self.plan.draw(at))
@@ -201,7 +206,8 @@ class MicroBatchMaker:
         if first.split in self._unchecked and attempt is FIRST_ATTEMPT:
             good = [row for row in np.flatnonzero(rows.weight)[:NUM_REMADE].tolist() if row not in bad]
             if good:
-                self._remake(first.split, rows, good, samples, keys)
+                of = next(of for of, each in self._transforms.items() if each is transform)
+                self._remake(of, rows, good, samples, keys)
         if first == _FIRST and not attempt.before_sample:
             self._compare_with_val(rows.memory.fields.get(IMAGE, Field()).shape or ())
         outcomes = list[Outcome]()
@@ -215,33 +221,45 @@ class MicroBatchMaker:
 
     def _remake(
         self,
-        split: Split,
+        of: tuple[Split, Size],
         rows: Rows,
         good: list[int],
         samples: Samples | list[Callable[[], EncodedSample]],
         keys: np.ndarray,
     ) -> None:
         """Make some rows again; raises ConfigError as `check_remade`."""
+        split, pool = of[0], self._spec.pool
         new_content = self._unchecked.pop(split)
         self._checked.add(split)
-        pool = self._spec.pool
         has_threads = pool.engine == "inline" and not self.draws_globally
+
+        def sample_of(number: int) -> EncodedSample:
+            sample = samples[good[number]]
+            return sample() if callable(sample) else sample
 
         def new_maker() -> Callable[[int], dict[str, Any]]:
             content = new_content()
+            return lambda number: _fields_of(content, sample_of(number), keys[good[number]].tolist())
 
-            def make(number: int) -> dict[str, Any]:
-                row, remade = good[number], Rows(BlockMemory(content.fields), 1)
-                sample = samples[row]
-                made = content.one(sample() if callable(sample) else sample, keys[row].tolist())
-                remade.put(0, int(rows.index[row]), made)
-                return remade.sample(0)
-
-            return make
-
-        title = f"transform.{split} is {brief(self._spec.transforms[split])}, which"
         first = [rows.sample(row) for row in good]
-        check_remade(first, new_maker, title, pool.max_actors if has_threads else 1)
+        check_remade(first, new_maker, self._title(split), pool.max_actors if has_threads else 1)
+        sample = sample_of(0)
+        kept = sample._replace(image=bytes(sample.image or b""), columns=dict(sample.columns))
+        self.probes.append(Probe(of, kept, tuple(keys[good[0]].tolist()), digest_of(first[0])))
+
+    def check_probe(self, probe: Probe) -> str:
+        """Compare a sample of another process with this one's; see `remake.check_probe`."""
+        transform = self._transforms.get(probe.of)
+        if transform is None:
+            return ""
+        try:
+            made = _fields_of(transform.content, probe.sample, probe.key)
+        except SampleError:  # the stream's own errors say what such a sample is
+            return ""
+        return check_probe(probe, digest_of(made), self._title(probe.of[0]))
+
+    def _title(self, split: Split) -> str:
+        return f"transform.{split} is {brief(self._spec.transforms[split])}, which"
 
     def _samples(
         self, split: Split, indices: np.ndarray, attempt: Attempt
@@ -305,6 +323,13 @@ class MicroBatchMaker:
                 self._attempt.before_sample(index)
             if index not in self._attempt.bad:
                 yield self._read(split, index)
+
+
+def _fields_of(content: Content, sample: EncodedSample, key: tuple[int, int]) -> dict[str, Any]:
+    """The fields of a sample as a micro-batch has them."""
+    rows = Rows(BlockMemory(content.fields), 1)
+    rows.put(0, 0, content.one(sample, key))
+    return rows.sample(0)
 
 
 def check_labels(labels: np.ndarray, num_classes: int, title: Callable[[int], str]) -> None:

@@ -7,19 +7,25 @@ another copy of the transform, last first, and, where threads share its module, 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
+import hashlib
+import platform
 import sys
 import threading
 import time
 import types
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from raypipe.errors import ConfigError, SampleError
 from raypipe.transform.fields import COLUMN
+from raypipe.transform.samples import EncodedSample
 
 NUM_REMADE = 4
 _NUM_ROUNDS = 8  # of each thread
@@ -28,6 +34,57 @@ _SWITCH_S = 1e-5  # as often as Python can change the thread that runs
 
 Sample = Mapping[str, Any]
 """The fields of one sample."""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A sample as one process has made it, for others to compare.
+
+    Attributes:
+        of: split and size of image that it was made for.
+        sample, key: what it was made of.
+        digest: hash of its fields.
+        machine: model of the processor, on which pixels of libraries depend.
+    """
+
+    of: tuple[str, Any]
+    sample: EncodedSample
+    key: tuple[int, int]
+    digest: str
+    machine: str = field(default_factory=lambda: processor())
+
+
+def processor() -> str:
+    """The model of this machine's processor."""
+    with contextlib.suppress(OSError), Path("/proc/cpuinfo").open() as lines:
+        return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "")
+    return platform.processor()
+
+
+def digest_of(sample: Sample) -> str:
+    """A hash of a sample's fields."""
+    content = hashlib.blake2b(digest_size=16)
+    for name, value in sorted(sample.items()):
+        array = value if isinstance(value, np.ndarray) else np.frombuffer(repr(value).encode(), np.uint8)
+        content.update(f"{name} {array.dtype} {array.shape}".encode() + array.tobytes())
+    return content.hexdigest()
+
+
+def check_probe(probe: Probe, digest: str, title: str) -> str:
+    """Compare a sample of another process with what this process makes of it.
+
+    Returns:
+        A warning if it differs and the processors do, too; else nothing.
+
+    Raises:
+        ConfigError: it differs, on processors of the same model.
+    """
+    if digest == probe.digest:
+        return ""
+    if probe.machine != processor():
+        return f"{title} makes other pixels on {processor()} than on {probe.machine}"
+    cause = "two processes differ, so its results depend on the process (hash() of a text, what it made first, …)"
+    raise _depends(title, "a field", cause)
 
 
 def copied(code: Any) -> Any:

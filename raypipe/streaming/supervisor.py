@@ -27,7 +27,7 @@ import logging
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import ray
 
@@ -37,6 +37,9 @@ from raypipe.plan.places import Split
 from raypipe.rayext.iteration import coordinator_of
 from raypipe.rayext.watch import Process, Watch, here
 from raypipe.streaming.blocks import fitting
+
+if TYPE_CHECKING:
+    from raypipe.streaming.remake import Probe
 
 logger = logging.getLogger(__name__)
 
@@ -99,6 +102,7 @@ class Supervisor:
         self._sizes: dict[str, dict[Split, int]] = {}  # task of a reader → k of each split
         self._left: set[int] = set()  # ranks
         self._stands: dict[str, str] = {}  # execution that has brought blocks → what it is at
+        self._probes: dict[tuple[str, Any], Probe] = {}
         self._watch = Watch(self.note, self._work_of)
         if watches:
             self._watch.start()
@@ -247,6 +251,10 @@ class Supervisor:
         """Record that a node has other packages than the driver, once for all of its actors."""
         if ("fault", event) not in self._events:
             self.note(event, "versions")
+
+    def first_probe(self, probe: Probe) -> Probe:
+        """Return the first sample that an actor has sent of the same split and size: maybe its own."""
+        return self._probes.setdefault(probe.of, probe)
 
     def scaled(self, event: str) -> None:
         """Record a decision on the pool's size."""

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import functools
+import os
+import subprocess
+import sys
+import textwrap
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pictures
 import pytest
 import torch
 from pictures import picture
@@ -213,3 +219,54 @@ def test_targets_and_padding_are_compared_by_their_fields() -> None:
         pool=PoolConfig(engine="inline"),
     )
     assert len(list(inline_batches(spec, spec.plan.start()))) == 2
+
+
+IN_A_PROCESS = """
+    import pickle, sys
+    from pathlib import Path
+    import numpy as np
+    sys.path.insert(0, {support!r})
+    from pictures import picture
+    from raypipe.config import PlanConfig, PoolConfig
+    from raypipe.plan.places import MicroBatchId
+    from raypipe.stores.base import MemoryStore
+    from raypipe.streaming.maker import MicroBatchMaker
+    from raypipe.streaming.opening import open_stream
+
+    def by_hash(image):
+        return image[:8, :8] + np.uint8(hash("a name") % 251)
+
+    latched = []
+    def by_first(image):
+        latched[:] = latched or [int(image.sum()) % 251]
+        return image[:8, :8] + np.uint8(latched[0])
+
+    def pure(image):
+        return image[:8, :8]
+
+    store = MemoryStore([picture(number) for number in range(16)], np.zeros(16, np.int64))
+    plan = PlanConfig(epochs=1, micro_batch_size=4)
+    code = globals()[sys.argv[1]]
+    spec = open_stream(store, plan=plan, train_transform=code, pool=PoolConfig(engine="inline"))
+    maker = MicroBatchMaker(spec)
+    maker.batch(MicroBatchId("train", 0, int(sys.argv[2]), 0))
+    (probe,) = maker.probes
+    path = Path(sys.argv[3])
+    if path.exists():
+        print("compared", maker.check_probe(pickle.loads(path.read_bytes())))
+    path.write_bytes(pickle.dumps(probe))
+"""
+
+
+@pytest.mark.parametrize(("name", "is_pure"), [("by_hash", False), ("by_first", False), ("pure", True)])
+def test_code_whose_results_hang_on_the_process_is_found_by_two(name: str, is_pure: bool, tmp_path: Path) -> None:
+    program = textwrap.dedent(IN_A_PROCESS.format(support=str(Path(pictures.__file__).parent)))
+    for step in (0, 1):
+        command = [sys.executable, "-c", program, name, str(step), str(tmp_path / "probe")]
+        environment = {**os.environ, "PYTHONHASHSEED": str(step + 1)}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    if is_pure:
+        assert done.stdout.strip() == "compared" and not done.returncode, done.stderr
+    else:
+        assert "transform.train is a function, which does not make the same" in done.stderr
+        assert "two processes differ" in done.stderr

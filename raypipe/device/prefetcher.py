@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from raypipe.device.ambient import pinned
 from raypipe.device.mixing import Mix
 from raypipe.device.ring import OnCopied, Ring, uses_ring, view
 from raypipe.device.wire import rgb
@@ -141,19 +142,27 @@ def on_device(
     def arrays(host: MicroBatch) -> list[np.ndarray]:
         return [host.weight, *host.arrays().values()]
 
-    def batch(host: MicroBatch, tensors: Sequence[torch.Tensor]) -> Batch:
+    def made(host: MicroBatch, tensors: Sequence[torch.Tensor]) -> Batch:
         weight, *others = tensors
         return _batch(host, seed_of, weight, _whole(dict(zip(host.arrays(), others, strict=True))))
+
+    def of_ring(host: MicroBatch, tensors: Sequence[torch.Tensor]) -> Batch:
+        with pinned(through.device):
+            return made(host, tensors)
+
+    def of_host(host: MicroBatch) -> Batch:
+        with pinned(through.device):
+            return made(host, [view(array).to(through.device) for array in arrays(host)])
 
     through = Ring(batches, arrays, device, depth, keep, on_copied, _without_arrays)
 
     def from_ring() -> Iterator[Batch]:
         with closing(iter(through)) as pairs:
-            yield from starmap(batch, pairs)
+            yield from starmap(of_ring, pairs)
 
     if uses_ring(through.device) if ring is None else ring:
         return from_ring()
-    return (batch(host, [view(array).to(through.device) for array in arrays(host)]) for host in batches)
+    return (of_host(host) for host in batches)
 
 
 _ELSEWHERE = np.empty(0, np.uint8)

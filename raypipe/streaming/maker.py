@@ -10,18 +10,19 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from raypipe.config import TransformConfig
-from raypipe.errors import ConfigError
+from raypipe.errors import ConfigError, SampleError
 from raypipe.logs import log_place
 from raypipe.plan.places import PADDING, MicroBatchId, Split
 from raypipe.plan.samplers import Draws
 from raypipe.stores.base import name_of, title_of
 from raypipe.streaming.bad_samples import BadSampleBudget, record_bad
+from raypipe.streaming.remake import NUM_REMADE, Probe, check_probe, check_remade, copied, digest_of
 from raypipe.transform.batch import (
     FIRST_ATTEMPT,
     NUM_SUBSTITUTES,
@@ -29,12 +30,14 @@ from raypipe.transform.batch import (
     Candidate,
     MicroBatchTransform,
 )
+from raypipe.transform.columns import SampleColumns
 from raypipe.transform.contents import Content
-from raypipe.transform.fields import IMAGE, LABEL, BlockMemory, Field, MicroBatch
-from raypipe.transform.presets import is_preset
+from raypipe.transform.fields import IMAGE, LABEL, BlockMemory, Field, MicroBatch, Rows
+from raypipe.transform.presets import build_transform, is_preset
 from raypipe.transform.process_state import process_kept
 from raypipe.transform.samples import NO_LABEL, EncodedSample, Samples, read_samples
 from raypipe.transform.sizes import Size, has_sizes, sides_of, size_in
+from raypipe.transform.transform_steps import brief
 
 if TYPE_CHECKING:
     from raypipe.streaming.spec import StreamSpec
@@ -60,13 +63,21 @@ class Outcome:
 
 
 class MicroBatchMaker:
-    """Reads, decodes and transforms the micro-batches of a stream. No result depends on its state."""
+    """Reads, decodes and transforms the micro-batches of a stream. No result depends on its state.
+
+    Attributes:
+        probes: samples by the user's code, one of each split, for other processes to compare.
+    """
 
     def __init__(self, spec: StreamSpec) -> None:
         self.plan, self._spec, self._stores = spec.plan, spec, spec.stores
         self._budget = BadSampleBudget(spec.transform.max_bad_fraction)
         self._attempt = FIRST_ATTEMPT
         self._transforms: dict[tuple[Split, Size], MicroBatchTransform] = {}
+        # Copies of splits whose code is the user's, until their first samples were made twice, see `remake`.
+        self._unchecked: dict[Split, Callable[[], Content]] = {}
+        self._checked: set[Split] = set()
+        self.probes: list[Probe] = []
         for split in spec.stores:
             at = MicroBatchId(split, 0, 0, 0)
             self._transform(at, self.plan.draw(at))
@@ -77,18 +88,26 @@ class MicroBatchMaker:
         bucket = buckets[draws.buckets[0]] if buckets else None
         size = size_in(spec.transform, split, at.epoch, bucket)
         if (split, size) not in self._transforms:
-            store = spec.stores[split]
+            store, code, columns = spec.stores[split], spec.transforms[split], spec.columns
             sides = sides_of(size) if has_sizes(spec.transform, split, buckets) else None
-            self._transforms[split, size] = MicroBatchTransform(
-                Content(
-                    spec.transforms[split], spec.transform, spec.columns, size, sides, spec.pool.kernel_threads
-                ),
+
+            def content(code: Any, columns: SampleColumns) -> Content:
+                return Content(code, spec.transform, columns, size, sides, spec.pool.kernel_threads)
+
+            made = self._transforms[split, size] = MicroBatchTransform(
+                content(code, columns),
                 tolerant=spec.transform.max_bad_fraction > 0,
                 exact=split == "val",
                 store_address=store.address,
                 sample_name=functools.partial(name_of, store),
                 probe=functools.partial(self._first_samples, split),
             )
+            if made.content.has_user_code and split not in (*self._unchecked, *self._checked):
+                if isinstance(code, str) and ":" in code:  # it may name an object
+                    code = build_transform(code, size)
+                # Before its first use, of which it may keep something.
+                code, columns = copied(code), replace(columns, function=copied(columns.function))
+                self._unchecked[split] = lambda: content(copied(code), columns)
         return self._transforms[split, size]
 
     @property
@@ -184,6 +203,11 @@ class MicroBatchMaker:
 
         transform, keys = self._transform(first, draws.at(0)), self.plan.sample_keys(first.split, flat)
         rows, bad = transform.run(samples, flat.indices, keys, substitutes, attempt, memory, num)
+        if first.split in self._unchecked and attempt is FIRST_ATTEMPT:
+            good = [row for row in np.flatnonzero(rows.weight)[:NUM_REMADE].tolist() if row not in bad]
+            if good:
+                of = next(of for of, each in self._transforms.items() if each is transform)
+                self._remake(of, rows, good, samples, keys)
         if first == _FIRST and not attempt.before_sample:
             self._compare_with_val(rows.memory.fields.get(IMAGE, Field()).shape or ())
         outcomes = list[Outcome]()
@@ -194,6 +218,48 @@ class MicroBatchMaker:
             batch = MicroBatch(at, rows.index[part], rows.weight[part], fields, len(records), read_s / num, work_s)
             outcomes.append(Outcome(batch, records))
         return outcomes
+
+    def _remake(
+        self,
+        of: tuple[Split, Size],
+        rows: Rows,
+        good: list[int],
+        samples: Samples | list[Callable[[], EncodedSample]],
+        keys: np.ndarray,
+    ) -> None:
+        """Make some rows again; raises ConfigError as `check_remade`."""
+        split, pool = of[0], self._spec.pool
+        new_content = self._unchecked.pop(split)
+        self._checked.add(split)
+        has_threads = pool.engine == "inline" and not self.draws_globally
+
+        def sample_of(number: int) -> EncodedSample:
+            sample = samples[good[number]]
+            return sample() if callable(sample) else sample
+
+        def new_maker() -> Callable[[int], dict[str, Any]]:
+            content = new_content()
+            return lambda number: _fields_of(content, sample_of(number), keys[good[number]].tolist())
+
+        first = [rows.sample(row) for row in good]
+        check_remade(first, new_maker, self._title(split), pool.max_actors if has_threads else 1)
+        sample = sample_of(0)
+        kept = sample._replace(image=bytes(sample.image or b""), columns=dict(sample.columns))
+        self.probes.append(Probe(of, kept, tuple(keys[good[0]].tolist()), digest_of(first[0])))
+
+    def check_probe(self, probe: Probe) -> str:
+        """Compare a sample of another process with this one's; see `remake.check_probe`."""
+        transform = self._transforms.get(probe.of)
+        if transform is None:
+            return ""
+        try:
+            made = _fields_of(transform.content, probe.sample, probe.key)
+        except SampleError:  # the stream's own errors say what such a sample is
+            return ""
+        return check_probe(probe, digest_of(made), self._title(probe.of[0]))
+
+    def _title(self, split: Split) -> str:
+        return f"transform.{split} is {brief(self._spec.transforms[split])}, which"
 
     def _samples(
         self, split: Split, indices: np.ndarray, attempt: Attempt
@@ -257,6 +323,13 @@ class MicroBatchMaker:
                 self._attempt.before_sample(index)
             if index not in self._attempt.bad:
                 yield self._read(split, index)
+
+
+def _fields_of(content: Content, sample: EncodedSample, key: tuple[int, int]) -> dict[str, Any]:
+    """The fields of a sample as a micro-batch has them."""
+    rows = Rows(BlockMemory(content.fields), 1)
+    rows.put(0, 0, content.one(sample, key))
+    return rows.sample(0)
 
 
 def check_labels(labels: np.ndarray, num_classes: int, title: Callable[[int], str]) -> None:

@@ -32,7 +32,7 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import ray
 
@@ -43,6 +43,9 @@ from raypipe.rayext.iteration import coordinator_of
 from raypipe.rayext.memory import Memory, forget
 from raypipe.rayext.watch import Process, Watch, here, this_process
 from raypipe.streaming.blocks import fitting
+
+if TYPE_CHECKING:
+    from raypipe.streaming.remake import Probe
 
 logger = logging.getLogger(__name__)
 
@@ -126,6 +129,7 @@ class Supervisor:
         self._left: set[int] = set()  # ranks
         self._stands: dict[str, str] = {}  # execution that has brought blocks → what it is at
         self._waits: dict[int, float] = {}  # rank → since when it has waited for a batch
+        self._probes: dict[tuple[str, Any], Probe] = {}
         self._watch = Watch(self.note, self._work_of)
         self._process = this_process("supervisor") if watches else None
         self._memory = memory or (Memory() if watches else None)
@@ -311,6 +315,10 @@ class Supervisor:
         """Record that a node has other packages than the driver, once for all of its actors."""
         if ("fault", event) not in self._events:
             self.note(event, "versions")
+
+    def first_probe(self, probe: Probe) -> Probe:
+        """Return the first sample that an actor has sent of the same split and size: maybe its own."""
+        return self._probes.setdefault(probe.of, probe)
 
     def scaled(self, event: str) -> None:
         """Record a decision on the pool's size."""

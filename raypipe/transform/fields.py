@@ -238,6 +238,11 @@ class Rows:
         self.arrays[LABEL][rows] = labels[rows]
         self.index[rows], self.weight[rows] = indices[rows], 1
 
+    def sample(self, row: int) -> dict[str, Any]:
+        """Copy the fields of one row."""
+        lists = {name: values[row] for name, values in self._lists.items()}
+        return lists | {name: array[row].copy() for name, array in (self.arrays or {}).items()}
+
     def leave_out(self, row: int, index: int = PADDING) -> None:
         """Fill a row that does not count: padding, or a sample that is bad."""
         self._missing.append(row)

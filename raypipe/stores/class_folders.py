@@ -6,7 +6,7 @@ A folder, its copy in an object store and its tar go through the same rules, and
     a .npy                                        a sample, if the tree has no image
     a folder                                      a class, in the order of names, also if it is empty
     a folder around all images, with none in it   no class: the folders in it are
-    a link                                        what it leads to; a sample that cannot be read if it leads nowhere
+    a link                                        what it leads to; an unreadable sample if it leads nowhere
     a name that begins with a dot, lost+found,
     __MACOSX and the like                         left out
     another file                                  left out; an error if it belongs to an image by its name
@@ -286,6 +286,6 @@ def _refuse_files_of_images(where: str, paths: list[str]) -> None:
     suffixes = ", ".join(sorted({suffix_of(path) for path in paths}))
     raise StoreError(
         f"{where}: {named:.300}{more} belong to images by their names, so the labels may be in them and not in "
-        f"the names of the folders. Set store.target_column to {BY_FOLDER!r} to train on the folders' names, to '' "
-        f"for no target, or, in a tar, to the suffix of the labels ({suffixes:.100}, without the dot)"
+        f"the names of the folders. Set store.target_column to {BY_FOLDER!r} to train on the folders' names, to "
+        f"'' for no target, or, in a tar, to the suffix of the labels ({suffixes:.100}, without the dot)"
     )

@@ -246,6 +246,8 @@ class TransformConfig(Section, prefix="transform."):
             empty = none.
         boxes_column: column with boxes for each sample, `[x0, y0, x1, y1, label]` in pixels, transformed together
             with the image; empty = none.
+        boxes_format: "xyxy", corners, or "xywh", a corner, width and height, as COCO has them; empty = "xyxy",
+            except for Hugging Face's structs of lists, which may have either, so that it must be set for them.
         keypoints_column: column with keypoints for each sample, `[x, y, label]` in pixels, transformed together
             with the image; empty = none.
         max_targets: boxes, and keypoints, that a sample may have; a sample with more ends the run.
@@ -267,6 +269,7 @@ class TransformConfig(Section, prefix="transform."):
     apply_exif: bool = False
     mask_column: str = ""
     boxes_column: str = ""
+    boxes_format: Literal["", "xyxy", "xywh"] = ""
     keypoints_column: str = ""
     max_targets: Room = 100
     make_columns: str = ""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
+from raypipe.streaming.moves import Move
 from raypipe.transform.fields import MicroBatch
 
 EXHAUSTED = ""
@@ -28,6 +29,8 @@ class Feed(NamedTuple):
         draws_globally: the thread that requests a batch makes it, from the process's generators: it must be the
             consumer's.
         end: function that ends all other parts, once the batches are closed.
+        moves: called with each move of this rank where others share the source; returns whether it leaves the
+            source, as all then do. None = no other rank shares it.
         start_images: images that the source makes in the time that its start takes. A skip of fewer reads on; a
             longer one starts the source again, behind them.
     """
@@ -39,6 +42,7 @@ class Feed(NamedTuple):
     stop: Callable[[], None] = lambda: None
     end: Callable[[], None] = lambda: None
     start_images: int = 0
+    moves: Callable[[Move], bool] | None = None
 
 
 class Running:

@@ -37,6 +37,7 @@ from raypipe.plan.places import Split
 from raypipe.rayext.iteration import coordinator_of
 from raypipe.rayext.watch import Process, Watch, here
 from raypipe.streaming.blocks import fitting
+from raypipe.streaming.moves import Answer, Move, Moves
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +99,7 @@ class Supervisor:
         self._num_bytes: dict[str, deque[int]] = defaultdict(lambda: deque(maxlen=_NUM_MEASURED))
         self._sizes: dict[str, dict[Split, int]] = {}  # task of a reader → k of each split
         self._left: set[int] = set()  # ranks
+        self._moves: Moves | None = None
         self._stands: dict[str, str] = {}  # execution that has brought blocks → what it is at
         self._watch = Watch(self.note, self._work_of)
         if watches:
@@ -231,6 +233,16 @@ class Supervisor:
         """A reader has finished its share; if it runs again, its results were lost."""
         self._reading.pop(task, None)
         self._watch.remove(task)
+
+    def moves_to(self, rank: int, world_size: int, move: Move) -> None:
+        """A rank says where it goes, see `Moves`."""
+        self._moves = self._moves or Moves(world_size)
+        if warning := self._moves.says(rank, move):
+            self.note(warning)
+
+    def answer(self, rank: int, is_last: bool = False) -> Answer:
+        """What a rank that would leave the execution is to do, see `Moves`."""
+        return self._moves.answer(rank, is_last) if self._moves else "read on"
 
     def leaves(self, rank: int) -> int:
         """A rank will read no more; returns how many have said so."""

@@ -484,16 +484,28 @@ def test_a_function_of_ray_tune_gets_the_whole_stream(inline: StreamSpec, monkey
     one.restore()
 
 
-def test_ranks_of_other_plans_are_refused(inline: StreamSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_of_other_plans_or_places_are_refused(inline: StreamSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     handed: Any = ([], None, 1)
 
-    def hand_over(plan: str) -> Any:
-        monkeypatch.setattr("ray.train.collective.broadcast_from_rank_zero", lambda _: (plan, handed))
-        return handover._handed_round(inline, inline.plan.start(), None, 1, 2, in_train=True, apart=False)
+    def hand_over(plan: str, place: str = "epoch 0, step 0", again: bool = False) -> Any:
+        def broadcast(_: Any) -> Any:
+            time.sleep(5 if place == "nowhere" else 0)
+            return plan, place, handed
+
+        monkeypatch.setattr("ray.train.collective.broadcast_from_rank_zero", broadcast)
+        quick = dataclasses.replace(inline, pool=PoolConfig(stall_timeout_s=0.2))
+        return handover._handed_round(quick, inline.plan.start(), None, 1, 2, True, apart=False, again=again)
 
     assert hand_over(inline.plan.fingerprint) is handed
+    assert hand_over(inline.plan.fingerprint, again=True) is handed
     with pytest.raises(ConfigError, match=r"rank 1 has plan \w+, and rank 0 has another: give all ranks the same"):
         hand_over("another")
+    with pytest.raises(RaypipeError, match="rank 1 starts the stream at epoch 0, step 0, and rank 0 at epoch 1,"):
+        hand_over(inline.plan.fingerprint, "epoch 1, step 0", again=True)
+    with pytest.raises(
+        RaypipeError, match="rank 1 starts the stream again at epoch 0, step 0, and other ranks have"
+    ):
+        hand_over(inline.plan.fingerprint, "nowhere", again=True)
 
 
 def test_a_loader_outside_of_ray_train_connects_to_ray(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from raypipe.device.prefetcher import Batch
 from raypipe.errors import RaypipeError
 from raypipe.plan.places import Cursor, MicroBatchId, Split
 from raypipe.streaming.epochs import Epoch
+from raypipe.streaming.handover import loader
 from raypipe.streaming.inline import inline_batches
 from raypipe.streaming.loader import Loader
 from raypipe.streaming.maker import MicroBatchMaker
@@ -223,3 +224,33 @@ def loader_of(spec: StreamSpec, rank: int, world_size: int, cursor: Cursor | Non
 def test_each_pass_of_a_random_program_is_what_the_plan_says(spec: StreamSpec, world_size: int, seed: int) -> None:
     for rank in range(world_size):
         Program(spec, functools.partial(loader_of, spec, rank, world_size), rank, world_size, seed).run(40)
+
+
+@pytest.mark.timeout(300)
+def test_passes_by_actors_are_what_the_plan_says(stores: dict[str, Path], ray_cluster: None) -> None:
+    spec = open_stream(
+        stores["train"],
+        stores["val"],
+        plan=PlanConfig(epochs=2, micro_batch_size=6, global_batch_size=24),
+        transform=TransformConfig(train="small", val="resize", size=8),
+        pool=PoolConfig(max_actors=2),
+    )
+    program = Program(spec, lambda cursor: loader(spec, cursor=cursor), 0, 1, seed=3)
+    turns = (
+        "validation",
+        "train",
+        "val",
+        "val",
+        "cell",
+        "hold",
+        "val",
+        "train",
+        "next epoch",
+        "train",
+        "earlier val",
+    )
+    program.next_epoch()
+    for turn in (*turns, "val", "next epoch", "validation"):
+        getattr(program, turn.replace(" ", "_"))()
+        assert program.loader.cursor == program.reference.cursor
+    program.loader.close()

@@ -43,6 +43,7 @@ from raypipe.rayext.iteration import coordinator_of
 from raypipe.rayext.memory import Memory, forget
 from raypipe.rayext.watch import Process, Watch, here, this_process
 from raypipe.streaming.blocks import fitting
+from raypipe.streaming.moves import Answer, Move, Moves
 
 if TYPE_CHECKING:
     from raypipe.streaming.remake import Probe
@@ -127,6 +128,7 @@ class Supervisor:
         self._num_bytes: dict[str, deque[int]] = defaultdict(lambda: deque(maxlen=_NUM_MEASURED))
         self._sizes: dict[str, dict[Split, int]] = {}  # task of a reader → k of each split
         self._left: set[int] = set()  # ranks
+        self._moves: Moves | None = None
         self._stands: dict[str, str] = {}  # execution that has brought blocks → what it is at
         self._waits: dict[int, float] = {}  # rank → since when it has waited for a batch
         self._probes: dict[tuple[str, Any], Probe] = {}
@@ -297,6 +299,16 @@ class Supervisor:
         self._reading.pop(task, None)
         self._watch.remove(task)
         self._remember()
+
+    def moves_to(self, rank: int, world_size: int, move: Move) -> None:
+        """A rank says where it goes, see `Moves`."""
+        self._moves = self._moves or Moves(world_size)
+        if warning := self._moves.says(rank, move):
+            self.note(warning)
+
+    def answer(self, rank: int, is_last: bool = False) -> Answer:
+        """What a rank that would leave the execution is to do, see `Moves`."""
+        return self._moves.answer(rank, is_last) if self._moves else "read on"
 
     def leaves(self, rank: int) -> int:
         """A rank will read no more; returns how many have said so."""

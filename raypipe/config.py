@@ -475,6 +475,8 @@ class TrainConfig(Section, prefix="train."):
             (docs/reproducibility.md); "auto" = on CPUs.
         max_failures: restarts of the workers after a process or a node has died; -1 = no limit. Restarts after a
             notice that a trainer's node is about to go (Ray 2.60) do not count.
+        stop_grace_s: seconds for the current step after a request to stop (Ctrl-C, SIGTERM); then the run ends
+            without another checkpoint. Set it 15 s below the grace period of whoever sends SIGTERM.
         start_from: folder or URI of a run (from `raypipe train` or your own loop), or of one of its checkpoints.
             A run with the same plan, and without its own checkpoints, starts there with that model and
             optimizer.
@@ -505,6 +507,7 @@ class TrainConfig(Section, prefix="train."):
     ema_decay: BelowOne = 0.0
     deterministic_reduce: bool | Literal["auto"] = "auto"
     max_failures: AtLeastMinus1 = 2
+    stop_grace_s: Seconds = 20.0  # within the 30 s of Kubernetes and Slurm, with the checkpoint and Ray's end
     start_from: str = ""
     checkpoint_interval: int | str = "10min"
     log_interval: AtLeast1 = 20

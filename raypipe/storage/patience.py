@@ -168,6 +168,20 @@ def impatient() -> Iterator[None]:
         _impatient.reset(token)
 
 
+_lost = threading.Event()  # set while this process waits for no storage
+_LOST_S = 2.0  # limit of each request then
+
+
+def lose_patience() -> None:
+    """End all waits for storage in this process, and let none begin, until `be_patient`."""
+    _lost.set()
+
+
+def be_patient() -> None:
+    """Wait for storage again, as `patience_s` says."""
+    _lost.clear()
+
+
 def one_line(error: BaseException) -> str:
     """Return the reason of a file system's error on one line, with a remedy if one is known."""
     reason = " ".join(str(error).split())
@@ -202,10 +216,13 @@ class Patience:
         try:
             while True:
                 try:
-                    answer = do() if waiting is None else _in_thread(do, waiting.tick)
+                    if waiting is None and not _lost.is_set():
+                        answer = do()
+                    else:
+                        answer = _in_thread(do, waiting.tick if waiting else progress)
                 except (OSError, pa.ArrowException) as error:
                     is_denied = renew is not None and bool(_DENIED.search(str(error)))
-                    if _impatient.get() or not (is_denied or _is_transient(error)):
+                    if _impatient.get() or _lost.is_set() or not (is_denied or _is_transient(error)):
                         raise
                     if waiting is None:
                         waiting = _Wait(self, operation, address)
@@ -274,7 +291,7 @@ class _Wait:
         while (left := until - time.monotonic()) > 0:
             time.sleep(min(left, _TICK_S))
             self.tick()
-            if (given_up := _given_up.get()) and given_up.is_set():
+            if _lost.is_set() or ((given_up := _given_up.get()) and given_up.is_set()):
                 raise error
 
     def tick(self) -> None:
@@ -327,6 +344,9 @@ def _in_thread(do: Callable[[], T], tick: Callable[[], None]) -> T:
             outcome.set_exception(error)
 
     threading.Thread(target=run, daemon=True, name="raypipe-storage").start()
+    begun = time.monotonic()
     while not wait([outcome], _TICK_S).done:
         tick()
+        if _lost.is_set() and time.monotonic() - begun > _LOST_S:
+            raise TimeoutError(f"no answer within {_LOST_S:g} s, and the process is about to end")
     return outcome.result()

@@ -22,6 +22,7 @@ from raypipe.errors import ConfigError
 from raypipe.metrics.records import Folder
 from raypipe.mistakes import checks_keywords
 from raypipe.plan.places import Cursor
+from raypipe.rayext.controller import own_controller, process_of
 from raypipe.rayext.iteration import begun, stop_execution
 from raypipe.rayext.watch import in_worker, this_process
 from raypipe.section import MAX_INT, Limits, check
@@ -232,6 +233,8 @@ def _handed_round(
         )
     if in_train and in_worker():
         stream[1].joined.remote(f"trainer {rank}", this_process(f"trainer {rank}"))
+        if rank == 0 and (controller := own_controller()) and (process := process_of(controller)):
+            stream[1].joined.remote("controller", process)
     return stream
 
 

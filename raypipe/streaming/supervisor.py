@@ -180,8 +180,8 @@ class Supervisor:
         Returns:
             The number of ranks that have waited for more than a second, for whatever reason.
         """
-        self._watches(execution, process)
-        self._watch.moves(execution, still_s)
+        if self._watch.moves(execution, still_s, process):
+            self._remember()
         if at:
             self._stands[execution] = at
             self._ready += ready

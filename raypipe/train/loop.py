@@ -325,7 +325,9 @@ class Trainer:
         """Describe why a checkpoint waits."""
         if self._writer.is_writing:
             return f"the previous one is being written to {self.run_uri}"
-        return "other ranks have not reached it yet"
+        if self.world_size == 1:
+            return "Ray Train's controller has not noted it yet"
+        return "other ranks have not reached it yet, or Ray Train's controller has not noted it"
 
     def _save(self) -> None:
         metrics, self._saved_at = self.figures(), time.perf_counter()

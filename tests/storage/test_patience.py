@@ -6,6 +6,7 @@ import logging
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ from raypipe.rayext.failures import is_final
 from raypipe.storage import patience
 from raypipe.storage.files import look_up, read_whole, write_bytes
 from raypipe.storage.filesystem import exists, explained, open_filesystem
-from raypipe.storage.patience import impatient, outages_s, take_counts
+from raypipe.storage.patience import be_patient, impatient, lose_patience, outages_s, take_counts
 
 MANY = 9  # more than pyarrow tries a request by itself, and than it ever did for raypipe
 
@@ -165,6 +166,34 @@ read_whole("{bucket}/a")
         assert "KeyboardInterrupt" in program.communicate(timeout=20)[1]
     finally:
         program.kill()
+
+
+def test_a_process_that_ends_waits_for_no_storage(bucket: str, proxy: FaultyProxy) -> None:
+    proxy.outage = first(10**6)
+    failed: list[BaseException] = []
+
+    def ask() -> None:
+        try:
+            read_whole(f"{bucket}/a")
+        except BaseException as error:
+            failed.append(error)
+
+    waiting = threading.Thread(target=ask)
+    waiting.start()
+    while not proxy.faults["SlowDown"]:
+        time.sleep(0.01)
+    try:
+        lose_patience()
+        waiting.join(60)
+        with pytest.raises(OSError, match="503"):
+            exists(f"{bucket}/a")
+        assert len(failed) == 1 and "503" in str(failed[0])
+        proxy.outage = None
+        assert read_whole(f"{bucket}/a") == b"content", "storage that answers is asked as ever"
+    finally:
+        be_patient()
+    proxy.outage = first(MANY)
+    assert read_whole(f"{bucket}/a") == b"content"
 
 
 def test_a_process_counts_what_it_asks_of_storage(bucket: str, proxy: FaultyProxy) -> None:

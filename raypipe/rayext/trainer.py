@@ -108,7 +108,7 @@ class DivisorScalingPolicy(BoundedScalingPolicy, scaling_policy.ElasticScalingPo
     """Ray Train's elastic policy, limited to numbers of workers that divide the M micro-batches of a step."""
 
     def __init__(
-        self, scaling_config: ray_config.ScalingConfig, timeout_s: float, run: str = "", *, per_step: int
+        self, scaling_config: ray_config.ScalingConfig, timeout_s: float, per_step: int, run: str = ""
     ) -> None:
         super().__init__(scaling_config, timeout_s, run)
         self._per_step = per_step
@@ -290,7 +290,7 @@ class RunTrainer(TorchTrainer):
     def _initialize_and_run_controller(self, **options: Any) -> Any:
         config: Any = self.scaling_config  # version 2's class, unlike its annotation
         options["scaling_policy"] = (
-            DivisorScalingPolicy(config, self._timeout_s, self._run, per_step=self._per_step)
+            DivisorScalingPolicy(config, self._timeout_s, self._per_step, self._run)
             if config.elasticity_enabled
             else FixedPolicy(config, self._timeout_s, self._run)
         )

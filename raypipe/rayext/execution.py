@@ -255,7 +255,8 @@ class StreamAutoscaler:
             if flow.finished - waiting != self._left:
                 self._left, self._left_at = flow.finished - waiting, now
             at = flow.description(info, self._ranks, self._num_waiting) if flow.finished else ""
-            said = self._supervisor.moves.remote(self._name, now - self._left_at, self._process, at)
+            ready = 1.0 - flow.waiting_of(self._ranks)
+            said = self._supervisor.moves.remote(self._name, now - self._left_at, self._process, at, ready)
             self._said = self._said or said
 
     def _hear(self) -> None:

@@ -34,8 +34,9 @@ logger = logging.getLogger(__name__)
 
 # Two loggers of Ray Train's controller are silenced: on a busy machine, the first warns about retried requests,
 # with a traceback, and the second about each trainer that has died. The policies below log what a run waits for.
+# A filter, since Ray Train resets the levels of its loggers when a run begins.
 for _name in ("execution.scaling_policy.autoscaling_coordinator_client", "callbacks.backend_setup"):
-    logging.getLogger(f"ray.train.v2._internal.{_name}").setLevel(logging.ERROR)
+    logging.getLogger(f"ray.train.v2._internal.{_name}").addFilter(lambda record: record.levelno >= logging.ERROR)
 
 if is_local():
     # In the controller of each run of Ray Train, a user's included, this callback starts an actor that frees the
@@ -61,17 +62,22 @@ class BoundedScalingPolicy(scaling_policy.ScalingPolicy):
     """Base of Ray Train's policies below: logs once when trainers wait for resources.
 
     A run whose trainers have had no resources for `timeout_s` ends.
+
+    Args:
+        run: the run's name, for the metric of the wait; empty = none.
     """
 
-    def __init__(self, scaling_config: ray_config.ScalingConfig, timeout_s: float) -> None:
+    def __init__(self, scaling_config: ray_config.ScalingConfig, timeout_s: float, run: str = "") -> None:
         super().__init__(scaling_config)
-        self._timeout_s = timeout_s
+        self._timeout_s, self._run = timeout_s, run
         self._since: float | None = None
         self._has_logged = False
 
     def make_decision_for_non_running_worker_group(self) -> scaling_policy.ScalingDecision:
         self._since = self._since or time.monotonic()
         waited_s = time.monotonic() - self._since
+        if self._run:
+            Recorder(self._run).set({"trainer_room_wait_seconds": waited_s})
         if waited_s > self._timeout_s:
             raise ResourceError(self._waiting(f"have had no room for {self._timeout_s:g} s"))
         if waited_s > _LOG_AFTER_S and not self._has_logged:
@@ -101,8 +107,10 @@ class FixedPolicy(BoundedScalingPolicy, scaling_policy.FixedScalingPolicy):
 class DivisorScalingPolicy(BoundedScalingPolicy, scaling_policy.ElasticScalingPolicy):
     """Ray Train's elastic policy, limited to numbers of workers that divide the M micro-batches of a step."""
 
-    def __init__(self, scaling_config: ray_config.ScalingConfig, timeout_s: float, per_step: int) -> None:
-        super().__init__(scaling_config, timeout_s)
+    def __init__(
+        self, scaling_config: ray_config.ScalingConfig, timeout_s: float, per_step: int, run: str = ""
+    ) -> None:
+        super().__init__(scaling_config, timeout_s, run)
         self._per_step = per_step
 
     def _count_possible_workers(self, reserved_resources: Any) -> int:
@@ -283,9 +291,9 @@ class RunTrainer(TorchTrainer):
     def _initialize_and_run_controller(self, **options: Any) -> Any:
         config: Any = self.scaling_config  # version 2's class, unlike its annotation
         options["scaling_policy"] = (
-            DivisorScalingPolicy(config, self._timeout_s, self._per_step)
+            DivisorScalingPolicy(config, self._timeout_s, self._per_step, self._run)
             if config.elasticity_enabled
-            else FixedPolicy(config, self._timeout_s)
+            else FixedPolicy(config, self._timeout_s, self._run)
         )
         options["failure_policy"] = OnlyDeathsPolicy(self.run_config.failure_config, self._run, self._run_uri)
         return super()._initialize_and_run_controller(**options)

@@ -96,6 +96,44 @@ def take_counts() -> dict[str, dict[str, float]]:
     return operations
 
 
+class _OutageClock:
+    """Clock of the time in which this process waits for storage that does not answer.
+
+    Several waits at one time count once.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_waits = 0
+        self._since = 0.0
+        self._ended_s = 0.0
+
+    def begin(self) -> None:
+        with self._lock:
+            if self._num_waits == 0:
+                self._since = time.monotonic()
+            self._num_waits += 1
+
+    def end(self) -> None:
+        with self._lock:
+            self._num_waits -= 1
+            if self._num_waits == 0:
+                self._ended_s += time.monotonic() - self._since
+
+    def seconds(self) -> float:
+        with self._lock:
+            running_s = time.monotonic() - self._since if self._num_waits else 0.0
+            return self._ended_s + running_s
+
+
+_outages = _OutageClock()
+
+
+def outages_s() -> float:
+    """Return for how many seconds this process has waited, in all, for storage that did not answer."""
+    return _outages.seconds()
+
+
 def count(operation: str, **amounts: float) -> None:
     with _counts_lock:
         for name, amount in amounts.items():
@@ -186,7 +224,9 @@ class Patience:
                     is_denied = renew is not None and bool(_DENIED.search(str(error)))
                     if _impatient.get() or _lost.is_set() or not (is_denied or _is_transient(error)):
                         raise
-                    waiting = waiting or _Wait(self, operation, address)
+                    if waiting is None:
+                        waiting = _Wait(self, operation, address)
+                        _outages.begin()
                     waiting.after(error, is_denied)
                     if renew and (is_denied or _HIDDEN in str(error)):
                         renew()
@@ -199,6 +239,8 @@ class Patience:
             count(operation, errors=not isinstance(error, FileNotFoundError))
             raise
         finally:
+            if waiting:
+                _outages.end()
             count(operation, requests=1, seconds=time.monotonic() - begun)
 
     def log(self, waiting: _Wait) -> None:

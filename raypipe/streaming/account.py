@@ -15,8 +15,9 @@ from raypipe.config import AugmentConfig
 from raypipe.logs import STAGES
 from raypipe.metrics.prometheus import TrainerMetrics
 from raypipe.metrics.records import Folder
-from raypipe.metrics.timing import StageClock, StageTimes, diagnose, has_drained, mark
+from raypipe.metrics.timing import Situation, StageClock, StageTimes, diagnose, has_drained, mark
 from raypipe.plan.places import Cursor, Split, TrainStep
+from raypipe.rayext.object_store import spilled_bytes
 from raypipe.streaming.chronicle import Chronicle
 from raypipe.streaming.spec import StreamSpec
 
@@ -37,6 +38,7 @@ class Account:
         chronicle: console lines and records of rank 0.
         actors: transform actors that the pool has at most; 0 = trainers make the stream themselves.
         readers: number of readers at one time; 0 = the actors read the store.
+        is_run: whether `raypipe train` trains, and no loop of the user's own.
     """
 
     def __init__(
@@ -54,6 +56,8 @@ class Account:
         self.exported = TrainerMetrics(spec.run, rank, **info)
         self.chronicle = Chronicle(world_size, rank, folder)
         self.actors = self.readers = 0
+        self.is_run = False
+        self._spilled_before = 0
         self._plan, self._device, self._world_size, self._augment = spec.plan, device, world_size, augment
         # Where the compute of the micro-batch that was handed out last began, and its split.
         self._computing: tuple[Split, Any] | None = None
@@ -63,6 +67,7 @@ class Account:
         """Begin the stream at a place, possibly again."""
         self._start_step = self._plan.global_step(cursor)
         self._created, self.first_batch_s = time.perf_counter(), 0.0
+        self._spilled_before = spilled_bytes() if self.chronicle.log else 0
         self.exported.begin()
 
     def times(self, split: Split) -> StageTimes:
@@ -180,10 +185,15 @@ class Account:
         text = " ".join(
             diagnose(
                 times,
-                world_size=self._world_size,
-                actors=self.actors,
-                device=self._device.type,
-                readers=self.readers,
+                Situation(
+                    world_size=self._world_size,
+                    actors=self.actors,
+                    device=self._device.type,
+                    readers=self.readers,
+                    ready=self.chronicle.ready(),
+                    spilled_bytes=spilled_bytes() - self._spilled_before,
+                    is_run=self.is_run,
+                ),
             )
         )
         is_last = epoch + 1 == self._plan.config.epochs

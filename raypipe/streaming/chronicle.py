@@ -214,6 +214,14 @@ class Chronicle:
         except ray.exceptions.RayError as error:
             return f"the stream's supervisor does not answer ({type(error).__name__})"
 
+    def ready(self) -> float:
+        """Return the share of the time for which a finished block lay ready for a rank; 0 if nobody knows."""
+        if self._supervisor is None or not ray.is_initialized():
+            return 0.0
+        with contextlib.suppress(ray.exceptions.RayError):
+            return ray.get(self._supervisor.ready.remote(), timeout=_ANSWER_S)
+        return 0.0
+
     def _tell_events(self, timeout_s: float) -> None:
         """Record and print what has happened to the stream since the last call."""
         for kind, text in events_of(self._supervisor, self._num_events, timeout_s):

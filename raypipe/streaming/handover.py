@@ -24,9 +24,9 @@ from raypipe.errors import ConfigError, RaypipeError
 from raypipe.metrics.records import Folder
 from raypipe.mistakes import checks_keywords
 from raypipe.plan.places import Cursor
-from raypipe.rayext.controller import own_controller, process_of
 from raypipe.plan.schedule import Segment
 from raypipe.rayext.console import quiet_broadcasts
+from raypipe.rayext.controller import own_controller, process_of
 from raypipe.rayext.iteration import begun, stop_execution
 from raypipe.rayext.watch import in_worker, this_process
 from raypipe.section import MAX_INT, Limits, check

@@ -500,7 +500,14 @@ class Loader(Unlike, instead=_INSTEAD):
         if self.augment is not None:
             batch = self.augment.of_batch(batch, account.strength(self.plan.global_step(expected)))
         num_images = int((batch.index >= 0).sum())
-        account.handed_out(expected.split, arrived, images=num_images, read_s=batch.read_s, work_s=batch.work_s)
+        account.handed_out(
+            expected.split,
+            arrived,
+            images=num_images,
+            read_s=batch.read_s,
+            work_s=batch.work_s,
+            outage_s=batch.outage_s,
+        )
         return batch
 
     def _reach(self, at: MicroBatchId, goes_on: bool) -> None:

@@ -130,6 +130,7 @@ class Supervisor:
         self._left: set[int] = set()  # ranks
         self._moves: Moves | None = None
         self._stands: dict[str, str] = {}  # execution that has brought blocks → what it is at
+        self._ready, self._num_looks = 0.0, 0  # sum over the executions' looks, one a second, and their number
         self._waits: dict[int, float] = {}  # rank → since when it has waited for a batch
         self._probes: dict[tuple[str, Any], Probe] = {}
         self._watch = Watch(self.note, self._work_of)
@@ -168,11 +169,19 @@ class Supervisor:
         self._waits[rank] = time.monotonic() - waited_s if waited_s else math.inf
         return self._process
 
-    def moves(self, execution: str, still_s: float, process: Process | None = None, at: str = "") -> int:
+    def moves(
+        self,
+        execution: str,
+        still_s: float,
+        process: Process | None = None,
+        at: str = "",
+        ready: float = 0.0,
+    ) -> int:
         """An execution runs, as it says each second; no rank has taken a block from it for so long.
 
         Args:
             at: what its blocks are at; empty = it has brought none yet.
+            ready: share of the ranks for which a finished block lies ready now.
 
         Returns:
             The number of ranks that have waited for more than a second, for whatever reason.
@@ -181,8 +190,14 @@ class Supervisor:
             self._remember()
         if at:
             self._stands[execution] = at
+            self._ready += ready
+            self._num_looks += 1
         now = time.monotonic()
         return sum(now - since > _WAITS_S for since in self._waits.values())
+
+    def ready(self) -> float:
+        """Return the mean share of the ranks for which a finished block lay ready, over the stream so far."""
+        return self._ready / self._num_looks if self._num_looks else 0.0
 
     def left(self, key: str) -> None:
         """A process, or an execution, is no more part of the stream."""

@@ -120,6 +120,7 @@ class Trainer:
             run_dir=run_uri,
         )
         self.loader.interval_s, self._account = math.inf, self.loader.account
+        self._account.is_run = True
         self._account.exported.checkpointed()
         self._account.chronicle.stop_requested = functools.partial(stop_requested, run_uri)
         self.world_size = self.loader.world_size

@@ -19,7 +19,7 @@ from raypipe.rayext.failures import is_final
 from raypipe.storage import patience
 from raypipe.storage.files import look_up, read_whole, write_bytes
 from raypipe.storage.filesystem import exists, explained, open_filesystem
-from raypipe.storage.patience import be_patient, impatient, lose_patience, take_counts
+from raypipe.storage.patience import be_patient, impatient, lose_patience, outages_s, take_counts
 
 MANY = 9  # more than pyarrow tries a request by itself, and than it ever did for raypipe
 
@@ -208,3 +208,14 @@ def test_a_process_counts_what_it_asks_of_storage(bucket: str, proxy: FaultyProx
     assert counts["read"]["bytes"] == 7 and counts["read"]["requests"] == 1
     assert counts["write"]["bytes"] == 5 and counts["write"]["errors"] == 1
     assert take_counts() == {}
+
+
+def test_a_process_knows_for_how_long_storage_did_not_answer(bucket: str, proxy: FaultyProxy) -> None:
+    before_s = outages_s()
+    read_whole(f"{bucket}/a")
+    assert outages_s() == before_s
+    proxy.outage = first(MANY)
+    begun = time.monotonic()
+    read_whole(f"{bucket}/a")
+    waited_s = outages_s() - before_s
+    assert 0.2 < waited_s <= time.monotonic() - begun

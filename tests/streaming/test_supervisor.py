@@ -268,3 +268,12 @@ def test_the_events_of_a_stream_are_told_in_order_as_long_as_it_lives() -> None:
     while events_of(supervisor, 0):
         assert time.monotonic() < deadline
     assert events_of(None, 0) == []
+
+
+def test_the_supervisor_says_how_often_finished_blocks_lay_ready() -> None:
+    supervisor = Supervisor(3)
+    assert supervisor.ready() == 0
+    supervisor.moves("a", 0.0, ready=1.0)  # it has brought none yet
+    for ready in (1.0, 0.5, 0.0):
+        supervisor.moves("a", 0.0, at="2 transform actors work on 2 blocks", ready=ready)
+    assert supervisor.ready() == 0.5

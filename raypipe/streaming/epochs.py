@@ -14,11 +14,12 @@ from raypipe.plan.schedule import Segment
 class Pass(Iterator[Batch]):
     """This rank's micro-batches of an epoch's training, or of its validation: each once, in order.
 
-    After a resume only the rest of them, possibly none.
+    After a resume only the rest of them, possibly none. A loop that leaves them is through with them: a state that
+    is saved then continues after them, as the loop does. Within the loop, a state is in their midst.
 
     Args:
         batches, before: its own, and those that come before them; neither holds the loader.
-        check, skip: methods of the loader, which ends its stream when nothing holds it.
+        check, skip, leave: methods of the loader, which ends its stream when nothing holds it.
         accumulation_steps: see `Loader.accumulation_steps`.
 
     Attributes:
@@ -33,16 +34,25 @@ class Pass(Iterator[Batch]):
         before: Iterator[Batch],
         check: Callable[[], None],
         skip: Callable[[Iterator[Batch]], None],
+        leave: Callable[[Segment], None],
         accumulation_steps: int,
     ) -> None:
         self.segment, self.begun = segment, False
         self._batches, self._before, self._num_taken = batches, before, 0
-        self._check, self._skip = check, skip
+        self._check, self._skip, self._leave = check, skip, leave
         self._len = (segment.num_steps - segment.first_step) * accumulation_steps if segment else 0
 
     def __len__(self) -> int:
         """Micro-batches in all, those that were taken included."""
         return self._len
+
+    def __iter__(self) -> Iterator[Batch]:
+        try:
+            while (batch := next(self, None)) is not None:
+                yield batch
+        finally:
+            if self.segment and self._num_taken < self._len:
+                self._leave(self.segment)
 
     def __next__(self) -> Batch:
         self.begun = True

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import sys
 import threading
 import time
 import weakref
@@ -134,7 +135,10 @@ class Loader(Unlike, instead=_INSTEAD):
 
     def _go_to(self, cursor: Cursor) -> None:
         self.plan.check(cursor)
-        self._start = cursor
+        self._start = cursor = self.plan.normalized(cursor)
+        self._segment: Segment | None = None  # that of which a batch was asked for last
+        self._left: Segment | None = None  # if the loop has left it before its end
+        self._in_step = 0  # batches of the step under way
         self._stand_at(cursor)
         # What the loader holds refers to it weakly: a ring of references would keep a dropped one running.
         self._epochs = Loader._each_epoch(weakref.proxy(self))
@@ -205,9 +209,35 @@ class Loader(Unlike, instead=_INSTEAD):
         for _ in batches:
             self.account.skips = True
 
+    def _leave(self, segment: Segment) -> None:
+        if segment is self._segment:  # a forgotten loop may end at any later time
+            self._left = segment
+
+    @property
+    def place(self) -> Cursor:
+        """Place from which a resume does what the loop would do next.
+
+        It is the cursor. Once a loop has left an epoch's batches before their end (by `break`, not by an
+        exception that is being handled, nor by leaving the loop over the epochs), it is after them.
+        """
+        cursor, left = self.cursor, self._left
+        if left and self._running.why is None and sys.exc_info()[0] is None:
+            after = self.plan.steps_per_epoch if left.split == "train" else 0
+            cursor = Cursor(left.epoch + (left.split == "val"), after, cursor.fingerprint)
+        return self.plan.normalized(cursor)
+
+    @property
+    def num_beyond(self) -> int:
+        """Batches that this rank was handed beyond `place`: some of a training step's."""
+        return self._in_step if self.place == self.plan.normalized(self.cursor) else 0
+
     def state_dict(self) -> dict[str, Any]:
-        """The run's place after the last step of which all batches were handed out; plain numbers and text."""
-        return asdict(self.cursor)
+        """The run's place after the last step of which all batches were handed out; plain numbers and text.
+
+        Inside of the loop over an epoch's batches that is in their midst. After it, also after a `break`, it is
+        behind them: a resumed run begins with what the loop would have done next.
+        """
+        return asdict(self.place)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a `state_dict`, made with any number of workers. All ranks call it, and iterate again.
@@ -241,7 +271,7 @@ class Loader(Unlike, instead=_INSTEAD):
         # Ray Train refuses a tensor, and its controller would end the run at a number of NumPy's.
         metrics = {name: value.item() if hasattr(value, "item") else value for name, value in metrics.items()}
         with self.account.saving(lambda: "Ray Train writes it, or other ranks have not reported yet"):
-            report(metrics, parts, self.rank, self.cursor)
+            report(metrics, parts, self.rank, self.place)
         if self._lacks_weights and self.rank == 0:
             _logger.warning(
                 "the stream continued from a checkpoint, and loader.restore was not called: unless you loaded its "
@@ -282,7 +312,7 @@ class Loader(Unlike, instead=_INSTEAD):
 
         A later `raypipe.loader` continues from there.
         """
-        write_text(join(str(folder), CURSOR_FILE), self.cursor.to_json())
+        write_text(join(str(folder), CURSOR_FILE), self.place.to_json())
         self.account.exported.checkpointed()
 
     @property
@@ -339,6 +369,7 @@ class Loader(Unlike, instead=_INSTEAD):
         split, epoch, per_step = segment.split, segment.epoch, self.plan.config.per_step
         account, records = self.account, math.isfinite(self.interval_s)
         account.skips = False
+        self._segment, self._in_step = segment, 0
         if split == "train":
             account.begin_interval()
         for step in range(segment.first_step, segment.num_steps):
@@ -351,6 +382,7 @@ class Loader(Unlike, instead=_INSTEAD):
                     _close(self._running, lambda: None, self._batches)  # another thread could not
                     raise
                 ends_step = micro + self.world_size >= per_step
+                self._left, self._in_step = None, 0 if ends_step or split == "val" else self._in_step + 1
                 if ends_step and split == "train":
                     self._stand_at(Cursor(epoch, step + 1, self.plan.fingerprint))
                 elif ends_step and step + 1 == segment.num_steps:
@@ -417,8 +449,9 @@ class Epochs(Iterator[Epoch]):
         loader = self._loader
         loader._check_running()
         number, (train, val) = next(loader._epochs)
-        check, skip, steps = loader._check_running, loader._skip, loader.accumulation_steps
-        return Epoch(number, Pass(*train, iter(()), check, skip, steps), Pass(*val, train[1], check, skip, steps))
+        methods = loader._check_running, loader._skip, loader._leave
+        steps = loader.accumulation_steps
+        return Epoch(number, Pass(*train, iter(()), *methods, steps), Pass(*val, train[1], *methods, steps))
 
     def __iter__(self) -> Iterator[Epoch]:
         try:

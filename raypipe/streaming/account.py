@@ -32,7 +32,6 @@ class Account:
     Attributes:
         clocks: clock of each split; the thread that copies adds to them.
         first_batch_s: seconds from the start of the stream to its first batch; 0 before it.
-        skips: whether the loop skips batches: then training intervals are not recorded.
         num_bad: bad samples that this rank has seen.
         exported: metrics of this rank.
         chronicle: console lines and records of rank 0.
@@ -50,7 +49,7 @@ class Account:
         folder: Folder | None,
     ) -> None:
         self.clocks: dict[Split, StageClock] = {"train": StageClock(), "val": StageClock()}
-        self.first_batch_s, self.skips, self.num_bad = 0.0, False, 0
+        self.first_batch_s, self.num_bad = 0.0, 0
         info = {"version": __version__, "plan": spec.plan.fingerprint, "workers": str(world_size)}
         self.exported = TrainerMetrics(spec.run, rank, **info)
         self.chronicle = Chronicle(world_size, rank, folder)

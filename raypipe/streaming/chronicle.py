@@ -100,6 +100,11 @@ class Chronicle:
             of_run = settings()
             self._shown = {"begun": time.time(), "to_step": of_run["to_step"]}
             self.log = RunLog(self._folder, self.step, self._world_size, validates, of_run)
+        self.follow(supervisor)
+
+    def follow(self, supervisor: Any) -> None:
+        """Record the events of a stream, which may have started again."""
+        if self.log:
             self._supervisor, self._num_events = supervisor, 0
             self._begin_looking()
 

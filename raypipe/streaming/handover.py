@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,6 +23,7 @@ from raypipe.errors import ConfigError
 from raypipe.metrics.records import Folder
 from raypipe.mistakes import checks_keywords
 from raypipe.plan.places import Cursor
+from raypipe.plan.schedule import Segment
 from raypipe.rayext.iteration import begun, stop_execution
 from raypipe.rayext.watch import in_worker, this_process
 from raypipe.section import MAX_INT, Limits, check
@@ -44,6 +46,8 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 _SETTLE_S = 2.0  # CPUs of a stream that has just ended come back
+# Images that an actor makes while a stream starts: 5 s pass until its first batch, at 1 ms for a photo.
+_START_IMAGES = 5_000
 
 
 @checks_keywords
@@ -117,17 +121,26 @@ def loader(
     spec.plan.check_workers(world_size)
     device = torch.device(device or (ray.train.torch.get_device() if in_train else "cpu"))
 
-    def open_at(start: Cursor) -> Feed:
+    most = max_actors  # once it is known, it stays: a stream that starts again gets the CPUs that it had
+
+    def open_at(start: Cursor, only: Segment | None = None) -> Feed:
+        nonlocal most
+        part = replace(spec, plan=spec.plan.only(only)) if only else spec
         if spec.pool.engine == "inline":
-            maker = MicroBatchMaker(spec)
-            batches = inline_batches(spec, start, rank, world_size, maker)
+            maker = MicroBatchMaker(part)
+            batches = inline_batches(part, start, rank, world_size, maker)
             return Feed(batches, draws_globally=maker.draws_globally)
-        iterators, supervisor, actors = _handed_round(
-            spec, start, max_actors, rank, world_size, in_train, apart=device.type == "cuda"
+        iterators, supervisor, most = _handed_round(
+            part, start, most, rank, world_size, in_train, apart=device.type == "cuda"
         )
-        end = functools.partial(end_actors, supervisor, iterators, rank)
-        stop = functools.partial(stop_execution, supervisor)
-        return Feed(host_batches(begun(iterators[rank])), supervisor, actors=actors, stop=stop, end=end)
+        return Feed(
+            host_batches(begun(iterators[rank])),
+            supervisor,
+            actors=most,
+            stop=functools.partial(stop_execution, supervisor),
+            end=functools.partial(end_actors, supervisor, iterators, rank),
+            start_images=_START_IMAGES * most,
+        )
 
     first = latest_of_train()
     if start_address and not first:

@@ -40,8 +40,7 @@ def plain_loaders(loader: Loader, format: Format = "dict") -> tuple[PlainLoader,
 
     Raises:
         ConfigError: the format is "dict", and MixUp or CutMix is on, for whose targets it has no room, or a column
-            has the name of an entry. If the loop's order differs from the plan's, iterating raises it too, and
-            names the setting to change.
+            has the name of an entry. Iterating raises it if the loop wants more epochs than the plan has.
     """
     check_format(loader, format)
     shared = SharedEpochs(loader)
@@ -67,64 +66,51 @@ class SharedEpochs:
 
     def __init__(self, loader: Loader) -> None:
         self.loader = loader
-        self._epochs: object = None
         self._epoch: Epoch | None = None
+        self._was_given = False  # the epoch's training, to a loop
 
     def next(self, split: Split) -> Pass:
         """The next training, or the validation of the epoch that is being trained."""
-        if self._epochs is not self.loader._epochs:  # it was told to go on elsewhere
-            self._epochs, self._epoch = self.loader._epochs, None
-        config = self.loader.plan.config
+        if self._epoch and self._epoch.train.turn != self.loader._turn:  # it was told to go on elsewhere
+            self._epoch = None
         if split == "train":
             # After a resume before a validation, the rest of the epoch's training is empty.
-            while self._epoch is None or self._epoch.train.begun or not _is_left_of(self._epoch):
+            while self._epoch is None or self._was_given:
                 self._next_epoch()
+                if self._epoch is None:
+                    epochs = self.loader.plan.config.epochs
+                    raise ConfigError(f"the loop wants more than the {epochs} epochs of the plan: set plan.epochs")
+            self._was_given = True
             return self._epoch.train
-        epoch = self._epoch or self._next_epoch()
-        if len(epoch.train) and not epoch.train.begun:
-            raise ConfigError(
-                f"a validation was asked for before epoch {epoch.number} was trained: a stream has one order; "
-                "leave out what validates first (Lightning: num_sanity_val_steps=0)"
-            )
-        if not len(epoch.val) or epoch.val.begun:
-            raise ConfigError(
-                f"the plan has no further validation after epoch {epoch.number}: plan.val_interval is "
-                f"{config.val_interval}; let the loop validate as often"
-            )
-        return epoch.val
+        if self._epoch is None:
+            self._next_epoch()
+        # The plan may have none here; it is a pure function, so there is one wherever a loop wants it.
+        has_own = self._epoch is not None and len(self._epoch.val)
+        return self._epoch.val if self._epoch and has_own else self.loader.validation()
 
     def go_to(self, epoch: int, step: int) -> None:
         """Let the next training be from a step of an epoch on; nothing happens if it is."""
-        if self._epochs is not self.loader._epochs or self._epoch is None:
+        at = self._epoch
+        if at is None or at.train.turn != self.loader._turn:
             upcoming = self.loader.cursor.epoch, self.loader.cursor.step
-        elif self._epoch.train.begun:
-            upcoming = self._epoch.number + 1, 0
+        elif self._was_given:
+            upcoming = at.number + 1, 0
         else:
-            upcoming = (
-                self._epoch.number,
-                self._epoch.train.segment.first_step if self._epoch.train.segment else -1,
-            )
+            segment = at.train.segment
+            upcoming = at.number, segment.first_step if segment else self.loader.plan.steps_per_epoch
         if (epoch, step) != upcoming:
             fingerprint = self.loader.plan.fingerprint
             self.loader.load_state_dict({"epoch": epoch, "step": step, "fingerprint": fingerprint})
 
-    def _next_epoch(self) -> Epoch:
-        self._epoch = next(self.loader.epochs(), None)
-        if self._epoch is None:
-            epochs = self.loader.plan.config.epochs
-            raise ConfigError(f"the loop wants more than the {epochs} epochs of the plan: set plan.epochs")
-        return self._epoch
-
-
-def _is_left_of(epoch: Epoch) -> bool:
-    return bool(len(epoch.train) or len(epoch.val))
+    def _next_epoch(self) -> None:
+        self._epoch, self._was_given = next(self.loader.epochs(), None), False
 
 
 class PlainLoader:
-    """Each iteration is the next epoch's training, or the validation after it; after a resume, the rest of it.
+    """Each iteration is the next epoch's training, after a resume the rest of it; or a whole validation.
 
-    Both loaders of a run share one stream, so their iterations take turns in the order of the plan: validate at
-    the end of an epoch.
+    Both loaders of a run share one stream. It costs least in the order of the plan, which validates at the end of
+    an epoch; at any other time, and a second time, a validation is made as well.
 
     Attributes:
         batch_size: B, the size of this rank's micro-batches; several make up an optimizer step, see
@@ -188,9 +174,10 @@ class PlainLoader:
 
 def _to_the_end(batches: Pass) -> Iterator[Batch]:
     """The batches; their end is asked for with the last one, since loops that count do not ask for it."""
-    for number, batch in enumerate(batches, 1):
+    taken = iter(batches)
+    for number, batch in enumerate(taken, 1):
         if number == len(batches):
-            next(batches, None)
+            next(taken, None)
         yield batch
 
 

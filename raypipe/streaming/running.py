@@ -12,6 +12,9 @@ from typing import Any, NamedTuple
 from raypipe.transform.fields import MicroBatch
 
 EXHAUSTED = ""
+LEFT = "the loop over its epochs was left"
+GOES_ON = (EXHAUSTED, LEFT)
+"""The ends after which a loop may ask for more: the stream then starts again, where it is asked for."""
 
 
 class Feed(NamedTuple):
@@ -25,6 +28,8 @@ class Feed(NamedTuple):
         draws_globally: the thread that requests a batch makes it, from the process's generators: it must be the
             consumer's.
         end: function that ends all other parts, once the batches are closed.
+        start_images: images that the source makes in the time that its start takes. A skip of fewer reads on; a
+            longer one starts the source again, behind them.
     """
 
     batches: Iterator[MicroBatch]
@@ -33,6 +38,7 @@ class Feed(NamedTuple):
     actors: int = 0
     stop: Callable[[], None] = lambda: None
     end: Callable[[], None] = lambda: None
+    start_images: int = 0
 
 
 class Running:
@@ -76,7 +82,7 @@ class Running:
     def end(self, why: str) -> None:
         """End the stream, if it has not ended; its record continues."""
         with self._one_by_one:
-            if self.why is None:
+            if self.why is None or (self.why in GOES_ON and why not in GOES_ON):
                 self.why = why
             _with_actors.pop(self, None)
             self._ends.close()

@@ -46,7 +46,7 @@ class StreamDataModule(pl.LightningDataModule):
     def __init__(self, loader: Loader, format: Format = "dict") -> None:
         super().__init__()
         check_format(loader, format)
-        self._loader = loader
+        self._loader, self._format = loader, format
         shared = _LightningEpochs(self, loader)
         self._train, self._val = (_LightningLoader(shared, split, format) for split in ("train", "val"))
         self._saved_in_step = 0  # batches of a step, where the checkpoint was made
@@ -59,7 +59,7 @@ class StreamDataModule(pl.LightningDataModule):
             "max_epochs": config.epochs,
             "accumulate_grad_batches": loader.accumulation_steps,
             "check_val_every_n_epoch": config.val_interval or 1,
-            "num_sanity_val_steps": 0,  # these steps would come before the first training batch
+            "num_sanity_val_steps": 0,  # a stream starts once more for them
             "use_distributed_sampler": False,
         }
 
@@ -118,6 +118,11 @@ class StreamDataModule(pl.LightningDataModule):
                 "has no more (plan.epochs)"
             )
         self._check_accumulation(trainer)
+        if self._format == "batch" and trainer.precision in ("16-true", "bf16-true", "64-true"):
+            raise ConfigError(
+                f"precision={trainer.precision!r} converts what batches hold, and a Batch cannot be changed: give "
+                'StreamDataModule "dict" or a function as format, or use mixed precision'
+            )
 
     def _check_accumulation(self, trainer: Any) -> None:
         needed = self._loader.accumulation_steps
@@ -155,7 +160,15 @@ class _LightningEpochs(SharedEpochs):
             # The same samples in each epoch.
             epoch = 0 if trainer.overfit_batches else loop.epoch_progress.current.processed
             self.go_to(epoch, step)
+        if split == "val" and trainer is not None and self._epoch and _has_trained(trainer.fit_loop):
+            self._epoch.train.leave()  # which Lightning does not tell its iterator
         return super().next(split)
+
+
+def _has_trained(loop: Any) -> bool:
+    """Whether a fit has trained an epoch to its end, or up to its limit."""
+    batches = loop.epoch_loop.batch_progress
+    return batches.is_last_batch or 0 < loop.max_batches <= batches.current.ready
 
 
 class _WholeSteps(pl.Callback):

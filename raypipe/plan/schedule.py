@@ -180,6 +180,12 @@ class Plan:
         """The cursor after so many training steps, with no pending validation."""
         return Cursor(*divmod(global_step, self.steps_per_epoch), self.fingerprint)
 
+    def normalized(self, cursor: Cursor) -> Cursor:
+        """The same place, named by the next epoch where no validation is next."""
+        if cursor.step == self.steps_per_epoch and not self.has_val(cursor.epoch):
+            return Cursor(cursor.epoch + 1, 0, cursor.fingerprint)
+        return cursor
+
     def check(self, cursor: Cursor) -> None:
         """Raise CursorError unless the cursor is a place of this plan."""
         if cursor.fingerprint != self.fingerprint:

@@ -22,6 +22,8 @@ class _Source(Protocol):
 
     def _finish(self, of: Pass) -> None: ...
 
+    def _left_early(self, of: Pass) -> None: ...
+
 
 class Pass(Iterator[Batch]):
     """This rank's micro-batches of an epoch's training, or of its validation, in order.
@@ -29,6 +31,9 @@ class Pass(Iterator[Batch]):
     After a resume only the rest of them, possibly none. A validation may be iterated again, at any time: each
     `for` loop gets all of it. A training comes once: a second loop goes on where the first was left, and after
     the last batch raises.
+
+    A loop that leaves them is through with them: a state that is saved then continues after them, as the loop
+    does. Within the loop, a state is in their midst.
 
     Args:
         segment: its place in the plan; None = it is empty.
@@ -63,6 +68,7 @@ class Pass(Iterator[Batch]):
         A `for` loop that is left by `break` says so itself. Loops of libraries keep their iterators.
         """
         self._was_left = True
+        self._source._left_early(self)
 
     def __next__(self) -> Batch:
         if self._num_taken == self._len:
@@ -84,8 +90,13 @@ class Pass(Iterator[Batch]):
         return self._rest()
 
     def _whole(self) -> Iterator[Batch]:
-        for number in range(self._len):
-            yield self._take(number)
+        number = 0
+        try:
+            for number in range(1, self._len + 1):
+                yield self._take(number - 1)
+        finally:
+            if number < self._len:
+                self._source._left_early(self)
         self._source._finish(self)
 
     def _rest(self) -> Iterator[Batch]:
@@ -95,6 +106,8 @@ class Pass(Iterator[Batch]):
                 yield batch
         finally:
             self._num_loops -= 1
+            if not self._num_loops and self._num_taken < self._len:
+                self._source._left_early(self)
 
     def _take(self, number: int) -> Batch:
         self.begun = True

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import sys
 import threading
 import time
 import weakref
@@ -140,8 +141,10 @@ class Loader(Unlike, instead=_INSTEAD):
 
     def _go_to(self, cursor: Cursor) -> None:
         self.plan.check(cursor)
-        self._start = cursor
+        self._start = cursor = self.plan.normalized(cursor)
         self._stand_at(cursor)
+        self._left: Split | None = None  # what the loop has left early, of the epoch that was handed out last
+        self._in_step = 0  # batches of the training step under way
         self._turn += 1  # of the epoch that was handed out last
         self._has_begun = self._was_left = False
         self._epoch, self._diagnosed = cursor.epoch - 1, cursor.epoch - 1
@@ -275,9 +278,36 @@ class Loader(Unlike, instead=_INSTEAD):
             self._supervisor,
         )
 
+    def _left_early(self, of: Pass) -> None:
+        is_now = of.segment is not None and of.turn == self._turn  # a forgotten loop may end at any later time
+        if of.segment and is_now and (of.segment.split == "train" or self._is_at_end(of)):
+            self._left = of.segment.split
+
+    @property
+    def place(self) -> Cursor:
+        """Place from which a resume does what the loop would do next.
+
+        It is the cursor. Once a loop has left an epoch's batches before their end (by `break`, not by an
+        exception that is being handled, nor by leaving the loop over the epochs), it is after them.
+        """
+        cursor = self.cursor
+        if self._left and cursor.epoch == self._epoch and not self._was_left and sys.exc_info()[0] is None:
+            is_val = self._left == "val"
+            cursor = Cursor(cursor.epoch + is_val, 0 if is_val else self.plan.steps_per_epoch, cursor.fingerprint)
+        return self.plan.normalized(cursor)
+
+    @property
+    def num_beyond(self) -> int:
+        """Batches that this rank was handed beyond `place`: some of a training step's."""
+        return self._in_step if self.place == self.plan.normalized(self.cursor) else 0
+
     def state_dict(self) -> dict[str, Any]:
-        """The run's place after the last step of which all batches were handed out; plain numbers and text."""
-        return asdict(self.cursor)
+        """The run's place after the last step of which all batches were handed out; plain numbers and text.
+
+        Inside of the loop over an epoch's batches that is in their midst. After it, also after a `break`, it is
+        behind them: a resumed run begins with what the loop would have done next.
+        """
+        return asdict(self.place)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a `state_dict`, made with any number of workers. All ranks call it, and iterate again.
@@ -312,7 +342,7 @@ class Loader(Unlike, instead=_INSTEAD):
         # Ray Train refuses a tensor, and its controller would end the run at a number of NumPy's.
         metrics = {name: value.item() if hasattr(value, "item") else value for name, value in metrics.items()}
         with self.account.saving(lambda: "Ray Train writes it, or other ranks have not reported yet"):
-            report(metrics, parts, self.rank, self.cursor, self._described)
+            report(metrics, parts, self.rank, self.place, self._described)
         if self._lacks_weights and self.rank == 0:
             _logger.warning(
                 "the stream continued from a checkpoint, and loader.restore was not called: unless you loaded its "
@@ -353,7 +383,7 @@ class Loader(Unlike, instead=_INSTEAD):
 
         A later `raypipe.loader` continues from there.
         """
-        write_text(join(str(folder), CURSOR_FILE), self.cursor.to_json())
+        write_text(join(str(folder), CURSOR_FILE), self.place.to_json())
         self.account.exported.checkpointed()
 
     @property
@@ -430,6 +460,10 @@ class Loader(Unlike, instead=_INSTEAD):
             self._running.end(f"its next batch failed with {type(error).__name__}")
             _close(self._running, lambda: None, self._batches)  # another thread could not
             raise
+        if split == "train":
+            self._left, self._in_step = None, 0 if ends_step else turn + 1
+        elif self._left and is_at_end:
+            self._left = "train"
         if ends_step and split == "train":
             self._stand_at(Cursor(epoch, at.step + 1, self.plan.fingerprint))
             self._ended_step = is_last

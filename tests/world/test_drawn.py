@@ -39,8 +39,8 @@ PENDING = re.compile(
     r"lossless-\d.*jpg|xmp-[2-8].jpg|12-bit.tif|animated-.*-hidden.png|animated-no-frames.png"  # until mended
 )
 _MEAN_SCALED = 24
-"""Levels, on the average: a crop is rounded to a pixel of the reduced image, and these pictures rise by 40 levels in
-a pixel. The reduced pixels themselves are compared with libjpeg's."""
+"""Levels, on the average: a crop is rounded to a pixel of the reduced image, and these pictures rise by up to 40
+levels in a pixel. The reduced pixels themselves are compared with libjpeg's."""
 
 Files = dict[str, list[tuple[Drawn, readings.Reading]]]
 

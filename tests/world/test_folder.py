@@ -1,4 +1,4 @@
-"""`RAYPIPE_WORLD=FOLDER pytest --tier world` tries any folder of files, as `test_drawn` does those that are drawn."""
+"""`RAYPIPE_WORLD=FOLDER pytest --tier world` tries any folder of files as `test_drawn` tries its own."""
 
 from __future__ import annotations
 

@@ -21,7 +21,9 @@
 
 #define CHANNELS 3
 #define MAX_SIDE 65500                       /* pixels, as in a JPEG */
-#define MAX_PIXELS ((size_t)(1 << 30) / 6)   /* of an image: MAX_PIXELS of raypipe/transform/limits.py */
+/* As raypipe/transform/limits.py has them, with their reasons. */
+#define MAX_DECODE_BYTES ((size_t)5 << 28)
+#define MAX_PIXELS (MAX_DECODE_BYTES / 6)
 
 /* Of an image, in the bytes that run() returns. All but DONE leave the image to the caller. */
 enum {

@@ -14,6 +14,7 @@
 #ifndef RAYPIPE_JPEG_BASELINE_H
 #define RAYPIPE_JPEG_BASELINE_H
 
+#include "jpeg_header.h"
 #include "jpeg_huffman.h"
 #include "jpeg_samples.h"
 
@@ -71,8 +72,9 @@ static int read_codes(const uint8_t *body, size_t size, FileTables *tables)
         JHUFF_TBL *table = is_ac ? &tables->ac[number] : &tables->dc[number];
         memcpy(table->bits + 1, body + 1, CODE_BITS);
         table->bits[0] = 0;
-        memcpy(table->huffval, body + 17, num);
-        memset(table->huffval + num, 0, 256 - num);
+        Writer symbols = writer_of(table->huffval, sizeof table->huffval);
+        if (!put(&symbols, reader_of(body + 17, num)) || !put_zeros(&symbols, symbols.left))
+            return 0;
         *(is_ac ? &tables->has_ac : &tables->has_dc) |= 1u << number;
         body += 17 + num;
         size -= 17 + num;
@@ -120,61 +122,62 @@ static int read_scan(const uint8_t *body, size_t size, Frame *frame, const uint8
     return last[0] == 0 && last[1] == DCTSIZE2 - 1 && last[2] == 0;
 }
 
-/* The header of a file, and its tables. 0: it is not usual. The color space is libjpeg's, by default_decompress_parms. */
-static int read_baseline(const uint8_t *data, size_t size, Frame *frame, FileTables *tables)
+/* The frame of a header, and its tables. 0: it is not usual. The color space is libjpeg's, by default_decompress_parms. */
+static int read_baseline(const Header *header, Frame *frame, FileTables *tables)
 {
-    int has_frame = 0, is_jfif = 0, adobe = -1;
+    int is_jfif = 0, adobe = -1, has_scan = 0;
     uint8_t ids[3] = {0};
     memset(frame, 0, sizeof *frame);
     tables->has_dc = tables->has_ac = tables->has_quants = 0;
-    if (size < 4 || data[0] != 0xFF || data[1] != 0xD8)
-        return 0;
-    for (size_t at = 2; size - at >= 4;) {
-        const int marker = data[at + 1];
-        const size_t length = (size_t)word(data + at + 2);
-        const uint8_t *body = data + at + 4;
-        if (data[at] != 0xFF || length < 2 || length > size - at - 2)
-            return 0;
-        const size_t body_size = length - 2;
+    for (int i = 0; i < header->num_segments; i++) {
+        const uint8_t *body = header->segments[i].body;
+        const size_t size = header->segments[i].size;
         int is_good = 1;
-        if (marker == 0xC0 || marker == 0xC1) {
-            is_good = !has_frame && read_components(body, body_size, frame, ids);
-            has_frame = 1;
-        } else if (marker == 0xC4) {
-            is_good = read_codes(body, body_size, tables);
-        } else if (marker == 0xDB) {
-            is_good = read_quants(body, body_size, tables);
-        } else if (marker == 0xDD) {
-            is_good = body_size == 2;
+        switch (header->segments[i].marker) {
+        case 0xC0:
+        case 0xC1:
+            is_good = read_components(body, size, frame, ids);
+            break;
+        case 0xC4:
+            is_good = read_codes(body, size, tables);
+            break;
+        case 0xDB:
+            is_good = read_quants(body, size, tables);
+            break;
+        case 0xDD:
+            is_good = size == 2;
             frame->interval = is_good ? (unsigned)word(body) : 0;
-        } else if (marker == 0xE0) {
-            const int is_tagged = body_size >= 14 && memcmp(body, "JFIF", 5) == 0;
-            is_good = !is_tagged || body[5] == 1; /* libjpeg warns of other major versions */
-            is_jfif |= is_tagged;
-        } else if (marker == 0xEE) {
-            if (body_size >= 12 && memcmp(body, "Adobe", 5) == 0)
+            break;
+        case 0xE0:
+            if (size >= 14 && memcmp(body, "JFIF", 5) == 0) {
+                is_good = body[5] == 1; /* libjpeg warns of other major versions */
+                is_jfif = 1;
+            }
+            break;
+        case 0xEE:
+            if (size >= 12 && memcmp(body, "Adobe", 5) == 0)
                 adobe = body[11];
-        } else if (marker == 0xDA) {
-            const int is_ycc = is_jfif || (adobe < 0 ? ids[0] == 1 && ids[1] == 2 && ids[2] == 3 : adobe == 1);
-            frame->codes = body + body_size;
-            return has_frame && read_scan(body, body_size, frame, ids) && (frame->num_components == 1 || is_ycc);
-        } else if ((marker & 0xF0) != 0xE0 && marker != 0xFE) {
-            return 0;
+            break;
+        case 0xDA: /* the last one: the frame stands before it */
+            is_good = has_scan = frame->num_components && read_scan(body, size, frame, ids);
+            break;
+        default: /* a progressive frame */
+            is_good = 0;
         }
         if (!is_good)
             return 0;
-        at += 2 + length;
-        if (at > size)
-            return 0;
     }
-    return 0;
+    const int is_ycc = is_jfif || (adobe < 0 ? ids[0] == 1 && ids[1] == 2 && ids[2] == 3 : adobe == 1);
+    frame->codes = header->codes;
+    return has_scan && (frame->num_components == 1 || is_ycc);
 }
 
 /* What the entropy decoder is told. 0: a table is missing. */
 static int scan_of(const Frame *frame, const FileTables *tables, const uint8_t *end, Scan *scan)
 {
     const int mcu_width = DCTSIZE * frame->h, mcu_height = DCTSIZE * frame->v;
-    *scan = (Scan){.data = frame->codes, .end = end, .interval = frame->interval, .places = PAIRED_PLACES};
+    *scan = (Scan){.codes = reader_of(frame->codes, (size_t)(end - frame->codes)), .interval = frame->interval,
+                   .places = PAIRED_PLACES};
     scan->columns = (JDIMENSION)((frame->width + mcu_width - 1) / mcu_width);
     scan->num_mcus = (unsigned long)scan->columns * (unsigned long)((frame->height + mcu_height - 1) / mcu_height);
     for (int i = 0; i < frame->num_components; i++) {
@@ -261,13 +264,13 @@ static inline int is_ready(const Frame *frame, int y, int num_rows)
 /* The rectangle's pixels in `out`, whose rows are `stride` apart, but for those that are 0 in `rows_read`, if it is there.
  * 0: refused, or there is no memory. */
 AVX2 static int decode_baseline(
-    Baseline *baseline, Entropy *entropy, HuffmanTables *codes, const uint8_t *data, size_t size,
+    Baseline *baseline, Entropy *entropy, HuffmanTables *codes, const Header *header, const uint8_t *end,
     const Seek *seek, Rectangle box, const uint8_t *rows_read, int to_end, uint8_t *out, ptrdiff_t stride)
 {
     Frame frame;
     Scan scan;
     FileTables *tables = &baseline->tables;
-    if (!read_baseline(data, size, &frame, tables) || !scan_of(&frame, tables, data + size, &scan))
+    if (!read_baseline(header, &frame, tables) || !scan_of(&frame, tables, end, &scan))
         return 0;
     scan.seek = *seek;
     if (box.left < 0 || box.top < 0 || box.width < 1 || box.height < 1 || box.width > frame.width - box.left ||
@@ -282,7 +285,8 @@ AVX2 static int decode_baseline(
     const int first_row = (box.top > reach_y ? box.top - reach_y : 0) / mcu_height;
     const int last_row = ((bottom + reach_y < frame.height ? bottom + reach_y : frame.height) - 1) / mcu_height;
 
-    uint8_t *clean = reserve(&baseline->clean, (size_t)(data + size - frame.codes) + PADDING);
+    const size_t clean_bytes = scan.codes.left + PADDING;
+    uint8_t *clean = reserve(&baseline->clean, clean_bytes);
     const int num_columns = last_column - first_column + 1;
     const size_t luma_bytes = (size_t)num_columns * (size_t)mcu_width + ROW_SLACK;
     const size_t chroma_bytes = (size_t)num_columns * DCTSIZE + ROW_SLACK;
@@ -291,7 +295,8 @@ AVX2 static int decode_baseline(
     const size_t sums_bytes = sizeof(int16_t) * (chroma_bytes + ROW_SLACK);
     uint8_t *rows = reserve(&baseline->rows, 3 * (luma_bytes + ROW_SLACK) + sums_bytes);
     if (!clean || !samples || !rows ||
-        !begin_scan(entropy, codes, &scan, clean, (JDIMENSION)first_column, (JDIMENSION)last_column))
+        !begin_scan(entropy, codes, &scan, writer_of(clean, clean_bytes), (JDIMENSION)first_column,
+                    (JDIMENSION)last_column))
         return 0;
     Plane planes[3];
     for (int i = 0; i < 3; i++) {

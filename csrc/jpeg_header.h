@@ -1,6 +1,9 @@
-/* A JPEG's size, and whether run() takes it, from its header: limits are those of raypipe/transform/image_header.py.
+/* The header of a JPEG, read once: its size, whether it is taken here, and where its tables are.
  *
- * Segments are walked without libjpeg, for a microsecond's worth of time. Whatever is unusual or odd is not taken.
+ * Nothing else in csrc/ looks for segments. A header is plain, or it is not taken: each segment begins where the one
+ * before ends, with one FF (no fill bytes), and is of a kind that decoders know; there is one frame, of Huffman codes
+ * and 8 bits. Of such a header libjpeg can have no other opinion, and jpeg_crop.h still compares what libjpeg says with
+ * this. All else is left to raypipe/transform/jpeg_header.py, which has the rules for any JPEG and the last word.
  */
 #ifndef RAYPIPE_JPEG_HEADER_H
 #define RAYPIPE_JPEG_HEADER_H
@@ -8,17 +11,27 @@
 #include "image.h"
 
 #define MAX_JPEG_SIDE 65500
-/* From image_header.py, where they stand with their reasons. A file below both needs no look at its scans. */
-#define MAX_DECODE_BYTES ((size_t)1 << 30)
+/* From limits.py and jpeg_header.py, where they stand with their reasons. A file below both needs no look at its scans. */
 #define MOST_BYTES_PER_PIXEL 15
-#define MAX_SCANNED_PIXELS (16 * MAX_PIXELS)
+#define MAX_SCANNED_PIXELS ((size_t)16 * 178956970)
 #define SCAN_BYTES 10
 
-typedef struct {
-    int height, width, num_components, is_progressive, has_exif;
-} Header;
+/* Of those that a decoder of one scan reads; encoders write fewer than ten. */
+#define MAX_SEGMENTS 32
 
-#define EXIF "Exif\0" /* and one more zero, its end */
+typedef struct {
+    int marker;
+    const uint8_t *body;
+    size_t size; /* of the body */
+} Segment;
+
+typedef struct {
+    int height, width, num_components, is_progressive;
+    int has_metadata; /* EXIF or XMP, maybe, which may say that the image is turned */
+    const uint8_t *codes; /* behind the header: where the first scan's codes begin */
+    int num_segments;
+    Segment segments[MAX_SEGMENTS]; /* tables, frame, restarts, JFIF and Adobe; the last is the scan's */
+} Header;
 
 /* Baseline, extended and progressive frames of 8 bits in the usual samplings: see is_usual in jpeg_crop.h. */
 static int read_frame(const uint8_t *body, size_t size, int marker, Header *header)
@@ -43,17 +56,17 @@ static int read_frame(const uint8_t *body, size_t size, int marker, Header *head
 static int is_within_limits(const Header *header, size_t size, int components_in_scan)
 {
     const size_t num_pixels = (size_t)header->height * (size_t)header->width;
-    if (num_pixels * MOST_BYTES_PER_PIXEL > MAX_DECODE_BYTES)
-        return 0;
     const int has_one_scan = !header->is_progressive && components_in_scan == header->num_components;
-    return has_one_scan || size / SCAN_BYTES <= MAX_SCANNED_PIXELS / num_pixels;
+    if (has_one_scan) /* libjpeg refuses a second one, and holds a few rows beside the pixels */
+        return num_pixels <= MAX_PIXELS;
+    return num_pixels * MOST_BYTES_PER_PIXEL <= MAX_DECODE_BYTES && size / SCAN_BYTES <= MAX_SCANNED_PIXELS / num_pixels;
 }
 
 /* 0: not taken. */
 static int read_header(const uint8_t *data, size_t size, Header *header)
 {
     int has_frame = 0;
-    header->has_exif = 0;
+    header->has_metadata = header->num_segments = 0;
     if (size < 4 || data[0] != 0xFF || data[1] != 0xD8)
         return 0;
     for (size_t at = 2; size - at >= 4;) {
@@ -62,20 +75,37 @@ static int read_header(const uint8_t *data, size_t size, Header *header)
         const uint8_t *body = data + at + 4;
         if (data[at] != 0xFF || length < 2 || length > size - at - 2)
             return 0;
-        if (marker == 0xDA) /* start of scan */
-            return has_frame && length > 2 && is_within_limits(header, size, body[0]);
-        if (marker == 0xC0 || marker == 0xC1 || marker == 0xC2) {
+        at += 2 + length;
+        switch (marker) {
+        case 0xC0: /* frames */
+        case 0xC1:
+        case 0xC2:
             if (has_frame || !read_frame(body, length - 2, marker, header))
                 return 0;
             has_frame = 1;
-        } else if (marker == 0xE1 && length >= 2 + sizeof EXIF && memcmp(body, EXIF, sizeof EXIF) == 0) {
-            header->has_exif = 1;
-        } else if (marker != 0xC4 && marker < 0xDB) { /* all but tables, application data and comments */
-            return 0;
+            break;
+        case 0xC4: /* tables, and the interval of restarts */
+        case 0xDB:
+        case 0xDD:
+        case 0xDA: /* start of scan */
+        case 0xE0: /* JFIF */
+        case 0xEE: /* Adobe */
+            break;
+        case 0xE1:
+            header->has_metadata = 1;
+            continue;
+        default: /* application data and comments; no marker of any other kind */
+            if ((marker & 0xF0) != 0xE0 && marker != 0xFE)
+                return 0;
+            continue;
         }
-        at += 2 + length;
-        if (at > size)
+        if (header->num_segments == MAX_SEGMENTS)
             return 0;
+        header->segments[header->num_segments++] = (Segment){marker, body, length - 2};
+        if (marker == 0xDA) {
+            header->codes = data + at;
+            return has_frame && length > 2 && is_within_limits(header, size, body[0]);
+        }
     }
     return 0;
 }

@@ -16,7 +16,7 @@ Mixture = dict[str, float] | dict[int, dict[str, float]]
 Shuffle = Literal["auto", "global", "window", "off"]
 CropDecode = Literal["off", "exact", "scaled"]
 
-_MAX_PIXELS = (1 << 30) // 6  # the most pixels of an image, before and after decoding
+_MAX_PIXELS = (5 << 28) // 6  # the most pixels of an image, before and after decoding
 
 AtLeast1 = Annotated[int, Limits(1, MAX_INT)]
 AtLeastMinus1 = Annotated[int, Limits(-1, MAX_INT)]
@@ -114,6 +114,11 @@ class StoreConfig(Section, prefix="store."):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.train == {}:
+            raise ConfigError(
+                "store.train names no store: give its address, or {NAME: ADDRESS, …}; leave it out to train on "
+                "the digits that raypipe ships"
+            )
         column_options(self.columns)
 
 
@@ -428,7 +433,7 @@ class AugmentConfig(Section, prefix="augment."):
         return self.strength if isinstance(self.strength, tuple) else (0.0, self.strength, 0.0)
 
     def strength_at(self, progress: float) -> float:
-        """Return the strength at a share of the run, in [0, 1)."""
+        """Return the strength at a share of the run, in [0, 1]."""
         rise, peak, fall = self._ramps
         if progress < rise:
             return peak * progress / rise
@@ -451,7 +456,8 @@ class TrainConfig(Section, prefix="train."):
             steps, the number of warm-up steps, and `lr`.
         num_classes: classes, or outputs of the model; 0 = as many as the store's classes, or as the numbers in a
             target that is a list.
-        lr: peak learning rate.
+        lr: peak learning rate; 0 = in proportion to the samples of a step: 0.1 for 256 of them with sgd and your
+            own optimizers (Goyal et al. 2017), 0.0005 for 512 with adamw (Touvron et al. 2021).
         momentum: momentum of SGD.
         weight_decay: weight decay, of all parameters but biases and normalization layers.
         warmup_epochs: epochs in which the learning rate rises linearly, before it follows a cosine to 0.
@@ -484,7 +490,7 @@ class TrainConfig(Section, prefix="train."):
     optimizer: str = "sgd"
     lr_schedule: str = "cosine"
     num_classes: Annotated[int, Limits(0, 1 << 24)] = 0
-    lr: Positive = 0.1
+    lr: Annotated[float, Limits(0, 1e30)] = 0.0
     momentum: float = 0.9
     weight_decay: float = 5e-5
     warmup_epochs: Annotated[float, Limits(0, MAX_INT)] = 1.0
@@ -553,3 +559,12 @@ class RunConfig(Section, prefix=""):
     resume: str = ""
     trust_run_code: bool = False
     log_format: LogFormat = "text"
+
+    @property
+    def peak_lr(self) -> float:
+        """Return train.lr or, where it is 0, the rate for this optimizer and global batch.
+
+        The rules are those of Goyal et al. 2017 (arXiv:1706.02677) and Touvron et al. 2021 (arXiv:2012.12877).
+        """
+        per_sample = 0.0005 / 512 if self.train.optimizer == "adamw" else 0.1 / 256
+        return self.train.lr or per_sample * self.plan.micro_batch_size * self.plan.per_step

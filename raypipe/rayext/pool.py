@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter, defaultdict
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,13 +126,24 @@ class PoolKeeper:
         self._room_made = set[Any]()  # actors for which room was made
         self._leaving = set[Any]()  # replaced actors on nodes that are about to go
 
-    def keep(self, now: float, *, finished: int, waiting: int, ranks_waiting: float) -> None:
+    def keep(
+        self,
+        now: float,
+        *,
+        finished: int,
+        waiting: int,
+        ranks_waiting: float,
+        fetches: bool = False,
+        makers: Callable[[], set[str]] = set,
+    ) -> None:
         """Check the pool; called at each turn of Ray Data's scheduler, about ten times a second.
 
         Args:
             finished: number of blocks that the pool has finished.
             waiting: number of them that no rank has taken yet.
-            ranks_waiting: share of the ranks without a finished block.
+            ranks_waiting: share of the ranks that wait: without a finished block, or, as they say, for its data.
+            fetches: whether a rank says that it waits.
+            makers: returns the ids of the actors whose finished blocks may not have reached their ranks.
 
         Raises:
             RaypipeError: the stream has stalled.
@@ -140,7 +152,7 @@ class PoolKeeper:
         if now - self._watched_at >= _WATCH_PERIOD_S:
             self._watched_at = now
             self._leave(draining())
-            self._make_room(now)
+            self._make_room(now, makers, fetches)
             self._report_no_actors(now)
             self._end_stall(now, finished, waiting, ranks_waiting)
 
@@ -194,17 +206,24 @@ class PoolKeeper:
         for *_, actor in sorted(idle, key=lambda place: place[:3])[: max(0, min(surplus, num_running - 1))]:
             self._pool._release_running_actor(actor)
 
-    def _release_lost(self, most: int) -> int:
+    def _release_lost(self, most: int, keep: Collection[Any] = ()) -> int:
         """Release dead actors without blocks, whose restart would be useless; return their number."""
         states = self._pool._running_actors.items()
-        lost = [actor for actor, state in states if state.is_restarting and not state.num_tasks_in_flight][:most]
+        lost = [actor for actor, state in states if state.is_restarting and not state.num_tasks_in_flight]
+        lost = [actor for actor in lost if actor not in keep][:most]
         for actor in lost:
             self._pool._release_running_actor(actor)
         return len(lost)
 
-    def _make_room(self, now: float) -> None:
+    def _make_room(self, now: float, makers: Callable[[], set[str]] = set, fetches: bool = False) -> None:
         states = self._pool._running_actors
         waiting = {actor: s for actor, s in states.items() if s.is_restarting and s.num_tasks_in_flight}
+        # If a rank waits for a block that was lost with its node, the same actor must make it again. Ray Data has
+        # counted the block as finished, so it sees an actor without work.
+        restarting = {actor: s for actor, s in states.items() if s.is_restarting} if fetches else {}
+        if restarting.keys() - waiting.keys():
+            owing = makers()
+            waiting |= {actor: s for actor, s in restarting.items() if _id_of(actor) in owing}
         new = waiting.keys() - self._room_at.keys()
         alive = {node["NodeID"] for node in nodes()} if new else set()
         for actor in new:
@@ -221,7 +240,7 @@ class PoolKeeper:
         late = late[int(_free_cpus() / self._cpus) :][: len(idle)]
         if not late:
             return
-        self._release_lost(len(states))  # otherwise these may take the CPUs
+        self._release_lost(len(states), keep=waiting.keys())  # otherwise these may take the CPUs
         for actor in idle[: len(late)]:
             self._pool._release_running_actor(actor)
         self._room_at |= dict.fromkeys(late, now + _PATIENCE_S)
@@ -283,7 +302,7 @@ class PoolKeeper:
             self._finished, self._moved_at = finished, now
         elif now - self._moved_at > timeout_s:
             stalled = f"the stream has stalled: no micro-batch was finished for {timeout_s:g} s"
-            if waiting and not self._op.num_active_tasks():
+            if waiting and not self._op.num_active_tasks() and ranks_waiting < 1:
                 raise RaypipeError(
                     f"{stalled} (pool.stall_timeout_s), while {waiting} finished blocks wait for other ranks than "
                     "the one that waits: each rank must take all of its batches, and report when the others do"
@@ -295,6 +314,11 @@ class PoolKeeper:
                 "CPUs. Add CPU nodes, lower pool.min_actors or pool.cpus_per_actor, or inspect the actors with "
                 "`ray stack`"
             )
+
+
+def _id_of(actor: Any) -> str:
+    """Return the id of an actor by its handle."""
+    return actor._actor_id.hex()
 
 
 def _free_cpus() -> float:

@@ -118,9 +118,21 @@ class Watch:
         """Start to watch, in a thread that ends with this process."""
         threading.Thread(target=self._run, name="raypipe-watch", daemon=True).start()
 
-    def add(self, key: str, process: Process) -> None:
-        """Add a process of the stream."""
+    def add(self, key: str, process: Process) -> bool:
+        """Add a process of the stream; return whether it is new."""
+        is_new = self._processes.get(key) != process
         self._processes[key] = process
+        return is_new
+
+    def state(self) -> tuple[dict[str, Process], list[str]]:
+        """Return the processes and the executions that are watched."""
+        return dict(self._processes), list(self._still)
+
+    def restore(self, state: tuple[dict[str, Process], list[str]]) -> None:
+        """Watch the processes of an earlier `state`. Its executions have stalled from now on, until they move."""
+        processes, executions = state
+        self._processes |= processes
+        self._still |= dict.fromkeys(executions, time.monotonic())
 
     def remove(self, key: str) -> None:
         """Remove a process or an execution that has ended."""

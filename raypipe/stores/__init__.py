@@ -35,6 +35,11 @@ _STORES = {
     "parquet": ("parquet", "ParquetStore"),
     "tar": ("tar", "TarStore"),
 }
+# What to do where a kind of store lacks an option.
+_INSTEAD = {
+    "image_column": ": its images have no other name, so leave image_column out; give it to `raypipe convert`, "
+    "which copies another column's images as `image`"
+}
 _ENDS = ("lmdb", "parquet", "tar")  # suffix of a file's name = its kind
 
 __all__ = [
@@ -97,19 +102,25 @@ def open_store(address: str | Path, **options: Any) -> Store:
     known = list(signature(make).parameters)
     for option, value in options.items():
         if option not in known:
-            raise ConfigError(f"{option}={value!r}: {address} is {kind}, which has no option {option!r}")
+            instead = _INSTEAD.get(option, "")
+            raise ConfigError(f"{option}={value!r}: {address} is {kind}, which has no option {option!r}{instead}")
     return make(text, **options)
 
 
 def store_options(image_column: str = "image", target_column: str = "label") -> dict[str, str]:
-    """Return the options for `open_store` that are neither '' nor the default: some kinds of store lack them.
+    """Return the options for `open_store` that are not the default: some kinds of store lack them.
 
     Args:
         image_column: name of the image column; for WebDataset, the suffix of the images.
-        target_column: name of the label column; for WebDataset, the suffix of the labels, or their JSON field.
+        target_column: name of the label column; for WebDataset, the suffix of the labels, or their JSON field;
+            "" = no label is needed.
     """
-    settings = {"image_column": (image_column, "image"), "target_column": (target_column, "label")}
-    return {name: value for name, (value, usual) in settings.items() if value not in (usual, "")}
+    options = {}
+    if image_column not in ("image", ""):
+        options["image_column"] = image_column
+    if target_column != "label":
+        options["target_column"] = target_column
+    return options
 
 
 def _near(missing: Path) -> str:

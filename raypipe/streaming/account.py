@@ -16,7 +16,7 @@ from raypipe.logs import STAGES
 from raypipe.metrics.prometheus import TrainerMetrics
 from raypipe.metrics.records import Folder
 from raypipe.metrics.timing import StageClock, StageTimes, diagnose, has_drained, mark
-from raypipe.plan.places import Cursor, Split
+from raypipe.plan.places import Cursor, Split, TrainStep
 from raypipe.streaming.chronicle import Chronicle
 from raypipe.streaming.spec import StreamSpec
 
@@ -60,13 +60,9 @@ class Account:
         self._computing: tuple[Split, Any] | None = None
         self.begin_interval()
 
-    def step_of(self, cursor: Cursor) -> int:
-        """The training steps, through all epochs, up to a cursor."""
-        return cursor.epoch * self._plan.steps_per_epoch + cursor.step
-
     def begin(self, cursor: Cursor) -> None:
         """Begin the stream at a place, possibly again."""
-        self._start_step = self.step_of(cursor)
+        self._start_step = self._plan.global_step(cursor)
         self._created, self.first_batch_s = time.perf_counter(), 0.0
         self.exported.begin()
 
@@ -123,20 +119,20 @@ class Account:
         if computing:
             self._computing = computing[0], ended
 
-    def strength(self, epoch: int, step: int) -> float:
-        """The strength of the augmentation at a training step."""
-        return self._augment.strength_at(self._plan.progress(epoch, step)) if self._augment else 0.0
+    def strength(self, done: TrainStep) -> float:
+        """The strength of the augmentation after so many training steps."""
+        return self._augment.strength_at(self._plan.progress(done)) if self._augment else 0.0
 
     def export(self, cursor: Cursor) -> None:
         """Export where the rank stands, after the step of a cursor."""
-        step = self.step_of(cursor)
+        step = self._plan.global_step(cursor)
         self.exported.record(
             {split: self.times(split) for split in self.clocks},
             first_batch_s=self.first_batch_s,
             steps=step - self._start_step,
             trainer_step=step,
             trainer_epoch=cursor.epoch,
-            trainer_augment_strength=self.strength(cursor.epoch, cursor.step),
+            trainer_augment_strength=self.strength(step),
         )
 
     def begin_interval(self) -> None:
@@ -161,6 +157,7 @@ class Account:
         times, seconds, plan = self.times("train") - self._before, self.interval_age_s, self._plan
         self.begin_interval()
         images, wait = times.images * self._world_size, min(1.0, times.wait_s / seconds)
+        last = TrainStep(plan.global_step(cursor) - 1)
         line = (
             f"epoch {cursor.epoch + 1}/{plan.config.epochs}  step {cursor.step}/{plan.steps_per_epoch}  "
             f"loss {learnt.get('loss', 0.0):.4f}  {images / seconds:,.0f} images/s  waiting for data {wait:.0%}"
@@ -173,7 +170,7 @@ class Account:
             images_per_s=images / seconds,
             wait_fraction=wait,
             **{f"{stage}_s": getattr(times, f"{stage}_s") for stage in STAGES if stage != "wait"},
-            **({"strength": self.strength(cursor.epoch, cursor.step - 1)} if self._augment else {}),
+            **({"strength": self.strength(last)} if self._augment else {}),
             num_bad=self.num_bad,
         )
         return {"images": images, "train_s": seconds, "wait_s": times.wait_s}

@@ -179,7 +179,7 @@ class MicroBatchMaker:
             of_row, at = flat.at(slice(row, row + 1)), places[row * num // len(flat.indices)]
             for number in range(NUM_SUBSTITUTES):
                 index = self.plan.substitute(at, int(of_row.indices[0]), number)
-                k0, k1 = self.plan.sample_keys(at.split, of_row._replace(indices=np.array([index])))[0].tolist()
+                k0, k1 = self.plan.substitute_keys(at.split, of_row, index)[0].tolist()
                 yield functools.partial(self._read, at.split, index), index, (k0, k1)
 
         transform, keys = self._transform(first, draws.at(0)), self.plan.sample_keys(first.split, flat)
@@ -245,7 +245,7 @@ class MicroBatchMaker:
         self._budget.spend(outcome.bad, len(outcome.batch.index))
 
     def _log_place(self, at: MicroBatchId) -> None:
-        log_place(split=at.split, epoch=at.epoch, step=self.plan.global_step(at))
+        log_place(split=at.split, epoch=at.epoch, step=self.plan.step_of_split(at))
 
     def _read(self, split: Split, index: int) -> EncodedSample:
         return read_samples(self._stores[split], np.array([index]), self._spec.wanted)[0]

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from raypipe.config import AugmentConfig, RunConfig
-from raypipe.errors import ConfigError, CursorError, OutageError, RaypipeError, RunError
+from raypipe.errors import ConfigError, CursorError, OutageError, RaypipeError, RunError, without_credentials
 from raypipe.logs import begin_phases, configure_logs, end_phases, phase, progress
 from raypipe.rayext.allocation import Allocation, preflight
 from raypipe.rayext.cluster import connect, started_here
 from raypipe.rayext.console import await_progress, begin_progress
 from raypipe.rayext.failures import cause_of, explanation
 from raypipe.rayext.waiting import Wait, is_head_lost, only_start
-from raypipe.storage.files import read_json, write_text
+from raypipe.storage.files import read_json
 from raypipe.storage.filesystem import is_remote, join, open_filesystem
 from raypipe.streaming.checkpoints import Checkpoint, find_newest, newest_name
 from raypipe.streaming.maker import try_samples
@@ -30,18 +30,19 @@ from raypipe.train.console import changes, describe
 from raypipe.train.interrupts import Interrupts, Stopped
 from raypipe.train.models import check_code, num_classes_of
 from raypipe.train.run_folder import (
+    ERROR_FILE,
     FIGURES_FILE,
     located,
+    remove_error,
     remove_stop,
     request_stop,
     stop_answered,
     stop_requested,
     store_config,
+    write_error,
 )
 
 logger = logging.getLogger(__name__)
-
-_ERROR_FILE = "error.txt"
 
 _RESIZE_EVERY_S = 60.0  # period in which elastic training checks for more resources
 
@@ -90,6 +91,7 @@ def _train(run: RunConfig, run_uri: str, lease: str) -> dict[str, Any]:
         if stop_was_asked:
             remove_stop(run_uri)
         store_config(run, run_uri)
+        remove_error(run_uri)
         progress(logger, describe(run, spec, allocation, run_uri))
         phase(logger, f"starting {allocation.workers} trainer{'s' if allocation.workers > 1 else ''}")
         loop = {"run": run, "spec": spec, "num_classes": num_classes, "max_actors": allocation.max_actors}
@@ -251,19 +253,28 @@ def _fit(loop: dict[str, Any], allocation: Allocation, interrupts: Interrupts) -
 
 
 def _as_run_error(error: Exception, run_uri: str) -> RaypipeError:
-    """Return the error of a failed run: raypipe's own error, or a message for any other, with a traceback file."""
+    """Return the error of a failed run, and leave it in its folder: raypipe's own, or one with a traceback."""
     cause = cause_of(error)
     if isinstance(cause, RaypipeError):
+        _record_error(run_uri, str(cause))
         return cause
     if is_head_lost():
-        return RunError(
+        lost = RunError(
             f"the head of the Ray cluster no longer answers ({explanation(error)}): restart the cluster, then "
             f"continue with: {_command(run_uri)}"
         )
-    address = join(run_uri, _ERROR_FILE)
-    try:
-        write_text(address, "".join(traceback.format_exception(error)))
-        place = f"traceback: {address.removeprefix('file://')}"
-    except (ConfigError, OutageError) as write_error:
-        place = f"traceback lost: {write_error}"
+        _record_error(run_uri, str(lost))
+        return lost
+    problem = _record_error(run_uri, f"{explanation(error)}\n\n{''.join(traceback.format_exception(error))}")
+    address = join(run_uri, ERROR_FILE).removeprefix("file://")
+    place = f"traceback lost: {problem}" if problem else f"traceback: {address}"
     return RunError(f"{explanation(error)} ({place})")
+
+
+def _record_error(run_uri: str, text: str) -> str:
+    """Leave an error in the run's folder, for `raypipe status`; return why it cannot be written, if so."""
+    try:
+        write_error(run_uri, without_credentials(text))
+    except (ConfigError, OutageError) as error:
+        return str(error)
+    return ""

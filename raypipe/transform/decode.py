@@ -29,8 +29,9 @@ import simplejpeg
 
 from raypipe.errors import SampleError
 from raypipe.stores.numbers import NPY
-from raypipe.transform.image_header import damage_in, image_kind, jpeg_size, open_pillow, plain_size
-from raypipe.transform.jpeg import decode_jpeg, jpeg_orientation, upright
+from raypipe.transform.image_header import damage_in, image_kind, open_pillow, plain_size
+from raypipe.transform.jpeg import decode_jpeg, upright
+from raypipe.transform.jpeg_header import jpeg_frame, jpeg_orientation, jpeg_size, orientation_of
 from raypipe.transform.seekable import check_checksum
 
 _CV2_FLAGS = cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION
@@ -62,9 +63,11 @@ def decode(
         size = jpeg_size(encoded)
         if size is not None:
             image = decode_jpeg(encoded, size, min_side)
-            return upright(image, jpeg_orientation(encoded)) if exif and b"Exif\0\0" in encoded else image
-        check_checksum(encoded)
-    elif plain_size(encoded, kind) is not None:
+        else:
+            check_checksum(encoded)
+            image = _decode_pillow(encoded, kind, exif=False)
+        return upright(image, jpeg_orientation(encoded)) if exif else image
+    if plain_size(encoded, kind) is not None:
         with contextlib.suppress(Exception):  # Pillow has the last word
             plain = cv2.imdecode(np.frombuffer(encoded, np.uint8), _CV2_FLAGS)
             if plain is not None:
@@ -81,7 +84,7 @@ def image_size(data: bytes | bytearray | memoryview | None, *, exif: bool = Fals
     if kind == "JPEG":
         size = jpeg_size(encoded)
         if size is not None:
-            on_its_side = exif and b"Exif\0\0" in encoded and jpeg_orientation(encoded) >= 5
+            on_its_side = exif and jpeg_orientation(encoded) >= 5
             return (size[1], size[0]) if on_its_side else size
     elif not (exif and kind in ("PNG", "WebP", "AVIF")):  # its orientation may follow the pixels
         size = plain_size(encoded, kind)
@@ -143,14 +146,16 @@ def resize_short_side(image: np.ndarray, side: int) -> np.ndarray:
 
 
 def _decode_pillow(data: bytes, kind: str, exif: bool) -> np.ndarray:
-    from PIL import ImageOps  # 0.1 s, and most stores have only JPEGs
-
-    with damage_in(kind, data):
+    frame = jpeg_frame(data) if kind == "JPEG" else None
+    with damage_in(frame.name if frame else kind, data):
         image = open_pillow(data, kind)
         image.load()
         if image.mode in ("I", "F"):
             raise SampleError(f"{kind} of 32-bit pixels, whose range is unknown: store 8 or 16 bits")
-        return _rgb(ImageOps.exif_transpose(image) if exif else image)
+        pixels = _rgb(image)
+        orientation = orientation_of(image) if exif else 1
+        del image  # turning upright makes a copy
+        return upright(pixels, orientation) if orientation > 1 else pixels
 
 
 def _rgb(image: Any) -> np.ndarray:

@@ -26,7 +26,7 @@ typedef struct {
     int h, v; /* samples of luma for one of chroma */
     int quant[3], dc[3], ac[3];
     unsigned int interval;
-    const uint8_t *codes;
+    Reader codes;
 } Frame;
 
 /* Tables by their numbers, of the image at hand. */
@@ -130,8 +130,8 @@ static int read_baseline(const Header *header, Frame *frame, FileTables *tables)
     memset(frame, 0, sizeof *frame);
     tables->has_dc = tables->has_ac = tables->has_quants = 0;
     for (int i = 0; i < header->num_segments; i++) {
-        const uint8_t *body = header->segments[i].body;
-        const size_t size = header->segments[i].size;
+        const uint8_t *body = header->segments[i].body.at;
+        const size_t size = header->segments[i].body.left;
         int is_good = 1;
         switch (header->segments[i].marker) {
         case 0xC0:
@@ -173,11 +173,10 @@ static int read_baseline(const Header *header, Frame *frame, FileTables *tables)
 }
 
 /* What the entropy decoder is told. 0: a table is missing. */
-static int scan_of(const Frame *frame, const FileTables *tables, const uint8_t *end, Scan *scan)
+static int scan_of(const Frame *frame, const FileTables *tables, Scan *scan)
 {
     const int mcu_width = DCTSIZE * frame->h, mcu_height = DCTSIZE * frame->v;
-    *scan = (Scan){.codes = reader_of(frame->codes, (size_t)(end - frame->codes)), .interval = frame->interval,
-                   .places = PAIRED_PLACES};
+    *scan = (Scan){.codes = frame->codes, .interval = frame->interval, .places = PAIRED_PLACES};
     scan->columns = (JDIMENSION)((frame->width + mcu_width - 1) / mcu_width);
     scan->num_mcus = (unsigned long)scan->columns * (unsigned long)((frame->height + mcu_height - 1) / mcu_height);
     for (int i = 0; i < frame->num_components; i++) {
@@ -264,13 +263,13 @@ static inline int is_ready(const Frame *frame, int y, int num_rows)
 /* The rectangle's pixels in `out`, whose rows are `stride` apart, but for those that are 0 in `rows_read`, if it is there.
  * 0: refused, or there is no memory. */
 AVX2 static int decode_baseline(
-    Baseline *baseline, Entropy *entropy, HuffmanTables *codes, const Header *header, const uint8_t *end,
+    Baseline *baseline, Entropy *entropy, HuffmanTables *codes, const Header *header,
     const Seek *seek, Rectangle box, const uint8_t *rows_read, int to_end, uint8_t *out, ptrdiff_t stride)
 {
     Frame frame;
     Scan scan;
     FileTables *tables = &baseline->tables;
-    if (!read_baseline(header, &frame, tables) || !scan_of(&frame, tables, end, &scan))
+    if (!read_baseline(header, &frame, tables) || !scan_of(&frame, tables, &scan))
         return 0;
     scan.seek = *seek;
     if (box.left < 0 || box.top < 0 || box.width < 1 || box.height < 1 || box.width > frame.width - box.left ||

@@ -8,6 +8,7 @@
 #ifndef RAYPIPE_JPEG_HEADER_H
 #define RAYPIPE_JPEG_HEADER_H
 
+#include "bounds.h"
 #include "image.h"
 
 #define MAX_JPEG_SIDE 65500
@@ -21,14 +22,13 @@
 
 typedef struct {
     int marker;
-    const uint8_t *body;
-    size_t size; /* of the body */
+    Reader body;
 } Segment;
 
 typedef struct {
     int height, width, num_components, is_progressive;
     int has_metadata; /* EXIF or XMP, maybe, which may say that the image is turned */
-    const uint8_t *codes; /* behind the header: where the first scan's codes begin */
+    Reader codes;     /* what is behind the header: the first scan's codes, and more */
     int num_segments;
     Segment segments[MAX_SEGMENTS]; /* tables, frame, restarts, JFIF and Adobe; the last is the scan's */
 } Header;
@@ -66,21 +66,20 @@ static int is_within_limits(const Header *header, size_t size, int components_in
 static int read_header(const uint8_t *data, size_t size, Header *header)
 {
     int has_frame = 0;
+    uint64_t word, length;
+    Reader rest = reader_of(data, size), body;
     header->has_metadata = header->num_segments = 0;
-    if (size < 4 || data[0] != 0xFF || data[1] != 0xD8)
+    if (!take_big(&rest, 2, &word) || word != 0xFFD8)
         return 0;
-    for (size_t at = 2; size - at >= 4;) {
-        const int marker = data[at + 1];
-        const size_t length = (size_t)data[at + 2] << 8 | data[at + 3];
-        const uint8_t *body = data + at + 4;
-        if (data[at] != 0xFF || length < 2 || length > size - at - 2)
+    while (take_big(&rest, 2, &word) && word >> 8 == 0xFF) {
+        const int marker = word & 0xFF;
+        if (!take_big(&rest, 2, &length) || length < 2 || !take(&rest, length - 2, &body))
             return 0;
-        at += 2 + length;
         switch (marker) {
         case 0xC0: /* frames */
         case 0xC1:
         case 0xC2:
-            if (has_frame || !read_frame(body, length - 2, marker, header))
+            if (has_frame || !read_frame(body.at, body.left, marker, header))
                 return 0;
             has_frame = 1;
             break;
@@ -101,10 +100,10 @@ static int read_header(const uint8_t *data, size_t size, Header *header)
         }
         if (header->num_segments == MAX_SEGMENTS)
             return 0;
-        header->segments[header->num_segments++] = (Segment){marker, body, length - 2};
+        header->segments[header->num_segments++] = (Segment){marker, body};
         if (marker == 0xDA) {
-            header->codes = data + at;
-            return has_frame && length > 2 && is_within_limits(header, size, body[0]);
+            header->codes = rest;
+            return has_frame && is_within_limits(header, size, byte_at(&body, 0));
         }
     }
     return 0;

@@ -29,7 +29,7 @@ from raypipe.errors import ConfigError, SampleError
 from raypipe.stores.base import Store, missing
 from raypipe.stores.numbers import exactly
 from raypipe.transform.fields import Field
-from raypipe.transform.image_header import check_png, damage_in, image_kind
+from raypipe.transform.image_header import damage_in, image_kind, png_of_pixels
 
 IGNORE = 255
 """In a mask: a pixel of no class. Presets pad masks with it, and so are padding rows filled."""
@@ -69,8 +69,7 @@ def decode_mask(data: Any, size: tuple[int, int]) -> np.ndarray:
     from PIL.PngImagePlugin import PngImageFile  # 0.1 s, and most streams have no masks
 
     with damage_in("PNG of a mask", data):
-        check_png(data)
-        image = PngImageFile(io.BytesIO(data))
+        image = PngImageFile(io.BytesIO(png_of_pixels(data)))
         if image.size != size[::-1]:  # before anything is allocated; the image has kept to the decoder's limit
             raise SampleError(
                 f"the mask has {image.width}x{image.height} pixels (width x height), the image {size[1]}x{size[0]}"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import io
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ MAX_LEVELS = 2
 """By how much two of libjpeg's roads from CMYK, YCCK or gray to RGB may differ; all else is equal to the bit."""
 
 _TIFF_JPEG = (6, 7)  # compressions
+_WHITE_IS_0 = 0
 _NO_CHANNELS = (3, 6)  # palettes and YCbCr
 _CMYK = 5  # a photometry
 _SEPARATE = 2
@@ -94,23 +95,27 @@ def reduced(data: bytes, part: int) -> np.ndarray:
 
 
 def _rgb(data: bytes) -> np.ndarray:
-    return in_rgb(opened(data))
+    image = opened(data)
+    return in_rgb(image, getattr(image, "tag_v2", {}))
 
 
 def _upright(data: bytes) -> np.ndarray:
     image = opened(data)
     image.load()
-    return in_rgb(ImageOps.exif_transpose(image))
+    return in_rgb(ImageOps.exif_transpose(image), getattr(image, "tag_v2", {}))
 
 
-def in_rgb(image: Any) -> np.ndarray:
-    """Pixels of an image of Pillow's as the guide has them."""
+def in_rgb(image: Any, tags: Mapping[int, Any]) -> np.ndarray:
+    """Pixels of an image of Pillow's as the guide has them, with the tags that it had as a TIFF."""
     image.load()
     if image.mode in ("I", "F"):
         raise ValueError(f"{image.mode} has no known range")
     if image.mode.startswith("I;16"):
-        depth = image.tag_v2.get(258, (16,))[0] if image.format == "TIFF" else 16
-        return np.repeat((np.asarray(image) >> (depth - 8)).astype(np.uint8)[:, :, None], 3, 2)
+        depth = tags.get(258, (16,))[0]
+        pixels = np.asarray(image)
+        if tags.get(262) == _WHITE_IS_0:
+            pixels = (1 << depth) - 1 - pixels
+        return np.repeat((pixels >> (depth - 8)).astype(np.uint8)[:, :, None], 3, 2)
     return np.array(image.convert("RGB"))
 
 

@@ -35,8 +35,7 @@ def _dtypes() -> Iterator[Drawn]:
         ("u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8", "f2", "f4", "f8"), (1, 3)
     ):
         array = picture(channels, dtype)
-        readable = dtype == "u1" or dtype == "u2" or (dtype, channels) == ("i1", 1)
-        refused = frozenset() if readable else NO_RGB
+        refused = frozenset() if dtype in ("u1", "u2") else NO_RGB
         yield Drawn(f"{dtype}x{channels}.tif", written(array.squeeze()), refused=refused, truth=array)
         yield Drawn(
             f"{dtype}x{channels}-big-endian.tif",

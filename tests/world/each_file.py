@@ -2,8 +2,8 @@
 
     python tests/world/each_file.py FOLDER
 
-A process may take 1 GiB beyond what its imports hold, 20 s of CPU and 120 s in all. It puts the file into a store of
-each kind, has it delivered in each reading, with and without the extension, and compares with other libraries
+A process may take 1 GiB beyond what its imports hold, 20 s of CPU and 120 s in all. It puts the file into a store
+of each kind, has it delivered in each reading, with and without the extension, and compares with other libraries
 (support/readings).
 """
 

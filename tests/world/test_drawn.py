@@ -111,8 +111,8 @@ def difference(found: np.ndarray, expected: np.ndarray, levels: float = 0) -> st
 def test_a_reduced_jpeg_is_that_of_libjpeg(part: int, is_used: bool, files: Files) -> None:
     with deliveries.extension(is_used):
         for file, reading in files["jpeg"]:
-            if file.refused or reading.rgb is None or min(reading.rgb.shape[:2]) < 16:
-                continue
+            if file.refused or "lossless" in file.name or reading.rgb is None or min(reading.rgb.shape[:2]) < 16:
+                continue  # a lossless frame has nothing to be reduced by
             sides = [-(-side // part) for side in reading.rgb.shape[:2]]
             found = decode_box(file.data, (0, 0, sides[0], sides[1]), 8 // part)
             why = difference(found, readings.reduced(file.data, part), reading.levels)

@@ -292,15 +292,6 @@ def stored_names(where: object, present: Collection[str], renamed: Mapping[str, 
     return stored | {name: name for name in others}
 
 
-def refuse_splits(where: object, classes: Collection[str]) -> None:
-    """Raise StoreError if the class folders are the splits of a dataset, which would be learned as classes."""
-    if "train" in classes and not {"val", "valid", "validation", "test"}.isdisjoint(classes):
-        raise StoreError(
-            f"{where} has the folders {', '.join(classes):.300}, which are splits, not classes: choose one, such "
-            "as the folder train"
-        )
-
-
 def hash_of_facts(facts: object) -> str:
     """Return a fingerprint of facts about a store, such as sizes and names."""
     return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()

@@ -40,6 +40,7 @@ from PIL import Image
 from raypipe.errors import ConfigError, SampleError, StoreError
 from raypipe.transform import kernel
 from raypipe.transform.jpeg import decode_box
+from raypipe.transform.jpeg_header import jpeg_size
 
 MAX_BYTES = 1 << 30
 MAX_CPU_S, MAX_WALL_S = 20, 120  # other programs may be using the machine
@@ -220,7 +221,8 @@ def _wrong_scales(data: bytes, reading: readings.Reading) -> list[tuple[str, str
     """Where a JPEG at a reduced scale is not as libjpeg reduces it."""
     wrong = list[tuple[str, str]]()
     try:
-        size = reading.rgb.shape[:2] if data.startswith(b"\xff\xd8") and reading.rgb is not None else (0, 0)
+        is_read = data.startswith(b"\xff\xd8") and reading.rgb is not None
+        size = (jpeg_size(data) if is_read else None) or (0, 0)
         for part in (2, 4, 8) if min(size) >= 16 else ():
             sides = [-(-side // part) for side in size]
             for is_used in (True, False):

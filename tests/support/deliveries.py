@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import tarfile
 from collections.abc import Iterator, Sequence
@@ -15,10 +16,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from raypipe import open_stream
+from raypipe import lookup, open_stream
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.stores.destination import write_atomically
 from raypipe.streaming.maker import MicroBatchMaker
+from raypipe.streaming.spec import StreamSpec
 from raypipe.transform import jpeg, kernel
 
 SIZE = 12
@@ -79,24 +81,37 @@ def extension(is_used: bool) -> Iterator[None]:
         yield
 
 
-def delivered(address: str, reading: str, num: int, *, tolerant: bool = True) -> Outcomes:
-    """What comes of each of `num` samples in a reading.
+def opened(address: str, reading: str, num: int, *, tolerant: bool = True) -> StreamSpec:
+    """The stream of a store of `num` samples in a reading.
 
     Args:
         tolerant: bad samples are replaced, or left out; otherwise the first one's error is raised.
     """
     transform = TransformConfig(**READINGS[reading], max_bad_fraction=float(tolerant))
     own = cornered if reading == "array" else ""
-    spec = open_stream(
-        address,
-        address,
-        plan=PlanConfig(epochs=1, micro_batch_size=num),
-        transform=transform,
-        pool=PoolConfig(engine="inline"),
-        train_transform=own,
-        val_transform=own,
-        target_column="",
-    )
+    with mock.patch.object(lookup, "version_of", _version_of):
+        return open_stream(
+            address,
+            address,
+            plan=PlanConfig(epochs=1, micro_batch_size=num),
+            transform=transform,
+            pool=PoolConfig(engine="inline"),
+            train_transform=own,
+            val_transform=own,
+            target_column="",
+        )
+
+
+_version_of = functools.cache(lookup.version_of)  # hundreds of streams are opened
+
+
+def delivered(spec: StreamSpec, *, with_extension: bool = True) -> Outcomes:
+    """What comes of each sample of a stream."""
+    with extension(with_extension):
+        return _delivered(spec, spec.plan.config.micro_batch_size)
+
+
+def _delivered(spec: StreamSpec, num: int) -> Outcomes:
     maker = MicroBatchMaker(spec)
     found: Outcomes = {"train": [None] * num, "val": [None] * num}
     for at in spec.plan.micro_batches(spec.plan.cursor_at(0)):

@@ -9,6 +9,7 @@ of each kind, has it delivered in each reading, with and without the extension, 
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import pickle
@@ -152,10 +153,9 @@ def tried_out(path: Path, reading: readings.Reading) -> Finding:
                 if not address.exists():
                     address.mkdir()
                     deliveries.write_store(address, layout, [(path.name, data)])
-                for is_used in (True, False):
+                in_both = _delivered(str(address / deliveries.NAMES[layout]), each, path.name)
+                for is_used, found in in_both.items():
                     where = f"{each} {layout} {'with' if is_used else 'without'}"
-                    with deliveries.extension(is_used):
-                        found = _delivered(str(address / deliveries.NAMES[layout]), each, path.name)
                     if isinstance(found, str):
                         finding.add(found, layout if "no class folders" in found or "no images" in found else each)
                         if "MemoryError" in found:
@@ -189,18 +189,23 @@ def _twin(folder: Path, name: str, reading: readings.Reading) -> Any:
     twin = folder / f"twin-{name}"
     twin.mkdir()
     address = deliveries.write_store(twin, "lmdb", [("twin", pack(pixels))])
-    return deliveries.delivered(address, name, 1, tolerant=False)
+    return deliveries.delivered(deliveries.opened(address, name, 1, tolerant=False))
 
 
-def _delivered(address: str, reading: str, name: str) -> Any:
-    """What comes of a store of one sample, or why it is refused; any other error ends the process."""
-    try:
-        return deliveries.delivered(address, reading, 1, tolerant=False)
-    except (SampleError, StoreError, ConfigError) as error:
-        text = str(error)
-        assert address in text or name in text, f"not refused by name: {text}"
-        reason = re.sub(r"^.*sample 0( \([^()]*\))?: ", "", text, flags=re.DOTALL).replace(address, "STORE")
-        return reason.partition(" (with a transform.max_bad_fraction")[0]
+def _delivered(address: str, reading: str, name: str) -> dict[bool, Any]:
+    """What comes of a store of one sample, with the extension and without, or why it is refused; other errors end
+    the process."""
+    found: dict[bool, Any] = {}
+    for is_used in (True, False):
+        try:
+            spec = deliveries.opened(address, reading, 1, tolerant=False)
+            found[is_used] = deliveries.delivered(spec, with_extension=is_used)
+        except (SampleError, StoreError, ConfigError) as error:
+            text = str(error)
+            assert address in text or name in text, f"not refused by name: {text}"
+            reason = re.sub(r"^.*sample 0( \([^()]*\))?: ", "", text, flags=re.DOTALL).replace(address, "STORE")
+            found[is_used] = reason.partition(" (with a transform.max_bad_fraction")[0]
+    return found
 
 
 def _difference(found: Any, expected: Any, levels: int) -> str:
@@ -239,6 +244,8 @@ def _wrong_scales(data: bytes, reading: readings.Reading) -> list[tuple[str, str
 def main() -> None:
     folder = Path(sys.argv[1])
     Image.init()
+    for module in ("folder", "tar", "lmdb", "parquet", "writers", "destination", "joined"):
+        importlib.import_module(f"raypipe.stores.{module}")
     cv2.setNumThreads(1)
     assert not kernel.why_no_kernel(), kernel.why_no_kernel()
     for path in sorted(folder.rglob("*")):

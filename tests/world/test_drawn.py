@@ -22,6 +22,7 @@ from deliveries import LAYOUTS, Delivered, Outcomes, Refusal
 from drawn import Drawn, unique
 
 from raypipe.errors import SampleError
+from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.decode import decode
 from raypipe.transform.decode_array import decode_array
 from raypipe.transform.jpeg import decode_box
@@ -151,6 +152,12 @@ class Stored:
         contents = [(name, file.data) for name, (file, _) in zip(self.names, self.files, strict=True)]
         self.addresses = {layout: deliveries.write_store(folder, layout, contents) for layout in LAYOUTS}
 
+    def opened(self, name: str) -> dict[str, StreamSpec]:
+        """The stream of each kind of store."""
+        return {
+            layout: deliveries.opened(address, name, len(self.files)) for layout, address in self.addresses.items()
+        }
+
     def expected(self, name: str) -> Outcomes | None:
         """The twins' outcomes, in whose place a refused file has None; None if all are refused."""
         pixels = [_of(file, reading, name) for file, reading in self.files]
@@ -161,7 +168,8 @@ class Stored:
         twins = [("", pack(good if each is None else each)) for each in pixels]
         folder = self._folder / f"twins-{name}"
         folder.mkdir()
-        outcomes = deliveries.delivered(deliveries.write_store(folder, "lmdb", twins), name, len(twins))
+        address = deliveries.write_store(folder, "lmdb", twins)
+        outcomes = deliveries.delivered(deliveries.opened(address, name, len(twins)))
         for of_split in outcomes.values():
             for number, each in enumerate(pixels):
                 of_split[number] = None if each is None else of_split[number]
@@ -174,11 +182,10 @@ def test_every_store_delivers_it_so_with_and_without_the_extension(name: str, gr
     for store in group.by_array if name == "array" else group.whole:
         expected = store.expected(name)
         first: Outcomes | None = None
-        for layout, is_used in itertools.product(LAYOUTS, (True, False)):
-            if expected is None:
-                continue
-            with deliveries.extension(is_used):
-                found = deliveries.delivered(store.addresses[layout], name, len(store.files))
+        specs = {} if expected is None else store.opened(name)
+        for layout, is_used in itertools.product(specs, (True, False)):
+            assert expected is not None
+            found = deliveries.delivered(specs[layout], with_extension=is_used)
             first = first or found
             where = f"{layout}, {'with' if is_used else 'without'} the extension"
             for split, row in itertools.product(found, range(len(store.files))):

@@ -29,9 +29,14 @@ one known shape are a numpy array (n, …). All other columns, and numbers with 
 objects."""
 
 IMAGE_SUFFIXES = frozenset(
-    {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".avif", ".heic", ".heif"}
+    {
+        *(".jpg", ".jpeg", ".jpe", ".jfif", ".jif", ".jfi", ".pjpeg", ".pjp"),
+        *(".png", ".apng", ".webp", ".gif", ".tif", ".tiff", ".bmp", ".dib"),
+        *(".avif", ".avifs", ".heic", ".heics", ".heif", ".heifs", ".hif"),
+    }
 )
-"""Suffixes, in lower case, of the samples in folder and tar stores."""
+"""Suffixes, in lower case, of the samples in folder and tar stores: all of those of the formats that
+`raypipe.transform.image_header` knows."""
 
 ARRAY_SUFFIX = ".npy"
 """Suffix of numpy arrays, which are samples only in a store without images: next to images they are something

@@ -21,7 +21,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple, Protocol
@@ -76,6 +76,8 @@ class Layout(NamedTuple):
         classes: class names.
         samples: the samples of each tree, by class.
         left_out: what else there is.
+        of_images: other files that belong to images by their names.
+        has_images: False if the samples are arrays.
         flat: images that are in no folder.
         has_tars: whether there are tars beside the folders.
     """
@@ -84,6 +86,8 @@ class Layout(NamedTuple):
     classes: tuple[str, ...]
     samples: list[list[list[Sample]]]
     left_out: LeftOut
+    of_images: list[str]
+    has_images: bool
     flat: list[Sample]
     has_tars: bool
 
@@ -112,16 +116,15 @@ class _Files:
         return self.images or self.arrays
 
 
-def find_classes(trees: Sequence[Tree], where: str, refuse_others: bool) -> Layout:
+def find_classes(trees: Sequence[Tree], where: str) -> Layout:
     """Find the classes of trees, which share them, and their samples; there may be none.
 
     Args:
         trees: several tars are several trees.
         where: name of the store, for errors.
-        refuse_others: files that belong to images by their names are an error, since they may be the labels.
 
     Raises:
-        StoreError: the folders are splits; files belong to images; or something of an image's name is no file.
+        StoreError: the folders are splits; or something of an image's name is no file.
     """
     flat, names, outside = _top(trees, "")
     by_class = {name: [_files(tree, name, where) for tree in trees] for name in sorted(names)}
@@ -133,10 +136,10 @@ def find_classes(trees: Sequence[Tree], where: str, refuse_others: bool) -> Layo
         outside += beside
     if root:
         by_class = {name: [_files(tree, join(root, name), where) for tree in trees] for name in sorted(names)}
-    _refuse_splits(where, root, by_class)
+    holding = [name for name, of_trees in by_class.items() if _holds(of_trees)]
+    are_below = len(holding) == 1 and _are_below(join(root, holding[0]), by_class[holding[0]])
+    refuse_splits(where, by_class, holding[0] if are_below else "")
     every = [files for of_class in by_class.values() for files in of_class]
-    if refuse_others:
-        _refuse_files_of_images(where, [path for files in every for path in files.with_images])
     has_images = any(files.images for files in every)
     left_out = sum((files.left_out for files in every), outside)
     if has_images and (num_arrays := sum(len(files.arrays) for files in every)):
@@ -149,7 +152,8 @@ def find_classes(trees: Sequence[Tree], where: str, refuse_others: bool) -> Layo
         for number in range(len(trees))
     ]
     has_tars = any(suffix_of(entry.name) == ".tar" for tree in trees for entry in tree.entries(""))
-    return Layout(root, tuple(by_class), samples, left_out, sorted(flat), has_tars)
+    of_images = sorted(path for files in every for path in files.with_images)
+    return Layout(root, tuple(by_class), samples, left_out, of_images, has_images, sorted(flat), has_tars)
 
 
 def join(folder: str, name: str) -> str:
@@ -265,27 +269,28 @@ def _are_below(folder: str, of_trees: list[_Files]) -> bool:
     return all("/" in path[len(folder) + 1 :] for files in of_trees for path, _ in files.samples)
 
 
-def _refuse_splits(where: str, root: str, by_class: dict[str, list[_Files]]) -> None:
-    """Raise StoreError if class folders are the splits of a dataset, which would be learned as classes."""
-    several = "train" in by_class and not {"val", "valid", "validation", "test"}.isdisjoint(by_class)
-    holding = [name for name, of_trees in by_class.items() if _holds(of_trees)]
-    is_split = len(holding) == 1 and holding[0].lower() in _SPLITS and len(by_class) > 1
-    if several or (is_split and _are_below(join(root, holding[0]), by_class[holding[0]])):
-        names = [join(root, name) for name in by_class]
+def refuse_splits(where: str, classes: Collection[str], alone: str = "") -> None:
+    """Raise StoreError if class folders are the splits of a dataset, which would be learned as classes.
+
+    Args:
+        alone: the only folder with samples, if all of them are in folders below it.
+    """
+    several = "train" in classes and not {"val", "valid", "validation", "test"}.isdisjoint(classes)
+    if several or (alone.lower() in _SPLITS and len(classes) > 1):
         raise StoreError(
-            f"{where} has the folders {', '.join(names):.300}, which are splits, not classes: choose one, such as "
-            "the folder train"
+            f"{where} has the folders {', '.join(classes):.300}, which are splits, not classes: choose one, such "
+            "as the folder train"
         )
 
 
-def _refuse_files_of_images(where: str, paths: list[str]) -> None:
-    if not paths:
+def refuse_files_of_images(where: str, of_images: Sequence[str]) -> None:
+    """Raise StoreError if other files belong to images by their names, since they may be the labels."""
+    if not of_images:
         return
-    named = ", ".join(sorted(paths)[:_NUM_NAMED])
-    more = f" and {len(paths) - _NUM_NAMED:,} more" if len(paths) > _NUM_NAMED else ""
-    suffixes = ", ".join(sorted({suffix_of(path) for path in paths}))
+    more = f" and {len(of_images) - _NUM_NAMED:,} more" if len(of_images) > _NUM_NAMED else ""
+    suffixes = ", ".join(sorted({suffix_of(path)[1:] for path in of_images}))
     raise StoreError(
-        f"{where}: {named:.300}{more} belong to images by their names, so the labels may be in them and not in "
-        f"the names of the folders. Set store.target_column to {BY_FOLDER!r} to train on the folders' names, to "
-        f"'' for no target, or, in a tar, to the suffix of the labels ({suffixes:.100}, without the dot)"
+        f"{where}: {', '.join(of_images[:_NUM_NAMED]):.300}{more} belong to images by their names, so the labels "
+        f"may be in them and not in the names of the folders. Set store.target_column to {BY_FOLDER!r} to train "
+        f"on the folders' names, to '' for no target, or, in a tar, to the labels' suffix ({suffixes:.100})"
     )

@@ -13,11 +13,25 @@ import numpy as np
 
 from raypipe.errors import StoreError
 from raypipe.stores.base import ARRAY_SUFFIX, IMAGE_SUFFIXES, hash_of_facts
-from raypipe.stores.class_folders import Layout, LeftOut, Tree, find_classes, is_left_out, suffix_of
+from raypipe.stores.class_folders import (
+    Layout,
+    LeftOut,
+    Tree,
+    find_classes,
+    is_left_out,
+    refuse_files_of_images,
+    refuse_splits,
+    suffix_of,
+)
 from raypipe.stores.memory_tree import File, Link, MemoryTree, Special
 
 Member = File | Link | Special | None
-"""What a member of a tar is; None = a folder. The value of a file is its `Place`."""
+"""What a member of a tar is; None = a folder. The value of a file is position, num_bytes, mtime."""
+
+About = dict[str, Any]
+"""What a tar is by itself, or among others, as JSON: `root`, `classes`, `left_out`, `of_images`, `has_images` of
+its `Layout`; `nums`, samples by class; `places`, position and num_bytes of each sample, as a flat list; and
+`is_plain`, whether the samples are in the order of their names' parts, which the tar's digest shows."""
 
 
 class Indexed(NamedTuple):
@@ -39,7 +53,7 @@ class Indexed(NamedTuple):
 
 
 def find_files(name: str, members: Sequence[tuple[str, Member]], tree: Tree) -> dict[str, Any] | None:
-    """Return the members of a tar of class folders; None if no folder has images or arrays.
+    """Find the samples of a tar of class folders; None if no folder has images or arrays.
 
     Args:
         name: name of the tar, for errors.
@@ -47,33 +61,41 @@ def find_files(name: str, members: Sequence[tuple[str, Member]], tree: Tree) -> 
         tree: the same as a tree.
 
     Returns:
-        JSON values: `files`, the names; `places`, position and num_bytes of each, as a flat list, -1 for what is
-        no file; `others`, by number, ["link", target] or ["special", kind], and [] for folders; and `digest`, a
-        hash over the samples' names, sizes and modification times.
+        JSON values: `about`; `digest`, a hash over the samples' names, sizes and modification times; and all that
+        `_tree_of` needs: `files`, names of members; `places` of each, -1 for what is no file; and `others`, by
+        number, ["link", target] or ["special", kind], and [] for folders.
     """
-    if not any(map(any, find_classes([tree], name, refuse_others=False).samples)):
+    layout = find_classes([tree], name)
+    if not any(map(any, layout.samples)):
         return None
     last = dict(members)
-    files = {name: node.value for name, node in last.items() if isinstance(node, File) and _may_count(name)}
-    links = {name: node.target for name, node in last.items() if isinstance(node, Link)}
-    images = [name for name in files if suffix_of(name) in IMAGE_SUFFIXES]
-    names = images or [name for name in files if suffix_of(name) == ARRAY_SUFFIX]
+    files = {path: node.value for path, node in last.items() if isinstance(node, File) and _may_count(path)}
+    links = {path: node.target for path, node in last.items() if isinstance(node, Link)}
+    images = [path for path in files if suffix_of(path) in IMAGE_SUFFIXES]
+    samples = images or [path for path in files if suffix_of(path) == ARRAY_SUFFIX]
     digest = hashlib.blake2b(digest_size=16)
-    for name in sorted(names, key=lambda name: name.split("/")):
-        _, num_bytes, mtime = files[name]
-        digest.update(f"{name}\0{num_bytes}\0{mtime}\n".encode(errors="surrogateescape"))
-    for name, target in sorted(links.items()):
-        digest.update(f"{name}\0->{target}\n".encode(errors="surrogateescape"))
+    for path in sorted(samples, key=lambda path: path.split("/")):
+        _, num_bytes, mtime = files[path]
+        digest.update(f"{path}\0{num_bytes}\0{mtime}\n".encode(errors="surrogateescape"))
+    for path, target in sorted(links.items()):
+        digest.update(f"{path}\0->{target}\n".encode(errors="surrogateescape"))
     places, others = list[int](), dict[str, list[str]]()
     for number, node in enumerate(last.values()):
         places += node.value[:2] if isinstance(node, File) else (-1, -1)
         if not isinstance(node, File):
             others[str(number)] = _described(node)
-    return {"files": list(last), "places": places, "others": others, "digest": digest.hexdigest()}
+    (about,) = _about(layout)
+    return {
+        "about": about,
+        "digest": digest.hexdigest(),
+        "files": list(last),
+        "places": places,
+        "others": others,
+    }
 
 
-def _may_count(name: str) -> bool:
-    parts = name.split("/")
+def _may_count(path: str) -> bool:
+    parts = path.split("/")
     return len(parts) > 1 and not any(map(is_left_out, parts))
 
 
@@ -87,39 +109,54 @@ def index_files(names: Sequence[str], scans: Sequence[dict[str, Any]], refuse_ot
     """Return the samples of several tars, each in the order of a folder; names are for errors.
 
     Args:
-        refuse_others: see `raypipe.stores.class_folders.find_classes`.
+        refuse_others: files that belong to images by their names are an error.
 
     Raises:
-        StoreError: see `find_classes`; or there are no class folders.
+        StoreError: see `find_classes`.
     """
-    layout = find_classes(list(map(_tree_of, scans)), names[0], refuse_others)
-    nums = [sum(map(len, by_class)) for by_class in layout.samples]
-    if not sum(nums):
-        raise StoreError(f"{names[0]} has no class folders with images: the layout is class/image.jpg")
-    places = np.array([place for by_class in layout.samples for files in by_class for _, place in files], np.int64)
-    of_class = [np.repeat(np.arange(len(by_class)), list(map(len, by_class))) for by_class in layout.samples]
-    columns = {"image": places.reshape(-1, 2), "label": np.concatenate(of_class).astype(np.int64)}
-    return Indexed(columns, layout.classes, nums, layout.left_out, _facts(layout))
+    each: list[About] = [scan["about"] for scan in scans]
+    if len({(about["root"], about["has_images"]) for about in each}) > 1:  # together they are something else
+        each = _about(find_classes(list(map(_tree_of, scans)), names[0]))
+    if refuse_others:
+        refuse_files_of_images(names[0], sorted(path for about in each for path in about["of_images"]))
+    classes = tuple(sorted({name for about in each for name in about["classes"]}))
+    refuse_splits(names[0], classes)
+    number_of = {name: number for number, name in enumerate(classes)}
+    labels = [np.repeat([number_of[name] for name in about["classes"]], about["nums"]) for about in each]
+    places = [np.array(about["places"], np.int64).reshape(-1, 2) for about in each]
+    columns = {"image": np.concatenate(places), "label": np.concatenate(labels).astype(np.int64)}
+    left_out = sum((LeftOut(about["left_out"]) for about in each), LeftOut())
+    are_plain = [about["is_plain"] for about in each]
+    is_known = all(are_plain) and len(np.unique(columns["label"])) == len(classes)
+    facts = "" if is_known else hash_of_facts((classes, are_plain))
+    return Indexed(columns, classes, [len(part) for part in places], left_out, facts)
+
+
+def _about(layout: Layout) -> list[About]:
+    """Return what is known of each tree of a layout; the first has what is known of all."""
+    every: list[About] = []
+    for by_class in layout.samples:
+        paths = [path for files in by_class for path, _ in files]
+        about: About = {"root": layout.root, "classes": layout.classes, "has_images": layout.has_images}
+        about |= {"nums": list(map(len, by_class)), "left_out": {}, "of_images": []}
+        about["places"] = [number for files in by_class for _, place in files for number in place[:2]]
+        about["is_plain"] = paths == sorted(paths, key=lambda path: path.split("/"))
+        every.append(about)
+    every[0] |= {"left_out": layout.left_out, "of_images": layout.of_images}
+    return every
 
 
 def _tree_of(scan: dict[str, Any]) -> MemoryTree:
+    """Return the tree that `find_files` was given."""
     tree = MemoryTree(missing=(-1, -1))
     others, places = scan["others"], scan["places"]
-    for number, name in enumerate(scan["files"]):
+    for number, path in enumerate(scan["files"]):
         node: Member = File((places[2 * number], places[2 * number + 1]))
         if (other := others.get(str(number))) is not None:
             kind, text = other or ("", "")
             node = Link(text) if kind == "link" else Special(text) if kind == "special" else None
-        tree.add(name, node)
+        tree.add(path, node)
     return tree
-
-
-def _facts(layout: Layout) -> str:
-    """Return a hash of classes without samples, and of an order that is not that of the names' parts."""
-    order = [[path for files in by_class for path, _ in files] for by_class in layout.samples]
-    is_plain = all(paths == sorted(paths, key=lambda path: path.split("/")) for paths in order)
-    has_empty = any(not any(map(len, of_class)) for of_class in zip(*layout.samples, strict=True))
-    return "" if is_plain and not has_empty else hash_of_facts((layout.classes, is_plain))
 
 
 def have_class_folders(names: Sequence[str], scans: Sequence[dict[str, Any]]) -> bool:

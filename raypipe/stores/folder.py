@@ -35,6 +35,7 @@ from raypipe.stores.class_folders import (
     Tree,
     find_classes,
     is_left_out,
+    refuse_files_of_images,
     tell_left_out,
     words_of,
 )
@@ -79,9 +80,11 @@ class FolderStore(FileStore["_Images"]):
         """Return class names, the number of samples of each, and the samples in order."""
         (target_column,) = self._options
         try:
-            layout = find_classes([tree], self.address, target_column == _DEFAULT)
+            layout = find_classes([tree], self.address)
         except OSError as error:
             raise StoreError(f"{self.address} cannot be scanned: {error}") from error
+        if target_column == _DEFAULT:
+            refuse_files_of_images(self.address, layout.of_images)
         (by_class,) = layout.samples
         samples = list(itertools.chain.from_iterable(by_class))
         if not samples and layout.flat and not target_column:

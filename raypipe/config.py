@@ -246,6 +246,8 @@ class TransformConfig(Section, prefix="transform."):
             empty = none.
         boxes_column: column with boxes for each sample, `[x0, y0, x1, y1, label]` in pixels, transformed together
             with the image; empty = none.
+        boxes_format: "xyxy", corners, or "xywh", a corner, width and height, as COCO has them; empty = "xyxy",
+            except for Hugging Face's structs of lists, which may have either, so that it must be set for them.
         keypoints_column: column with keypoints for each sample, `[x, y, label]` in pixels, transformed together
             with the image; empty = none.
         max_targets: boxes, and keypoints, that a sample may have; a sample with more ends the run.
@@ -267,6 +269,7 @@ class TransformConfig(Section, prefix="transform."):
     apply_exif: bool = False
     mask_column: str = ""
     boxes_column: str = ""
+    boxes_format: Literal["", "xyxy", "xywh"] = ""
     keypoints_column: str = ""
     max_targets: Room = 100
     make_columns: str = ""
@@ -475,6 +478,8 @@ class TrainConfig(Section, prefix="train."):
             (docs/reproducibility.md); "auto" = on CPUs.
         max_failures: restarts of the workers after a process or a node has died; -1 = no limit. Restarts after a
             notice that a trainer's node is about to go (Ray 2.60) do not count.
+        stop_grace_s: seconds for the current step after a request to stop (Ctrl-C, SIGTERM); then the run ends
+            without another checkpoint. Set it 15 s below the grace period of whoever sends SIGTERM.
         start_from: folder or URI of a run (from `raypipe train` or your own loop), or of one of its checkpoints.
             A run with the same plan, and without its own checkpoints, starts there with that model and
             optimizer.
@@ -505,6 +510,7 @@ class TrainConfig(Section, prefix="train."):
     ema_decay: BelowOne = 0.0
     deterministic_reduce: bool | Literal["auto"] = "auto"
     max_failures: AtLeastMinus1 = 2
+    stop_grace_s: Seconds = 20.0  # within the 30 s of Kubernetes and Slurm, with the checkpoint and Ray's end
     start_from: str = ""
     checkpoint_interval: int | str = "10min"
     log_interval: AtLeast1 = 20

@@ -30,7 +30,12 @@ _KINDS = {
 def check_regular(mode: int) -> None:
     """Raise OSError, which names the kind of file, unless the mode is a regular file's."""
     if not stat.S_ISREG(mode):
-        raise OSError(f"it is {_KINDS.get(stat.S_IFMT(mode), 'an unknown kind')}, not a regular file")
+        raise OSError(f"it is {kind_of(mode)}, not a regular file")
+
+
+def kind_of(mode: int) -> str:
+    """Return the kind of what is not a regular file, in words."""
+    return _KINDS.get(stat.S_IFMT(mode), "an unknown kind")
 
 
 def open_regular(path: str | Path, flags: int = os.O_RDONLY, mode: int = 0o777) -> int:

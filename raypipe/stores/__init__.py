@@ -100,6 +100,8 @@ def open_store(address: str | Path, **options: Any) -> Store:
     module, name = _STORES[kind]
     make = getattr(import_module(f"raypipe.stores.{module}"), name)
     known = list(signature(make).parameters)
+    if "target_column" not in known and options.get("target_column") == "":  # nothing to be left out
+        del options["target_column"]
     for option, value in options.items():
         if option not in known:
             instead = _INSTEAD.get(option, "")
@@ -160,7 +162,9 @@ def _kind_of_name(name: str) -> str:
 
 
 def _kind_of_folder(address: str, names: set[str]) -> str:
-    from raypipe.stores.addresses import has_folders
+    from raypipe.stores.addresses import folders_at
+    from raypipe.stores.base import IMAGE_SUFFIXES
+    from raypipe.stores.class_folders import suffix_of
 
     suffixes = {Path(name).suffix[1:] for name in names}
     if {"lmdb", "parquet"} <= suffixes:
@@ -183,8 +187,11 @@ def _kind_of_folder(address: str, names: set[str]) -> str:
             f"{address} is MosaicML's MDS: read it with their library, and give the samples to `raypipe.convert`, "
             "as docs/moving.md shows"
         )
-    if has_folders(address):
+    folders = folders_at(address)
+    if any(not name.startswith("_") for name in folders):
         return "folder"
     if "tar" in suffixes:
         return "tar"
+    if folders or any(suffix_of(name) in IMAGE_SUFFIXES for name in names):
+        return "folder"
     raise StoreError(f"{address} contains no store; {_LAYOUTS}")

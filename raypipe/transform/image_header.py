@@ -19,8 +19,9 @@ from typing import Any
 
 from raypipe.errors import ConfigError, SampleError
 from raypipe.lookup import to_install
-from raypipe.transform.jpeg_header import check_jpeg, jpeg_frame
+from raypipe.transform.jpeg_header import check_jpeg, jpeg_frame, orientation_of
 from raypipe.transform.limits import check_size
+from raypipe.transform.silence import silenced
 
 _MAGIC = {
     "JPEG": (b"\xff\xd8\xff",),
@@ -32,6 +33,11 @@ _MAGIC = {
 # Bytes per pixel, measured as the peak of a decode: with two canvases and two copies of the one frame.
 _WEBP_BYTES = 19
 _TILE_WIDTH, _TILE_HEIGHT = 322, 323  # tags of a TIFF
+_PNG_ORIENTATION = {b"eXIf", b"iTXt", b"tEXt", b"zTXt"}
+_PNG_METADATA = _PNG_ORIENTATION | set(
+    b"tIME iCCP cICP gAMA cHRM sRGB sBIT pHYs bKGD hIST sPLT mDCV cLLI acTL fcTL fdAT".split()
+)
+_PNG_END = b"\0\0\0\0IEND\xae\x42\x60\x82"
 # Of an ISO file: brands of AVIF; and of HEIC, some of which AVIF has as well.
 _AVIF_BRANDS = {b"avif", b"avis"}
 _HEIC_BRANDS = {b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1"}
@@ -82,22 +88,57 @@ def png_size(data: bytes) -> tuple[int, int]:
 
 def png_chunks(data: bytes) -> Iterator[tuple[bytes, bool | None]]:
     """Yield the kind of each chunk, and whether its checksum holds; None: it is cut short, and so the last."""
+    for kind, _, _, holds in _png_chunks(data):
+        yield kind, holds
+
+
+def _png_chunks(data: bytes) -> Iterator[tuple[bytes, int, int, bool | None]]:
+    """Yield the same with where each chunk begins and ends."""
     at, kind = 8, b""
     while kind != b"IEND":
         length, kind = int.from_bytes(data[at : at + 4], "big"), data[at + 4 : at + 8]
-        end = at + 8 + length
-        if end + 4 > len(data):
-            yield kind, None
+        end = at + 12 + length
+        if end > len(data):
+            yield kind, at, len(data), None
             return
-        yield kind, zlib.crc32(memoryview(data)[at + 4 : end]) == int.from_bytes(data[end : end + 4], "big")
-        at = end + 4
+        checksum = zlib.crc32(memoryview(data)[at + 4 : end - 4])
+        yield kind, at, end, checksum == int.from_bytes(data[end - 4 : end], "big")
+        at = end
 
 
-def check_png(data: bytes) -> None:
-    """Raise ValueError where a checksum of what pixels are made of is wrong: Pillow does not compare them."""
-    for kind, holds in png_chunks(data):
-        if holds is False and not kind[0] & 0x20:
+def png_of_pixels(data: bytes) -> bytes:
+    """What the pixels of a PNG are made of; without metadata, and without the frames of an animation.
+
+    Raises:
+        ValueError: a checksum is wrong: Pillow does not compare those of pixels. Of metadata it is of no interest.
+    """
+    kept = [data[:8]]
+    for kind, at, end, holds in _png_chunks(data):
+        is_of_pixels = not kind[:1].islower() or kind == b"tRNS"
+        if holds is False and (is_of_pixels or kind not in _PNG_METADATA):
             raise ValueError(f"the checksum of {kind!r} is wrong")
+        if is_of_pixels:
+            kept.append(data[at:end])
+    return b"".join(kept)
+
+
+def png_orientation(data: bytes) -> int:
+    """Orientation of a PNG by its eXIf, or else by XMP or text, 1 to 8; 1 where they are damaged."""
+    from PIL import Image, PngImagePlugin
+
+    chunks = list(_png_chunks(data))
+    told = [data[at:end] for kind, at, end, holds in chunks if holds and kind in _PNG_ORIENTATION]
+    if not told:
+        return 1
+    with warnings.catch_warnings(), silenced():
+        warnings.simplefilter("ignore")
+        try:  # metadata behind the pixels, too, which Pillow would decode first
+            of_metadata = PngImagePlugin.PngImageFile(io.BytesIO(data[:33] + b"".join(told) + _PNG_END))
+        except Exception:  # as of damage in it
+            return 1
+        image = Image.Image()
+        image.info.update(of_metadata.info)
+        return orientation_of(image)
 
 
 def _webp_size(data: bytes) -> tuple[int, int] | None:
@@ -133,7 +174,7 @@ def open_pillow(data: bytes, kind: str) -> Any:
     if kind == "WebP":
         _webp_size(data)
     if kind == "PNG":
-        check_png(data)
+        data = png_of_pixels(data)
     image = _plugin(kind)(io.BytesIO(data))
     width, height = image.size
     if kind in ("AVIF", "HEIC"):
@@ -172,11 +213,13 @@ def _plugin(kind: str) -> Any:
 
 @contextlib.contextmanager
 def damage_in(kind: str, data: bytes) -> Iterator[None]:
-    """Makes a SampleError of what Pillow raises within, and silences what it warns of: metadata, large images."""
-    with warnings.catch_warnings():
+    """Makes a SampleError of what Pillow raises within, and keeps it silent: on metadata, large images, damage."""
+    with warnings.catch_warnings(), silenced() as errors:
         warnings.simplefilter("ignore")
         try:
             yield
+            if errors:
+                raise SampleError(f"damaged {kind}: {errors[0]} ({len(data)} bytes)")
         except (SampleError, ConfigError):
             raise
         except Exception as error:  # its plugins raise a dozen types on bad bytes

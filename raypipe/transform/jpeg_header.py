@@ -49,9 +49,9 @@ class Frame(NamedTuple):
 
     Attributes:
         marker: the kind: 0xC0 is baseline.
-        bits: of a channel.
-        height: pixels.
-        width: pixels.
+        bits: bits of a channel.
+        height: height in pixels.
+        width: width in pixels.
         num_components: number of channels, before colors are converted.
     """
 

@@ -30,8 +30,8 @@ SOURCE = "csrc/kernel.c"
 # Beside the package, not in it: it is found as well where Ray puts a working_dir of raypipe's sources in front.
 # abi3: one file serves this and all later versions of Python.
 TARGET = "_raypipe_kernel.abi3.so"
-# Of each line, the first that the compiler takes without a word: a write beyond an array ends the process, and goes
-# no further. Together they cost nothing that can be measured (raypipe/transform/README.md).
+# Of each line, the first that the compiler takes without a word: a write beyond an array ends the process, and
+# goes no further. Together they cost nothing that can be measured (raypipe/transform/README.md).
 HARDENING = [
     [["-U_FORTIFY_SOURCE", "-D_FORTIFY_SOURCE=3"]],  # sizes of copies, where the compiler knows the buffer
     [["-fstack-protector-strong"]],

@@ -50,7 +50,7 @@ def test_what_cannot_be_compiled_has_a_reason(
     assert found and reason in found
 
 
-def test_the_hardening_that_a_compiler_knows_is_used(hook: ModuleType, tmp_path: Path) -> None:
+def test_the_hardening_that_a_compiler_knows_is_used(hook: ModuleType) -> None:
     if not shutil.which("gcc"):
         pytest.skip("there is no gcc")
     flags = hook.hardening(["gcc"])
@@ -60,7 +60,7 @@ def test_the_hardening_that_a_compiler_knows_is_used(hook: ModuleType, tmp_path:
 
 @pytest.mark.parametrize("unknown", ["stack-clash", "FORTIFY", "sanitize", "relro"])
 def test_a_flag_that_a_compiler_does_not_know_costs_that_flag_alone(
-    hook: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unknown: str
+    hook: ModuleType, tmp_path: Path, unknown: str
 ) -> None:
     if not shutil.which("gcc"):
         pytest.skip("there is no gcc")
@@ -70,8 +70,6 @@ def test_a_flag_that_a_compiler_does_not_know_costs_that_flag_alone(
     flags, others = hook.hardening([str(compiler)]), hook.hardening(["gcc"])
     assert flags == [flag for flag in others if flag in flags] and len(flags) < len(others)
     assert not any(unknown in flag for flag in flags)
-    monkeypatch.setenv("CC", str(compiler))
-    assert "error" not in hook.compile_extension(ROOT / hook.SOURCE, tmp_path / hook.TARGET)
 
 
 def test_old_and_other_libjpegs_are_refused(

@@ -290,8 +290,10 @@ def test_places_in_front_of_the_codes_and_behind_the_end_are_refused(level: int)
 def test_a_place_that_skips_rows_with_a_fitting_marker_is_refused() -> None:
     data = kernel.to_seekable(saved(noise(16 * 12, 16), subsampling="4:2:0"))
     at = data.index(b"raypipe seekable") + 20
-    ninth = int.from_bytes(data[at + 4 * 9 : at + 4 * 10], "big")
-    forgery = with_place(data, 1, ninth)
+    forgery = data
+    for row in (1, 2):  # its markers are those of rows 9 and 10
+        place = int.from_bytes(data[at + 4 * (row + 8) : at + 4 * (row + 9)], "big")
+        forgery = with_place(forgery, row, place)
     assert run(forgery, (17, 0, 5, 16)) is None
     assert np.array_equal(decode(forgery), decode(data))
 

@@ -39,6 +39,7 @@ from raypipe.stores.record import KEY, RecordLayout
 from raypipe.stores.writers import LMDBWriter
 from raypipe.transform import reference, wire
 from raypipe.transform.decode import decode
+from raypipe.transform.jpeg_header import without_profile
 from raypipe.transform.ops import MAX_FILTER, MAX_RADIUS, Op
 from raypipe.transform.seekable import is_seekable
 
@@ -55,6 +56,11 @@ def is_small(data: bytes) -> bool:
     except ValueError:
         return True
     return bool(height * width <= _MOST_PIXELS)
+
+
+def by_simplejpeg(data: bytes) -> np.ndarray:
+    """The pixels of the usual way, for which a damaged profile is no damage; ValueError: it refuses the file."""
+    return simplejpeg.decode_jpeg(without_profile(data), "RGB")
 
 
 def crop(data: bytes, box: tuple[int, int, int, int], eighths: int = 8, to_end: bool = True) -> np.ndarray:
@@ -78,7 +84,7 @@ def agrees(data: bytes, rng: np.random.Generator) -> bool | None:
     if not is_small(data):
         return None
     try:
-        whole = simplejpeg.decode_jpeg(data, "RGB")
+        whole = by_simplejpeg(data)
     except ValueError:
         whole = None
     height, width = (HEIGHT, WIDTH) if whole is None else whole.shape[:2]
@@ -192,7 +198,7 @@ def part_agrees(data: bytes, box: tuple[int, int, int, int]) -> bool:
         to_seekable(data)
     with contextlib.suppress(ValueError):
         part = crop(data, box)
-        whole = simplejpeg.decode_jpeg(data, "RGB")
+        whole = by_simplejpeg(data)
         return np.array_equal(part, whole[top : top + height, left : left + width])
     return True
 
@@ -205,7 +211,7 @@ def seeks_alike(data: bytes, rng: np.random.Generator) -> bool | None:
         return None
     try:
         seekable = to_seekable(data)
-        whole = simplejpeg.decode_jpeg(data, "RGB")
+        whole = by_simplejpeg(data)
     except ValueError:
         return None
     height, width, _ = whole.shape
@@ -219,7 +225,7 @@ def seeks_alike(data: bytes, rng: np.random.Generator) -> bool | None:
         crop(damaged, box)
         if damaged != seekable and is_seekable(damaged):  # without its segment it is a plain JPEG
             return False
-    return np.array_equal(simplejpeg.decode_jpeg(seekable, "RGB"), whole)
+    return np.array_equal(by_simplejpeg(seekable), whole)
 
 
 _TYPES = {"image": "binary", "label": "int64", "weight": "float64", "note": "string", "box": "float32[2]"}

@@ -154,4 +154,4 @@ def test_the_last_of_100000_images_costs_what_the_first_did(kind: str, level: in
     growth = psutil.Process().memory_info().rss - before
     typical = [float(np.median(tenth)) / BATCH * 1e6 for tenth in tenths]
     print(f"{kind}, level {level}: µs of CPU an image, by tenths: {np.round(typical, 1)}, RSS +{growth >> 10} KiB")
-    assert typical[-1] < 1.15 * typical[0] and growth < 1 << 20
+    assert typical[-1] < 1.15 * typical[0] + 0.5 and growth < 1 << 20  # those refused by their header take 0.5 µs

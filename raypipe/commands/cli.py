@@ -8,11 +8,13 @@ Exit codes: 0 done; 1 an error, a comparison that found a difference, or a faile
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
@@ -32,6 +34,8 @@ from raypipe.train.model_names import check_model
 
 if TYPE_CHECKING:
     from raypipe.streaming.spec import StreamSpec
+
+_END_S = 20.0  # limit for the end of Ray after an error or a signal
 
 logger = logging.getLogger("raypipe.commands.cli")  # also where `python -m` runs it
 
@@ -246,16 +250,49 @@ def _finish(
         if code:
             sys.exit(code)
     except RaypipeError as error:
-        _shutdown()
-        if is_json():
-            logger.error("%s", without_credentials(str(error)))
-        else:
-            sys.stderr.write(error_text(str(error)))
+        text = str(error)
+        with _ending(1, lambda: _tell(text)):
+            _shutdown()
+        _tell(text)
         sys.exit(1)
     except Stopped:
+        with _ending(os.EX_TEMPFAIL):
+            _shutdown()
         sys.exit(os.EX_TEMPFAIL)
     except KeyboardInterrupt:
+        with _ending(130):
+            _shutdown()
         sys.exit(130)
+
+
+def _tell(error: str) -> None:
+    if is_json():
+        logger.error("%s", without_credentials(error))
+    else:
+        sys.stderr.write(error_text(error))
+
+
+@contextlib.contextmanager
+def _ending(code: int, tell: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Context manager for an end by an error or a signal: exits the process if Ray takes too long, as without a head.
+
+    Args:
+        tell: tells the error before.
+    """
+
+    def leave() -> None:
+        tell()
+        sys.stderr.flush()
+        sys.stdout.flush()
+        os._exit(code)
+
+    timer = threading.Timer(_END_S, leave)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _code_of(result: dict[str, Any]) -> int:

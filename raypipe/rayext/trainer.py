@@ -278,12 +278,13 @@ class RunTrainer(TorchTrainer):
         try:
             return super().fit()
         finally:
+            is_silent = self._watch is not None and self._watch.is_head_silent()
             if self._watch:
                 self._watch.stop()
             # After an interrupt in a process that stays, such as a notebook's, the run would continue. Even at a
             # normal end the controller must be killed: in half of all runs, one that exits by itself deadlocks in
             # Ray 2.60's Publisher, and outlives its cluster.
-            if self._controller:
+            if self._controller and not is_silent:
                 with contextlib.suppress(ray.exceptions.RayError):
                     ray.kill(self._controller)  # the trainers end with it
                     ray.get(self._controller.get_state.remote(), timeout=_KILL_S)

@@ -274,7 +274,7 @@ def _tell(error: str) -> None:
 
 @contextlib.contextmanager
 def _ending(code: int, tell: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Context manager for an end by an error or a signal; exits the process if Ray does not end, as without a head.
+    """Context manager for an end by an error or a signal; exits the process if Ray hangs, as without a head.
 
     Args:
         tell: tells the error before.

@@ -152,8 +152,15 @@ def only_start(wait: Wait, run: str = "") -> Iterator[Any]:
     try:
         yield actor
     finally:
-        with contextlib.suppress(ray.exceptions.RayError, ConnectionError):
-            ray.kill(actor)
+        # In a thread, since without a head the call may never return.
+        killing = threading.Thread(target=_kill, args=(actor,), daemon=True, name="raypipe-kill")
+        killing.start()
+        killing.join(_LOST_S)
+
+
+def _kill(actor: Any) -> None:
+    with contextlib.suppress(ray.exceptions.RayError, ConnectionError):
+        ray.kill(actor)
 
 
 def _holder() -> str:

@@ -1,4 +1,4 @@
-"""Lightning's flags, hooks and checkpoints, one by one, in this process: what is trained, and what a resume trains."""
+"""Lightning's flags, hooks and checkpoints, one by one: what is trained, and what a resume trains."""
 
 from __future__ import annotations
 

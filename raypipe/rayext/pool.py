@@ -183,6 +183,9 @@ class PoolKeeper:
             moved=moved,
         )
         size = running + pending
+        restarting = any(state.is_restarting for state in pool._running_actors.values())
+        if decision is not None and decision.size > size and restarting:
+            decision = None  # new actors would take the CPUs of those that must make their blocks again
         if decision is not None:
             self._target = decision.size
             self._supervisor.scaled.remote(f"{size} → {decision.size} transform actors: {decision.reason}")

@@ -298,6 +298,19 @@ def test_the_maker_of_a_lost_block_gets_room_while_a_rank_waits_for_it(waits: bo
     assert list(keeper.pool._running_actors) == (["maker", "j"] if waits else ["maker", "other", "i", "j"])
 
 
+@pytest.mark.parametrize("restarts", [True, False])
+def test_no_pool_grows_while_its_dead_actors_wait_for_cpus(restarts: bool) -> None:
+    states = Pool(busy=(False, 2), dead=(restarts, 1))
+    sizes = {"min_size": 1, "current_size": 2, "num_running_actors": 2, "num_pending_actors": 0}
+    for name, number in (sizes | {"num_active_actors": 2}).items():
+        setattr(states, name, lambda number=number: number)
+    keeper = Keeper(states)
+    keeper._rules = PoolConfig(max_actors=8, grow_after_s=5.0)
+    for now in range(12):
+        keeper._size(float(now), finished=9, ranks_waiting=1.0)
+    assert bool(keeper.grown) == bool(keeper.scaled) == (not restarts)
+
+
 def test_no_pool_shrinks_while_no_rank_takes_a_block() -> None:
     sizer, still = PoolSizer(RULES, 0), [float(now) for now in range(1, 1000)]
     looks = [sizer.observe(now, waiting=0, active=1, running=8, pending=0, moved=False) for now in still]

@@ -23,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from difflib import get_close_matches
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,7 @@ from raypipe.device.prefetcher import Batch
 from raypipe.device.ring import numbered
 from raypipe.errors import ConfigError
 from raypipe.lookup import import_name
+from raypipe.mistakes import did_you_mean
 from raypipe.plan.order import Domain
 from raypipe.transform.fields import IMAGE, VIEW
 from raypipe.transform.views import view_key
@@ -302,6 +304,21 @@ def _moves(what: str) -> ConfigError:
     )
 
 
+def _operations() -> dict[str, Any]:
+    """Return Kornia's operations on images, and its policies, by name."""
+    import kornia.augmentation
+    import kornia.augmentation.auto
+    from kornia.augmentation import AugmentationBase2D
+    from kornia.augmentation.auto.base import PolicyAugmentBase
+
+    found: dict[str, Any] = {}
+    for module in (kornia.augmentation.auto, kornia.augmentation):
+        for name, value in vars(module).items():
+            if inspect.isclass(value) and issubclass(value, AugmentationBase2D | PolicyAugmentBase):
+                found[name] = value
+    return found
+
+
 def _applied(module: Any, image: torch.Tensor) -> torch.Tensor:
     """Apply a module of Kornia's; it draws on the host, since it was never moved to the device.
 
@@ -313,18 +330,16 @@ def _applied(module: Any, image: torch.Tensor) -> torch.Tensor:
 def build_operation(entry: dict[str, Any], targets: bool = False, channels: int = 3) -> Operation:
     """Build one configured operation on images with this many channels; raises ConfigError as
     `DeviceAugment`."""
-    import kornia.augmentation
-    import kornia.augmentation.auto
-    from kornia.augmentation._2d.base import AugmentationBase2D
     from kornia.augmentation._2d.intensity.base import IntensityAugmentationBase2D
     from kornia.augmentation.auto.base import PolicyAugmentBase
 
     op = entry["op"]
-    operation: Any = getattr(kornia.augmentation, op, None) or getattr(kornia.augmentation.auto, op, None)
-    if not (inspect.isclass(operation) and issubclass(operation, AugmentationBase2D | PolicyAugmentBase)):
+    operation: Any = _operations().get(op)
+    if operation is None:
+        near = did_you_mean(map(repr, get_close_matches(op, _operations(), 1)))
         raise ConfigError(
             f"augment.ops: {op!r} is not a 2D operation of kornia.augmentation or kornia.augmentation.auto "
-            "(mixing has its own settings: augment.mixup_alpha and augment.cutmix_alpha)"
+            f"(mixing has its own settings: augment.mixup_alpha and augment.cutmix_alpha){near}"
         )
     # A policy has geometric operations among its own.
     if targets and (not issubclass(operation, IntensityAugmentationBase2D) or op == "RandomErasing"):

@@ -59,6 +59,7 @@ class Batch(Unlike, instead=_INSTEAD):
         num_bad: samples replaced or left out.
         read_s: seconds that an actor spent reading it.
         work_s: seconds that an actor spent on it in all.
+        outage_s: seconds of read_s that object storage did not answer.
         mix: the other half of the targets, if MixUp or CutMix was applied.
         source: int64 (B,), on the host: each sample's store in a mixture, by the order of `plan.sources`; -1
             for padding; None without a mixture.
@@ -74,6 +75,7 @@ class Batch(Unlike, instead=_INSTEAD):
     ends_step: bool = False
     read_s: float = 0.0
     work_s: float = 0.0
+    outage_s: float = 0.0
     mix: Mix | None = None
     source: np.ndarray | None = None
 
@@ -201,5 +203,5 @@ def _batch(
             fields[name] = tensors[name].movedim(-1, -3)  # NHWC in memory is channels_last as it stands
         elif name in tensors:
             fields[name] = tensors[name]
-    same = {name: getattr(host, name) for name in ("position", "index", "num_bad", "read_s", "work_s")}
+    same = {name: getattr(host, name) for name in ("position", "index", "num_bad", "read_s", "work_s", "outage_s")}
     return Batch(seed=seed_of(host.position), fields=fields, weight=weight, target_host=host[LABEL], **same)

@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from raypipe.errors import ConfigError, SampleError
 from raypipe.logs import log_place
 from raypipe.plan.places import PADDING, MicroBatchId, Split
 from raypipe.plan.samplers import Draws
+from raypipe.storage.patience import outages_s
 from raypipe.stores.base import name_of, title_of
 from raypipe.streaming.bad_samples import BadSampleBudget, record_bad
 from raypipe.streaming.remake import NUM_REMADE, Probe, check_probe, check_remade, copied, digest_of
@@ -60,6 +61,13 @@ class Outcome:
 
     batch: MicroBatch
     bad: list[dict[str, Any]]
+
+
+class _Reading(NamedTuple):
+    """Seconds that samples took to read, and those of them in which object storage did not answer."""
+
+    seconds: float = 0.0
+    outage_s: float = 0.0
 
 
 class MicroBatchMaker:
@@ -128,6 +136,7 @@ class MicroBatchMaker:
         reads: Sequence[Samples] | None = None,
         read_s: float = 0.0,
         attempt: Callable[[MicroBatchId], Attempt] = lambda _: FIRST_ATTEMPT,
+        outage_s: float = 0.0,
     ) -> tuple[list[Outcome], BlockMemory | None]:
         """Make the micro-batches of a block.
 
@@ -135,6 +144,7 @@ class MicroBatchMaker:
             reads, read_s: samples that a reader has read for each, and its seconds for all; None = read the
                 store here.
             attempt: called before each one; returns knowledge from earlier attempts.
+            outage_s: of read_s, waiting for object storage that did not answer.
 
         Returns:
             The micro-batches, and the memory of them all; None = each has its own, since images differ in size.
@@ -148,8 +158,9 @@ class MicroBatchMaker:
             knowledge = attempt(places[len(outcomes)])
             part = slice(len(outcomes), len(outcomes) + (at_once if knowledge is FIRST_ATTEMPT else 1))
             read = Samples.joined(reads[part]) if reads else None
-            share_s = read_s * len(places[part]) / len(places)
-            outcomes += self._make(places[part], draws.at(part), read, share_s, knowledge, memory)
+            share = len(places[part]) / len(places)
+            spent = _Reading(read_s * share, outage_s * share)
+            outcomes += self._make(places[part], draws.at(part), read, spent, knowledge, memory)
         return outcomes, memory
 
     def make(
@@ -167,7 +178,7 @@ class MicroBatchMaker:
             num_rows: how many of its first rows to make; None = all.
         """
         draws = Draws(*(column[:, :num_rows] for column in self.plan.draw_block([at])))
-        (outcome,) = self._make([at], draws, read, 0.0, attempt)
+        (outcome,) = self._make([at], draws, read, _Reading(), attempt)
         return outcome
 
     def _make(
@@ -175,7 +186,7 @@ class MicroBatchMaker:
         places: Sequence[MicroBatchId],
         draws: Draws,
         read: Samples | None,
-        read_s: float,
+        spent: _Reading,
         attempt: Attempt,
         memory: BlockMemory | None = None,
     ) -> list[Outcome]:
@@ -183,16 +194,17 @@ class MicroBatchMaker:
 
         Args:
             draws: of their samples, (k, B).
-            read, read_s: their k·B samples, by a reader, and its seconds.
+            read, spent: their k·B samples, by a reader, and its time for them.
             memory: memory for their arrays; None = new memory.
         """
         started, first, num = time.perf_counter(), places[0], len(places)
+        outage_before_s = outages_s()
         self._log_place(first)
         self._attempt = attempt
         flat = Draws(*(column.ravel() for column in draws))
         samples = self._samples(first.split, flat.indices, attempt) if read is None else read
         if read is None:
-            read_s = time.perf_counter() - started
+            spent = _Reading(time.perf_counter() - started, outages_s() - outage_before_s)
 
         def substitutes(row: int) -> Iterator[Candidate]:
             of_row, at = flat.at(slice(row, row + 1)), places[row * num // len(flat.indices)]
@@ -215,7 +227,16 @@ class MicroBatchMaker:
             part, fields = rows.part(number), rows.finish(number)
             records = [record for row, record in bad.items() if part.start <= row < part.stop]
             work_s = (time.perf_counter() - started) / num
-            batch = MicroBatch(at, rows.index[part], rows.weight[part], fields, len(records), read_s / num, work_s)
+            batch = MicroBatch(
+                at,
+                rows.index[part],
+                rows.weight[part],
+                fields,
+                num_bad=len(records),
+                read_s=spent.seconds / num,
+                work_s=work_s,
+                outage_s=spent.outage_s / num,
+            )
             outcomes.append(Outcome(batch, records))
         return outcomes
 
@@ -311,7 +332,7 @@ class MicroBatchMaker:
         self._budget.spend(outcome.bad, len(outcome.batch.index))
 
     def _log_place(self, at: MicroBatchId) -> None:
-        log_place(split=at.split, epoch=at.epoch, step=self.plan.global_step(at))
+        log_place(split=at.split, epoch=at.epoch, step=self.plan.step_of_split(at))
 
     def _read(self, split: Split, index: int) -> EncodedSample:
         return read_samples(self._stores[split], np.array([index]), self._spec.wanted)[0]

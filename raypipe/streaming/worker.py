@@ -67,11 +67,11 @@ class TransformWorker:
 
     def __call__(self, table: pa.Table) -> dict[str, np.ndarray]:
         """The finished row of a block, from a row of the source."""
-        places, reads, read_s = SourceRow.unpacked(table)
+        places, reads, read_s, outage_s = SourceRow.unpacked(table)
         with self._guard.block(places) as orders:
             attempt = functools.partial(self._guard.attempt, orders=orders)
             try:
-                outcomes, memory = self._maker.block(places, reads, read_s, attempt)
+                outcomes, memory = self._maker.block(places, reads, read_s, attempt, outage_s)
             except SystemExit as error:  # Ray would take it for a death, and run it again
                 raise failed("the transform", error) from error
             self._compare_probes()

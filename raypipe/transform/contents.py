@@ -106,7 +106,7 @@ class Content:
         targets: dict[str, np.ndarray] = {}
         if self._targets:
             size = image.shape[:2] if isinstance(image, np.ndarray) else image[0]
-            targets = decode_targets(sample.columns, self._targets, size)
+            targets = decode_targets(sample.columns, self._targets, size, self._config.boxes_format)
         try:
             made = self._transformed(image, _by_keyword(targets), key)
         except NOT_OF_A_SAMPLE:
@@ -173,7 +173,7 @@ class Content:
             return {}
         program = self._crops[0].transform.program
         assert program is not None and program.size is not None
-        targets = decode_targets(sample.columns, self._targets, size)
+        targets = decode_targets(sample.columns, self._targets, size, self._config.boxes_format)
         return self._finished(follow(program.applied(params), size, _by_keyword(targets)), targets, program.size)
 
     def _finished(

@@ -130,6 +130,7 @@ class MicroBatch:
         fields: by name: arrays (B, …), and `Ragged`.
         num_bad: samples that were replaced or left out.
         read_s, work_s: seconds that were spent on reading it, and on it in all.
+        outage_s: of read_s, waiting for object storage that did not answer.
     """
 
     position: MicroBatchId
@@ -139,6 +140,7 @@ class MicroBatch:
     num_bad: int = 0
     read_s: float = 0.0
     work_s: float = 0.0
+    outage_s: float = 0.0
 
     def arrays(self, group: str = "") -> dict[str, np.ndarray]:
         """The arrays among the fields, or those of a group by the names that they have in it."""

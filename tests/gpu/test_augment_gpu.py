@@ -109,7 +109,7 @@ def test_the_host_never_waits_in_steady_state(preset: Any, amp: torch.dtype | No
     config = AugmentConfig(preset=preset, mixup_alpha=0.4, cutmix_alpha=1.0)
     augment = DeviceAugment(config, device, amp or torch.float32)
     model = small_model(10).to(device).to(memory_format=torch.channels_last)
-    optimizer = build_optimizer(model, TrainConfig(optimizer="adamw"), fused=True)
+    optimizer = build_optimizer(model, TrainConfig(optimizer="adamw", lr=0.001), fused=True)
     scaler = torch.amp.GradScaler("cuda", enabled=amp is torch.float16)
     batch_norm, ema = StepBatchNorm(model, 1, 1), Ema(model, 0.99)
     losses = torch.zeros((), device=device)

@@ -100,6 +100,8 @@ def open_store(address: str | Path, **options: Any) -> Store:
     module, name = _STORES[kind]
     make = getattr(import_module(f"raypipe.stores.{module}"), name)
     known = list(signature(make).parameters)
+    if "target_column" not in known and options.get("target_column") == "":  # nothing to be left out
+        del options["target_column"]
     for option, value in options.items():
         if option not in known:
             instead = _INSTEAD.get(option, "")

@@ -7,7 +7,8 @@
                five to a box; or Hugging Face's {bbox: K of 4, category: K}
     keypoints  K keypoints [x, y, label], as boxes, three to a keypoint        float32 (K, 3)
 
-x1 and y1 are one past the last pixel, so x1 - x0 is a width. A malformed target makes a bad sample.
+x1 and y1 are one past the last pixel, so x1 - x0 is a width. A keypoint is a pixel: (0, 0) is the first one. Both
+move as Albumentations moves them, see `raypipe.transform.follow`. A malformed target makes a bad sample.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from raypipe.errors import ConfigError, SampleError
 from raypipe.stores.base import Store, missing
 from raypipe.stores.numbers import exactly
 from raypipe.transform.fields import Field
-from raypipe.transform.image_header import check_png, damage_in, image_kind
+from raypipe.transform.image_header import damage_in, image_kind, png_of_pixels
 
 IGNORE = 255
 """In a mask: a pixel of no class. Presets pad masks with it, and so are padding rows filled."""
@@ -77,8 +78,7 @@ def decode_mask(data: Any, size: tuple[int, int]) -> np.ndarray:
     from PIL.PngImagePlugin import PngImageFile  # 0.1 s, and most streams have no masks
 
     with damage_in("PNG of a mask", data):
-        check_png(data)
-        image = PngImageFile(io.BytesIO(data))
+        image = PngImageFile(io.BytesIO(png_of_pixels(data)))
         if image.size != size[::-1]:  # before anything is allocated; the image has kept to the decoder's limit
             raise SampleError(
                 f"the mask has {image.width}x{image.height} pixels (width x height), the image {size[1]}x{size[0]}"

@@ -513,8 +513,6 @@ class Command:
             text=True,
             start_new_session=True,
             env=os.environ | {"RAY_ADDRESS": ray_address},
-            # A pytest in the background of a shell passes on that SIGINT is ignored.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )
 
     def wait_until_it_writes(self) -> None:

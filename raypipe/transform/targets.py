@@ -50,7 +50,7 @@ def check_columns(store: Store, targets: Mapping[str, str]) -> None:
             parent, _, field = column.rpartition(".")
             if parent in store.columns:
                 raise ConfigError(
-                    f"transform.{name}_column is {column!r}: name the column that has the labels beside "
+                    f"transform.{name}_column is {column!r}: name the column that has the labels next to "
                     f"{field!r} too, {parent!r}"
                 )
             raise ConfigError(missing(store.address, column, store.columns, f"transform.{name}_column"))

@@ -1,4 +1,4 @@
-"""Silence of decoders: damage in a file is told once, by the error of its sample.
+"""Silence of decoders: damage in a file is reported once, by the error of its sample.
 
 libtiff prints a line for each damaged row, 43 KB for one file, and Pillow and tifffile log what they find odd.
 All is as before behind the last decode, for a program's own use of these libraries.

@@ -221,7 +221,7 @@ static int build(Table *table, const JHUFF_TBL *source, int is_dc)
                 }
             }
         }
-        if (code >> length) /* libjpeg takes no code of ones alone */
+        if (source->bits[length] && code >> length) /* no code is of ones alone: libjpeg refuses such a table */
             return 0;
         table->limit[length] = code << (CODE_BITS - length);
     }

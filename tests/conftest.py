@@ -5,12 +5,17 @@ from __future__ import annotations
 import gc
 import hashlib
 import os
+import signal
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from local_head import RAY_ON_THIS_MACHINE
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell ignores Ctrl-C for what it starts by `&` or nohup, and every child inherits that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # All are read when Ray is imported. Metrics are exported every 10 s by default.
 os.environ |= {"RAY_metrics_report_interval_ms": "2000", **RAY_ON_THIS_MACHINE}

@@ -41,7 +41,7 @@ BAD: list[tuple[type, str, Any]] = [
     (PoolConfig, "cpus_per_actor", 0.0),
     (PoolConfig, "max_in_flight", -1),
     (AugmentConfig, "std", (0.2, 0.0, 0.2)),
-    (TrainConfig, "lr", 0.0),
+    (TrainConfig, "lr", -0.1),
     (TrainConfig, "lr", float("nan")),
     (TrainConfig, "label_smoothing", 1.0),
     (TrainConfig, "num_workers", -1),
@@ -162,3 +162,14 @@ def test_checkpoints_come_by_steps_or_by_the_clock(interval: int | str, steps: i
     config = TrainConfig(checkpoint_interval=interval)
     assert (config.checkpoint_steps, config.checkpoint_s) == (steps, seconds)
     assert TrainConfig().checkpoint_s == 600
+
+
+@pytest.mark.parametrize(
+    "optimizer, batch, expected", [("sgd", 256, 0.1), ("sgd", 32, 0.0125), ("adamw", 512, 5e-4)]
+)
+def test_the_default_learning_rate_follows_the_global_batch(optimizer: str, batch: int, expected: float) -> None:
+    train = TrainConfig(optimizer=optimizer)
+    for per_step in (1, 4):
+        plan = PlanConfig(micro_batch_size=batch // per_step, global_batch_size=batch)
+        assert RunConfig(plan=plan, train=train).peak_lr == pytest.approx(expected)
+    assert RunConfig(train=TrainConfig(lr=0.3)).peak_lr == 0.3

@@ -52,6 +52,7 @@ class Content:
     Attributes:
         fields: fields of a sample, by name; the first sample sets unknown shapes.
         draws_globally: whether it draws from generators that all threads share.
+        has_user_code: whether it runs code of the user's.
 
     Raises:
         ConfigError: a setting is wrong, or does not fit the kind of transform.
@@ -75,6 +76,8 @@ class Content:
         self._columns = ColumnMaker(columns) if columns else None
         of_columns = self._columns is not None and self._columns.draws_globally
         self.draws_globally = of_columns or any(crop.transform.draws_globally for crop in self._crops)
+        of_crops = any(crop.transform.has_user_code for crop in self._crops)
+        self.has_user_code = of_crops or columns.function is not None
         first = self._crops[0]
         # All views are made of the whole image.
         self._crop_target = None
@@ -175,7 +178,7 @@ class Content:
     def _decoded_targets(self, sample: EncodedSample, size: Sides) -> dict[str, np.ndarray]:
         """Targets of an image of this size; an error says so where the image is one that metadata turns."""
         try:
-            return decode_targets(sample.columns, self._targets, size)
+            return decode_targets(sample.columns, self._targets, size, self._config.boxes_format)
         except SampleError as error:
             orientation = 1 if self._is_array else stored_orientation(stored_bytes(sample.image))
             if orientation == 1:

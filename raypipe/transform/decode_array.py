@@ -81,17 +81,17 @@ def header_size(data: bytes | memoryview | None, exif: bool = False) -> tuple[in
     try:
         return image_size(data, exif=exif)
     except SampleError:
-        return array_size(data)
+        encoded = bytes(data or b"")
+        if encoded.startswith(NPY):
+            height, width, *_ = _image_header(encoded).shape
+            return height, width
+        if image_kind(encoded) == "TIFF":
+            return _tiff_size(encoded)
+        raise
 
 
-def array_size(data: bytes | memoryview | None) -> tuple[int, int]:
-    """(height, width) of a .npy or a TIFF, by its header; raises SampleError for all else."""
-    encoded = stored_bytes(data)
-    if encoded.startswith(NPY):
-        height, width, *_ = _image_header(encoded).shape
-        return height, width
-    if image_kind(encoded) != "TIFF":
-        raise SampleError("neither .npy nor TIFF")
+def _tiff_size(encoded: bytes) -> tuple[int, int]:
+    """(height, width) of a TIFF as `decode_array` gives it, by its header; raises SampleError."""
     with damage_in("TIFF", encoded):
         page = _tiff_page(encoded)
         size = page.imagelength, page.imagewidth

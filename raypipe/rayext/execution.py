@@ -12,6 +12,7 @@ busy too, so the cluster would get more nodes of every type (ray#45331).
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 import uuid
@@ -217,6 +218,7 @@ class StreamAutoscaler:
         self._supervisor, self._name = settings.supervisor, f"execution {uuid.uuid4().hex}"
         # A process that is not a Ray worker belongs to a user, who may stop it with Ctrl-Z.
         self._process = this_process("coordinator") if in_worker() else None
+        self._answer: Any = None  # a reference to what the supervisor answers
         self._left, self._left_at = 0, time.monotonic() + _START_S
 
     def try_trigger_scaling(self) -> None:
@@ -231,7 +233,14 @@ class StreamAutoscaler:
             if flow.finished - waiting != self._left:
                 self._left, self._left_at = flow.finished - waiting, now
             at = flow.description(info) if flow.finished else ""
-            self._supervisor.moves.remote(self._name, now - self._left_at, self._process, at)
+            self._give_way()
+            self._answer = self._supervisor.moves.remote(self._name, now - self._left_at, self._process, at)
+
+    def _give_way(self) -> None:
+        """Do what the supervisor has answered, if it has."""
+        with contextlib.suppress(ray.exceptions.RayError):  # it may have been restarted
+            if self._answer is not None and ray.wait([self._answer], timeout=0)[0]:
+                self._keeper.give_way(ray.get(self._answer))
 
     def on_executor_shutdown(self) -> None:
         """Record the final metrics, and report the end to the supervisor."""

@@ -169,12 +169,12 @@ class Loader(Unlike, instead=_INSTEAD):
         """
         # Of the feed no more is held than these: its execution is to be collected once it has ended.
         feed = self._open_at(start, only) if only else self._open_at(start)
-        self._supervisor, has_actors = feed.supervisor, feed.supervisor is not None
+        self._supervisor = feed.supervisor
         account, spec, plan = self.account, self._spec, self.plan.only(only) if only else self.plan
         self._course = Course(plan.segments(start), plan.config.per_step, self.rank, self.world_size)
         self._start_images, self._moves = feed.start_images, feed.moves
         account.actors = feed.actors
-        account.readers = int(has_actors and "train" in spec.readers())
+        account.readers = int(feed.supervisor is not None and "train" in spec.readers())
         self._batches = on_device(
             feed.batches,
             self.device,
@@ -187,7 +187,7 @@ class Loader(Unlike, instead=_INSTEAD):
         close = functools.partial(_close, self._running, feed.stop)
         closes = (functools.partial(close, generator) for generator in (feed.batches, self._batches))
         self._running.begin(
-            has_actors, feed.end, self.account.exported.end, self.account.chronicle.unfollow, *closes
+            feed.supervisor, feed.end, self.account.exported.end, self.account.chronicle.unfollow, *closes
         )
         self.account.chronicle.follow(self._supervisor)
 

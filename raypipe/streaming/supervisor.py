@@ -100,6 +100,7 @@ class Supervisor:
         self._sizes: dict[str, dict[Split, int]] = {}  # task of a reader → k of each split
         self._left: set[int] = set()  # ranks
         self._moves: Moves | None = None
+        self._given = 0.0  # CPUs left to other streams
         self._stands: dict[str, str] = {}  # execution that has brought blocks → what it is at
         self._watch = Watch(self.note, self._work_of)
         if watches:
@@ -109,17 +110,25 @@ class Supervisor:
         """A process of the stream is there, which is known by this key."""
         self._watch.add(key, process)
 
-    def moves(self, execution: str, still_s: float, process: Process | None = None, at: str = "") -> None:
+    def moves(self, execution: str, still_s: float, process: Process | None = None, at: str = "") -> float:
         """An execution runs, as it says each second; no rank has taken a block from it for so long.
 
         Args:
             at: what its blocks are at; empty = it has brought none yet.
+
+        Returns:
+            CPUs that its pool is to leave to other streams of the job.
         """
         if process:
             self._watch.add(execution, process)
         self._watch.moves(execution, still_s)
         if at:
             self._stands[execution] = at
+        return self._given
+
+    def give_way(self, cpus: float) -> None:
+        """Let the pool leave so many CPUs more to other streams of the job; fewer, if the number is negative."""
+        self._given = max(0.0, self._given + cpus)
 
     def left(self, key: str) -> None:
         """A process, or an execution, is no more part of the stream."""

@@ -1,7 +1,7 @@
 """What the ranks of one execution go to, and whether they all leave it for another place. Pure.
 
-An execution brings each rank its share, so a rank that leaves it alone would let the others wait for ever. A rank
-that skips a long part therefore says so, and leaves only if all do:
+An execution brings each rank its share, so the others would wait forever for one that leaves alone. A rank
+that skips a long part says so, and leaves only if all do:
 
     all ranks skip to the same place                    they leave, and the stream starts again there
     another takes what it skips, or goes elsewhere      it reads on, as far as it wants to skip

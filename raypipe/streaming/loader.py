@@ -471,8 +471,10 @@ class Loader(Unlike, instead=_INSTEAD):
         account = self.account
         self._running.reader = threading.get_ident()
         asked = account.asked()
-        awaited = functools.partial(self.account.chronicle.awaited, self._supervisor)
-        with self.account.chronicle.waiting(str(expected) if self.first_batch_s else "the first batch", awaited):
+        thing = str(expected) if self.first_batch_s else "the first batch"
+        # It is kept a little longer than the wait, and must not hold the loader.
+        awaited = functools.partial(Loader._awaited, weakref.proxy(self))
+        with self.account.chronicle.waiting(thing, awaited):
             self._reach(expected, goes_on)
             batch = next(self._batches, None)
         if batch is None:
@@ -495,6 +497,12 @@ class Loader(Unlike, instead=_INSTEAD):
         num_images = int((batch.index >= 0).sum())
         account.handed_out(expected.split, arrived, images=num_images, read_s=batch.read_s, work_s=batch.work_s)
         return batch
+
+    def _awaited(self) -> str:
+        """Name what holds up a batch."""
+        if self._running.why is not None:
+            return "the stream starts again for it"
+        return self.account.chronicle.awaited(self._supervisor)
 
     def _reach(self, at: MicroBatchId, goes_on: bool) -> None:
         """Go to a place of the schedule, so that its micro-batch comes next.

@@ -75,7 +75,10 @@ class Moves:
         Args:
             is_last: it waits no longer, and reads on unless all have agreed.
         """
-        own, others = self._last[rank], [move for of, move in self._last.items() if of != rank]
+        own = self._last.get(rank)
+        if own is None:  # the process that knew has died
+            return "read on"
+        others = [move for of, move in self._last.items() if of != rank]
         if all(self._agrees(own, move) for move in others) and len(others) == self._world_size - 1:
             return "leave"
         if is_last or not all(self._agrees(own, move) or self._is_past(own, move) for move in others):

@@ -25,7 +25,7 @@ from raypipe.commands.cli import _finish, main
 from raypipe.commands.parser import Parser, printing
 from raypipe.commands.settings import parse_command
 from raypipe.config import RunConfig
-from raypipe.errors import ConfigError
+from raypipe.errors import ConfigError, NoRoomError, ResourceError
 from raypipe.section import settings_of
 from raypipe.train.interrupts import Stopped
 from raypipe.train.run_folder import CONFIG_HEAD
@@ -560,3 +560,18 @@ def test_the_last_line_of_a_failure_is_json_with_json_logs(tmp_path: Path) -> No
     assert [json.loads(line) for line in lines]  # each of them
     last = json.loads(ended.stderr.splitlines()[-1])
     assert last["level"] == "ERROR" and last["message"] == f"{store} does not exist"
+
+
+@pytest.mark.parametrize(
+    ("error", "is_run", "code"),
+    [(NoRoomError("no GPU"), True, 75), (NoRoomError("no GPU"), False, 1), (ResourceError("no GPU"), True, 1)],
+)
+def test_a_run_without_room_says_by_its_code_that_it_may_be_tried_again(
+    error: Exception, is_run: bool, code: int
+) -> None:
+    def run() -> dict[str, Any]:
+        raise error
+
+    with pytest.raises(SystemExit) as ended:
+        cli._finish(run, is_run=is_run)
+    assert ended.value.code == code

@@ -21,7 +21,7 @@ import ray
 from ray.data._internal.actor_autoscaler import ActorPoolScalingRequest
 
 from raypipe.config import PoolConfig
-from raypipe.errors import RaypipeError, ResourceError
+from raypipe.errors import NoRoomError, RaypipeError, ResourceError
 from raypipe.rayext.limits import draining, resource_state
 from raypipe.rayext.placement import is_labelled, nodes, placement
 
@@ -341,7 +341,8 @@ class PoolKeeper:
                     "the one that waits: each rank must take all of its batches, and report when the others do"
                 )
             info = self._op.get_actor_info()
-            raise ResourceError(
+            # Actors that wait for nodes, as for spot capacity, may start later.
+            raise (NoRoomError if info.pending and not info.running else ResourceError)(
                 f"{stalled} (pool.stall_timeout_s). Transform actors: {info.running} run, {info.restarting} died "
                 f"and have not restarted, {info.pending} have not started; the cluster has {_free_cpus():g} free "
                 "CPUs. Add CPU nodes, lower pool.min_actors or pool.cpus_per_actor, or inspect the actors with "

@@ -12,6 +12,7 @@ busy too, so the cluster would get more nodes of every type (ray#45331).
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 import uuid
@@ -34,6 +35,17 @@ from raypipe.rayext.watch import in_worker, this_process
 _METRICS_PERIOD_S = 1.0
 _LOOK_PERIOD_S = 0.1  # the period of Ray Data's own loop
 _START_S = 15.0  # time for the first block
+
+
+# What a user's context may change in a stream: what Ray Data writes about it. All else decides what is delivered,
+# and whether the stream moves, and is the stream's own: `max_errored_blocks` would drop blocks in silence.
+_USERS = (
+    "enable_auto_log_stats",
+    "verbose_stats_logs",
+    "log_internal_stack_trace",
+    "enable_per_node_metrics",
+    "enable_stats_summary_collection",
+)
 
 
 @dataclass(frozen=True)
@@ -72,13 +84,16 @@ class Settings:
 
 
 def context_of(settings: Settings, actors: int) -> DataContext:
-    """Return the context of an execution whose rows are blocks and keep their order.
+    """Return the context of an execution whose rows are blocks and keep their order: Ray's defaults, changed.
 
     Args:
         actors: number of actors that the pool starts with.
     """
     install(StreamAutoscaler)
-    context = DataContext.get_current().copy()
+    context, users = DataContext(), DataContext.get_current()
+    for name in _USERS:
+        if hasattr(users, name):  # not every release has each
+            setattr(context, name, getattr(users, name))
     context.target_max_block_size = 1  # every yielded row becomes one block
     context.execution_options.preserve_order = True
     context.enable_progress_bars = False
@@ -203,6 +218,7 @@ class StreamAutoscaler:
         self._supervisor, self._name = settings.supervisor, f"execution {uuid.uuid4().hex}"
         # A process that is not a Ray worker belongs to a user, who may stop it with Ctrl-Z.
         self._process = this_process("coordinator") if in_worker() else None
+        self._answer: Any = None  # a reference to what the supervisor answers
         self._left, self._left_at = 0, time.monotonic() + _START_S
 
     def try_trigger_scaling(self) -> None:
@@ -217,7 +233,14 @@ class StreamAutoscaler:
             if flow.finished - waiting != self._left:
                 self._left, self._left_at = flow.finished - waiting, now
             at = flow.description(info) if flow.finished else ""
-            self._supervisor.moves.remote(self._name, now - self._left_at, self._process, at)
+            self._give_way()
+            self._answer = self._supervisor.moves.remote(self._name, now - self._left_at, self._process, at)
+
+    def _give_way(self) -> None:
+        """Do what the supervisor has answered, if it has."""
+        with contextlib.suppress(ray.exceptions.RayError):  # it may have been restarted
+            if self._answer is not None and ray.wait([self._answer], timeout=0)[0]:
+                self._keeper.give_way(ray.get(self._answer))
 
     def on_executor_shutdown(self) -> None:
         """Record the final metrics, and report the end to the supervisor."""

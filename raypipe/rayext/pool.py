@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter, defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -124,6 +124,21 @@ class PoolKeeper:
         self._room_at: dict[Any, float] = {}  # actor that died with blocks → time to make room for it
         self._room_made = set[Any]()  # actors for which room was made
         self._leaving = set[Any]()  # replaced actors on nodes that are about to go
+        self._given = 0.0  # CPUs left to other streams
+        self._most: int | None = None  # actors beside these; None = no limit
+
+    def give_way(self, cpus: float) -> None:
+        """Leave so many CPUs in all, of those that the pool has, to other streams of the job; keep its least."""
+        more = cpus - self._given
+        self._given = cpus
+        if not cpus or not self._cpus:
+            self._most = None
+        elif more > 0:
+            size = self._pool.current_size()
+            now = size if self._most is None else min(self._most, size)
+            self._most = max(self._rules.min_actors, now - math.ceil(more / self._cpus - 1e-9))
+        elif more < 0 and self._most is not None:
+            self._most += int(-more / self._cpus + 1e-9)
 
     def keep(self, now: float, *, finished: int, waiting: int, ranks_waiting: float) -> None:
         """Check the pool; called at each turn of Ray Data's scheduler, about ten times a second.
@@ -148,6 +163,9 @@ class PoolKeeper:
         pool = self._pool
         if (missing := pool.min_size() - pool.current_size()) > 0:
             self._grow(missing, "the pool is below its minimum")
+        if self._most is not None and (surplus := pool.current_size() - self._most) > 0:
+            self._target = min(self._target or self._most, self._most)
+            self._shrink(surplus)
         if not finished:  # the first actors are still starting
             return
         if self._sizer is None:
@@ -161,6 +179,8 @@ class PoolKeeper:
             pending=pending,
         )
         size = running + pending
+        if decision is not None and self._most is not None and decision.size > self._most:
+            decision = replace(decision, size=self._most) if size < self._most else None
         if decision is not None:
             self._target = decision.size
             self._supervisor.scaled.remote(f"{size} → {decision.size} transform actors: {decision.reason}")

@@ -32,9 +32,19 @@ class Course:
             self._num_taken = 0
 
     @property
-    def has_ended(self) -> bool:
-        """Whether all were taken."""
-        return not self._segments()
+    def next(self) -> MicroBatchId | None:
+        """The one that comes next; None = all were taken."""
+        segments = self._segments()
+        if not segments:
+            return None
+        step, turn = divmod(self._num_taken, self._per_rank)
+        at = segments[0]
+        return MicroBatchId(at.split, at.epoch, at.first_step + step, self._rank + turn * self._world_size)
+
+    @property
+    def is_at_start(self) -> bool:
+        """Whether the next one is the first of its segment."""
+        return self._num_taken == 0
 
     def before(self, at: MicroBatchId) -> int | None:
         """Return how many come before the one at a place; None = it does not come, or no more."""

@@ -38,6 +38,7 @@ from raypipe.streaming.account import Account
 from raypipe.streaming.course import Course
 from raypipe.streaming.digest import settings_of
 from raypipe.streaming.epochs import Epoch, Pass
+from raypipe.streaming.moves import END, Move, place_of
 from raypipe.streaming.running import EXHAUSTED, GOES_ON, LEFT, Feed, Running
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.stateful import Stateful, latest_of_train, numbers_in, report, restore
@@ -171,12 +172,12 @@ class Loader(Unlike, instead=_INSTEAD):
         """
         # Of the feed no more is held than these: its execution is to be collected once it has ended.
         feed = self._open_at(start, only) if only else self._open_at(start)
-        self._supervisor, has_actors = feed.supervisor, feed.supervisor is not None
+        self._supervisor = feed.supervisor
         account, spec, plan = self.account, self._spec, self.plan.only(only) if only else self.plan
         self._course = Course(plan.segments(start), plan.config.per_step, self.rank, self.world_size)
-        self._start_images = feed.start_images
+        self._start_images, self._moves = feed.start_images, feed.moves
         account.actors = feed.actors
-        account.readers = int(has_actors and "train" in spec.readers())
+        account.readers = int(feed.supervisor is not None and "train" in spec.readers())
         self._batches = on_device(
             feed.batches,
             self.device,
@@ -189,7 +190,7 @@ class Loader(Unlike, instead=_INSTEAD):
         close = functools.partial(_close, self._running, feed.stop)
         closes = (functools.partial(close, generator) for generator in (feed.batches, self._batches))
         self._running.begin(
-            has_actors, feed.end, self.account.exported.end, self.account.chronicle.unfollow, *closes
+            feed.supervisor, feed.end, self.account.exported.end, self.account.chronicle.unfollow, *closes
         )
         self.account.chronicle.follow(self._supervisor)
 
@@ -246,10 +247,14 @@ class Loader(Unlike, instead=_INSTEAD):
     def _end(self) -> None:
         """All epochs were handed out, and the last one was left."""
         if self._running.why is None:
-            is_read = self._course.has_ended
-            assert not is_read or next(self._batches, None) is None, "the stream is longer than the plan"
-            if not is_read and self._shares:
-                self._discard_all()
+            stands = self._course.next
+            if stands is None:
+                assert next(self._batches, None) is None, "the stream is longer than the plan"
+                if self._moves:
+                    self._moves(Move(END, END))
+            elif self._moves and not self._moves(Move(place_of(stands), END, leaves=True)):
+                while self._course.next:
+                    self._discard()
             self._running.end(EXHAUSTED)
 
     def _leave(self) -> None:
@@ -525,11 +530,6 @@ class Loader(Unlike, instead=_INSTEAD):
         account.handed_out(expected.split, arrived, images=num_images, read_s=batch.read_s, work_s=batch.work_s)
         return batch
 
-    @property
-    def _shares(self) -> bool:
-        """Whether other ranks take their batches from the same execution."""
-        return self._supervisor is not None and self.world_size > 1
-
     def _reach(self, at: MicroBatchId, goes_on: bool) -> None:
         """Go to a place of the schedule, so that its micro-batch comes next.
 
@@ -539,13 +539,22 @@ class Loader(Unlike, instead=_INSTEAD):
             goes_on: of a validation, whether the next epoch comes after it.
         """
         num = self._course.before(at) if self._running.why is None else None
-        is_far = num is not None and num * self.world_size * self.plan.config.micro_batch_size > self._start_images
-        if num is None or (is_far and not self._shares):
+        if num is None or not self._reads_on(at, num):
             self._seek(at, goes_on)
             num = self._course.before(at)
             assert num is not None, "a stream begins at the step that it was opened for"
         for _ in range(num):
             self._discard()
+
+    def _reads_on(self, at: MicroBatchId, num: int) -> bool:
+        """Whether to read on, over a number of batches, and not to start again behind them."""
+        is_far = num * self.world_size * self.plan.config.micro_batch_size > self._start_images
+        stands = self._course.next
+        if not self._moves or stands is None:
+            return not is_far
+        if num or self._course.is_at_start:  # where batches come one after the other, nobody needs to know
+            return not self._moves(Move(place_of(stands), place_of(at), leaves=is_far))
+        return True
 
     def _seek(self, at: MicroBatchId, goes_on: bool) -> None:
         """Start the stream again, at the step of a micro-batch."""
@@ -565,10 +574,6 @@ class Loader(Unlike, instead=_INSTEAD):
             self._check_running()
             raise RaypipeError(f"rank {self.rank}: the stream ended early: please report this as a bug")
         self._course.take()
-
-    def _discard_all(self) -> None:
-        while not self._course.has_ended:
-            self._discard()
 
 
 def _by_epoch(plan: Plan, cursor: Cursor) -> Iterator[tuple[int, dict[Split, Segment]]]:

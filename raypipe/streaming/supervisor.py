@@ -37,6 +37,7 @@ from raypipe.plan.places import Split
 from raypipe.rayext.iteration import coordinator_of
 from raypipe.rayext.watch import Process, Watch, here
 from raypipe.streaming.blocks import fitting
+from raypipe.streaming.moves import Answer, Move, Moves
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +99,8 @@ class Supervisor:
         self._num_bytes: dict[str, deque[int]] = defaultdict(lambda: deque(maxlen=_NUM_MEASURED))
         self._sizes: dict[str, dict[Split, int]] = {}  # task of a reader → k of each split
         self._left: set[int] = set()  # ranks
+        self._moves: Moves | None = None
+        self._given = 0.0  # CPUs left to other streams
         self._stands: dict[str, str] = {}  # execution that has brought blocks → what it is at
         self._watch = Watch(self.note, self._work_of)
         if watches:
@@ -107,17 +110,25 @@ class Supervisor:
         """A process of the stream is there, which is known by this key."""
         self._watch.add(key, process)
 
-    def moves(self, execution: str, still_s: float, process: Process | None = None, at: str = "") -> None:
+    def moves(self, execution: str, still_s: float, process: Process | None = None, at: str = "") -> float:
         """An execution runs, as it says each second; no rank has taken a block from it for so long.
 
         Args:
             at: what its blocks are at; empty = it has brought none yet.
+
+        Returns:
+            CPUs that its pool is to leave to other streams of the job.
         """
         if process:
             self._watch.add(execution, process)
         self._watch.moves(execution, still_s)
         if at:
             self._stands[execution] = at
+        return self._given
+
+    def give_way(self, cpus: float) -> None:
+        """Let the pool leave so many CPUs more to other streams of the job; fewer, if the number is negative."""
+        self._given = max(0.0, self._given + cpus)
 
     def left(self, key: str) -> None:
         """A process, or an execution, is no more part of the stream."""
@@ -231,6 +242,16 @@ class Supervisor:
         """A reader has finished its share; if it runs again, its results were lost."""
         self._reading.pop(task, None)
         self._watch.remove(task)
+
+    def moves_to(self, rank: int, world_size: int, move: Move) -> None:
+        """A rank says where it goes, see `Moves`."""
+        self._moves = self._moves or Moves(world_size)
+        if warning := self._moves.says(rank, move):
+            self.note(warning)
+
+    def answer(self, rank: int, is_last: bool = False) -> Answer:
+        """What a rank that would leave the execution is to do, see `Moves`."""
+        return self._moves.answer(rank, is_last) if self._moves else "read on"
 
     def leaves(self, rank: int) -> int:
         """A rank will read no more; returns how many have said so."""

@@ -32,6 +32,15 @@ import ranks
 WORLD_SIZE = 2
 
 
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Layers as small as these wait for other threads most of the time."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
 @pytest.fixture(scope="module")
 def processes() -> Iterator[Any]:
     """They are forked from one that has imported all that they need, which takes it many seconds."""
@@ -185,7 +194,7 @@ def trainer_of(model: torch.nn.Module, store: Path, folder: Path, **more: Any) -
     ("changed", "num_steps", "num_evaluations"),
     [
         ({}, 12, 2),
-        ({"eval_strategy": "steps", "eval_steps": 5, "eval_on_start": True}, 12, 3),
+        ({"eval_strategy": "steps", "eval_steps": 5, "eval_on_start": True}, 12, 4),  # and at the end
         ({"eval_strategy": "no"}, 12, 0),
         ({"eval_delay": 1}, 12, 2),
         ({"max_steps": 8}, 8, 2),  # the second where the training ends
@@ -228,7 +237,10 @@ def test_a_trainer_evaluates_and_predicts_after_the_training(stores: dict[str, P
     assert predicted.metrics["test_loss"] == after["eval_loss"]
     assert after["eval_counted"] == predicted.metrics["test_counted"] == 100
     own = [{"pixel_values": torch.rand(3, 12, 12), "labels": number % 5} for number in range(6)]
-    losses = [trainer.model(each["pixel_values"][None], torch.tensor([each["labels"]]))["loss"] for each in own]
+    with torch.no_grad():
+        losses = [
+            trainer.model(each["pixel_values"][None], torch.tensor([each["labels"]]))["loss"] for each in own
+        ]
     of_own = trainer.evaluate(own)
     assert of_own["eval_counted"] == 6
     assert of_own["eval_loss"] == pytest.approx(float(sum(losses)) / 6, rel=1e-4)

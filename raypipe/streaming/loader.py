@@ -142,9 +142,9 @@ class Loader(Unlike, instead=_INSTEAD):
     def _go_to(self, cursor: Cursor) -> None:
         self.plan.check(cursor)
         self._start = cursor = self.plan.normalized(cursor)
+        self._in_step = 0  # batches of the training step under way, behind the cursor
         self._stand_at(cursor)
         self._left: Split | None = None  # what the loop has left early, of the epoch that was handed out last
-        self._in_step = 0  # batches of the training step under way
         self._turn += 1  # the number of the epoch that was handed out last
         self._has_begun = self._was_left = False
         self._epoch, self._diagnosed = cursor.epoch - 1, cursor.epoch - 1
@@ -220,6 +220,7 @@ class Loader(Unlike, instead=_INSTEAD):
 
     def _stand_at(self, cursor: Cursor) -> None:
         self.cursor = cursor
+        self._in_step = 0
         self.account.chronicle.step = self.global_step
 
     def _next_epoch(self) -> Epoch:

@@ -5,7 +5,7 @@
     forged          a seekable JPEG whose places lead anywhere, with a checksum that fits
     sealed          a changed seekable JPEG with the checksum that fits
 
-Files of frames that no encoder of the environment writes are drawn here. All of it depends on the generator alone.
+All of it depends on the generator alone.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import zlib
 from typing import Any
 
 import numpy as np
+from fuzz_drawn import HEIGHT, SOI, WIDTH, arithmetic, frame, lossless, segment, wild
 from PIL import Image
 
-HEIGHT, WIDTH = 40, 52
 TAG = b"raypipe seekable"
 OPTIONS: list[dict[str, Any]] = [
     {"quality": 75},
@@ -30,10 +30,8 @@ OPTIONS: list[dict[str, Any]] = [
     {"quality": 60, "restart_marker_rows": 1},
     {"quality": 80, "progressive": True},
 ]
-_SOI, _EOI = b"\xff\xd8", b"\xff\xd9"
 _MARKERS = [0x01, *range(0xC0, 0x100)]
 _NUMBERS = [0, 1, 2, 3, 4, 0x11, 0x12, 0x21, 0x22, 0x41, 0x44, 0xFF]
-_TABLES = re.compile(rb"\xff[\xc4\xdb\xcc\xdd]")
 
 
 def originals() -> list[bytes]:
@@ -42,23 +40,24 @@ def originals() -> list[bytes]:
     smooth = noise.resize((7, 6)).resize((WIDTH, HEIGHT), Image.Resampling.BICUBIC)
     images = []
     for image, options, sampling in itertools.product((noise, smooth), OPTIONS, ("4:4:4", "4:2:2", "4:2:0", None)):
-        images.append(_saved(image.convert("RGB" if sampling else "L"), **options, **_sampling(sampling)))
+        images.append(saved(image.convert("RGB" if sampling else "L"), **options, **_sampling(sampling)))
     exif = Image.Exif()
     exif[0x0112] = 6
-    images.append(_saved(smooth, exif=exif, icc_profile=bytes(70_000), comment=b"a comment"))
+    images.append(saved(smooth, exif=exif, icc_profile=bytes(70_000), comment=b"a comment"))
     for options in OPTIONS:  # with more in front than an encoder's first buffer holds
-        images.append(_saved(noise, comment=bytes(5000), **options))
-    images.append(_saved(noise, keep_rgb=True))
-    images.append(_saved(smooth.convert("CMYK")))
-    images.append(_without(_saved(smooth), _TABLES, 0xC4))  # as Motion JPEG: the standard's tables are meant
+        images.append(saved(noise, comment=bytes(5000), **options))
+    images.append(saved(noise, keep_rgb=True))
+    images.append(saved(smooth.convert("CMYK")))
+    images.append(without_tables(saved(smooth)))
     rng = np.random.default_rng(1)
     for num_components, progressive in itertools.product((1, 3), (False, True)):
         images += [arithmetic(rng, num_components, progressive) for _ in range(2)]
-    images.append(lossless(rng))
+    images += [lossless(rng), *(wild(rng, num) for num in (0, 5000, 60_000))]
     return images
 
 
-def _saved(image: Image.Image, **options: Any) -> bytes:
+def saved(image: Image.Image, **options: Any) -> bytes:
+    """A JPEG by Pillow."""
     out = io.BytesIO()
     image.save(out, "JPEG", **options)
     return out.getvalue()
@@ -66,53 +65,6 @@ def _saved(image: Image.Image, **options: Any) -> bytes:
 
 def _sampling(name: str | None) -> dict[str, str]:
     return {"subsampling": name} if name else {}
-
-
-def segment(marker: int, body: bytes) -> bytes:
-    """A segment with its marker and length."""
-    return bytes([0xFF, marker]) + (len(body) + 2).to_bytes(2, "big") + body
-
-
-def _frame(marker: int, factors: list[int], precision: int = 8) -> bytes:
-    components = b"".join(bytes([number + 1, factor, 0]) for number, factor in enumerate(factors))
-    size = HEIGHT.to_bytes(2, "big") + WIDTH.to_bytes(2, "big")
-    return segment(marker, bytes([precision]) + size + bytes([len(factors)]) + components)
-
-
-def _scan(components: list[int], first: int, last: int, codes: bytes) -> bytes:
-    body = bytes([len(components)]) + b"".join(bytes([number, 0]) for number in components)
-    return segment(0xDA, body + bytes([first, last, 0])) + codes
-
-
-def arithmetic(rng: np.random.Generator, num_components: int, progressive: bool) -> bytes:
-    """An arithmetic-coded JPEG: a few bytes of codes stand for some picture, whatever they are."""
-
-    def codes() -> bytes:
-        return rng.bytes(int(rng.integers(1, 4))).replace(b"\xff", b"\xfe")
-
-    everything = list(range(1, num_components + 1))
-    if progressive:
-        scans = [_scan(everything, 0, 0, codes())]
-        scans += [_scan([number], 1, 63, codes()) for number in everything]
-    else:
-        scans = [_scan(everything, 0, 63, codes())]
-    factors = [0x22, 0x11, 0x11][:num_components]
-    tables = segment(0xDB, b"\0" + bytes([8] * 64))
-    return _SOI + tables + _frame(0xCA if progressive else 0xC9, factors) + b"".join(scans) + _EOI
-
-
-def lossless(rng: np.random.Generator) -> bytes:
-    """A gray lossless JPEG (SOF3): one code for each difference of 0 to 3 bits."""
-    table = segment(0xC4, b"\0" + bytes([0, 0, 4, *[0] * 13]) + bytes(range(4)))
-    bits = []
-    for _ in range(HEIGHT * WIDTH):
-        size = int(rng.integers(0, 4))
-        bits.append(f"{size:03b}"[-3:] + (format(int(rng.integers(0, 1 << size)), f"0{size}b") if size else ""))
-    stream = "".join(bits)
-    stream += "1" * (-len(stream) % 8)
-    codes = int(stream, 2).to_bytes(len(stream) // 8, "big").replace(b"\xff", b"\xff\0")
-    scan = segment(0xDA, bytes([1, 1, 0, 1, 0, 0])) + codes
-    return _SOI + _frame(0xC3, [0x11]) + table + scan + _EOI
 
 
 def segments(data: bytes) -> tuple[list[bytes], bytes]:
@@ -128,9 +80,10 @@ def segments(data: bytes) -> tuple[list[bytes], bytes]:
     return found, data[at:]
 
 
-def _without(data: bytes, markers: re.Pattern[bytes], marker: int) -> bytes:
+def without_tables(data: bytes) -> bytes:
+    """A file as Motion JPEG has it: the standard's Huffman tables are meant."""
     head, rest = segments(data)
-    return _SOI + b"".join(one for one in head if not (markers.match(one) and one[1] == marker)) + rest
+    return SOI + b"".join(one for one in head if one[1] != 0xC4) + rest
 
 
 def mutated(data: bytes, rng: np.random.Generator) -> bytes:
@@ -142,7 +95,7 @@ def mutated(data: bytes, rng: np.random.Generator) -> bytes:
         head, rest = segments(data)
         for _ in range(int(rng.integers(1, 4))):
             rest = _change_segments(head, rest, rng)
-        changed = _SOI + b"".join(head) + rest
+        changed = SOI + b"".join(head) + rest
     if changed is data or rng.random() < 0.2:
         changed = _change_bytes(changed, rng)
     return changed
@@ -152,8 +105,8 @@ def _with_two_headers(data: bytes, rng: np.random.Generator) -> bytes:
     """A fill byte before a segment of 4 bytes: read as a marker, it has a length that leads to another header."""
     head, rest = segments(data)
     marker = int(rng.choice([0xE1, 0xC4, 0xFE]))
-    first = _SOI + b"\xff" + bytes([0xFF, marker, 0, 4]) + b"ab" + b"".join(head) + rest
-    shown = [_frame(one[1], [0x11]) if 0xC0 <= one[1] <= 0xC2 else one for one in head]
+    first = SOI + b"\xff" + bytes([0xFF, marker, 0, 4]) + b"ab" + b"".join(head) + rest
+    shown = [frame(one[1], [0x11]) if 0xC0 <= one[1] <= 0xC2 else one for one in head]
     return first.ljust(4 + (marker << 8), b"\0") + b"".join(shown) + rest
 
 
@@ -231,7 +184,7 @@ def _new_segment(rng: np.random.Generator) -> bytes:
         case 3:
             return segment(0xE1, b"Exif\0\0MM\0*\0\0\0\x08\0\x01\x01\x12\0\x03\0\0\0\x01\0\x06\0\0\0\0\0\0")
         case 4:  # a frame of its own in a comment, for a reader that lost its way
-            return segment(0xFE, _frame(0xC0, [0x11]) + rng.bytes(int(rng.integers(0, 40))))
+            return segment(0xFE, frame(0xC0, [0x11]) + rng.bytes(int(rng.integers(0, 40))))
         case 5:
             return segment(0xDC, int(rng.choice([0, 1, HEIGHT, 65500])).to_bytes(2, "big"))
         case 6:
@@ -262,7 +215,7 @@ def forged(data: bytes, rng: np.random.Generator) -> bytes:
             places = [place + len(decoy) for place in places]
     if rng.random() < 0.2:
         rest += _decoy(rng)[4:]
-    whole = _SOI + b"".join(head) + rest
+    whole = SOI + b"".join(head) + rest
     restarts = [(match.end(), match[0][1] & 7) for match in re.finditer(rb"\xff[\xd0-\xd7]", whole)]
     for _ in range(int(rng.integers(1, 4))):
         row = int(rng.integers(len(places)))
@@ -274,7 +227,7 @@ def forged(data: bytes, rng: np.random.Generator) -> bytes:
         places = places[: int(rng.integers(len(places) + 1))] + places[:1] * int(rng.integers(3))
     body = head[number][4:start] + b"".join(place.to_bytes(4, "big") for place in places)
     head[number] = segment(0xE9, body)
-    return sealed(_SOI + b"".join(head) + rest)
+    return sealed(SOI + b"".join(head) + rest)
 
 
 def _decoy(rng: np.random.Generator) -> bytes:

@@ -102,10 +102,16 @@ static inline int new_image(Image *result, int64_t height, int64_t width, Scratc
     return DONE;
 }
 
+/* So many pixels of a row, both of which have them. */
+static inline void copy_row(uint8_t *to, const uint8_t *from, int num)
+{
+    memcpy(to, from, (size_t)num * CHANNELS);
+}
+
 static inline void copy_pixels(const Image *from, const Image *to)
 {
     for (int y = 0; y < from->height; y++)
-        memcpy(to->pixels + y * to->stride, from->pixels + y * from->stride, (size_t)from->width * CHANNELS);
+        copy_row(to->pixels + y * to->stride, from->pixels + y * from->stride, from->width);
 }
 
 /* Copies an image that is not this thread's own. */

@@ -43,62 +43,66 @@ typedef struct {
 
 static const uint8_t PAIRED_PLACES[NUM_POSITIONS] = PLACES(PAIRED);
 
-static inline int word(const uint8_t *at) { return at[0] << 8 | at[1]; }
-
-static int read_quants(const uint8_t *body, size_t size, FileTables *tables)
+static int read_quants(Reader body, FileTables *tables)
 {
-    for (; size >= 1 + DCTSIZE2; body += 1 + DCTSIZE2, size -= 1 + DCTSIZE2) {
-        if (body[0] >= NUM_QUANT_TBLS) /* or of 16 bits */
+    while (body.left) {
+        uint64_t number; /* and the highest 4 bits: a table of 16 bits */
+        Reader values;
+        if (!take_big(&body, 1, &number) || number >= NUM_QUANT_TBLS || !take(&body, DCTSIZE2, &values))
             return 0;
-        Quants *quants = &tables->quants[body[0]];
+        Quants *quants = &tables->quants[number];
         for (int i = 1; i <= DCTSIZE2; i++) {
-            quants->steps[PAIRED_PLACES[i]] = body[i];
-            quants->limits[PAIRED_PLACES[i]] = (int16_t)(LARGEST_INPUT / (body[i] ? body[i] : 1));
+            const int step = byte_at(&values, (size_t)i - 1);
+            quants->steps[PAIRED_PLACES[i]] = (int16_t)step;
+            quants->limits[PAIRED_PLACES[i]] = (int16_t)(LARGEST_INPUT / (step ? step : 1));
         }
-        tables->has_quants |= 1u << body[0];
+        tables->has_quants |= 1u << number;
     }
-    return size == 0;
+    return 1;
 }
 
-static int read_codes(const uint8_t *body, size_t size, FileTables *tables)
+static int read_codes(Reader body, FileTables *tables)
 {
-    while (size > 17) {
-        const int number = body[0] & 15, is_ac = body[0] >> 4;
+    while (body.left) {
+        uint64_t name;
+        Reader lengths, symbols;
         size_t num = 0;
-        for (int length = 1; length <= CODE_BITS; length++)
-            num += body[length];
-        if (number >= NUM_HUFF_TBLS || is_ac > 1 || num > 256 || size < 17 + num)
+        if (!take_big(&body, 1, &name) || !take(&body, CODE_BITS, &lengths))
+            return 0;
+        for (int length = 0; length < CODE_BITS; length++)
+            num += (size_t)byte_at(&lengths, (size_t)length);
+        const unsigned int number = name & 15, is_ac = (unsigned int)name >> 4;
+        if (number >= NUM_HUFF_TBLS || is_ac > 1 || !take(&body, num, &symbols))
             return 0;
         JHUFF_TBL *table = is_ac ? &tables->ac[number] : &tables->dc[number];
-        memcpy(table->bits + 1, body + 1, CODE_BITS);
-        table->bits[0] = 0;
-        Writer symbols = writer_of(table->huffval, sizeof table->huffval);
-        if (!put(&symbols, reader_of(body + 17, num)) || !put_zeros(&symbols, symbols.left))
+        Writer bits = writer_of(table->bits, sizeof table->bits);
+        Writer values = writer_of(table->huffval, sizeof table->huffval);
+        if (!put_zeros(&bits, 1) || !put(&bits, lengths) || !put(&values, symbols) || !put_zeros(&values, values.left))
             return 0;
         *(is_ac ? &tables->has_ac : &tables->has_dc) |= 1u << number;
-        body += 17 + num;
-        size -= 17 + num;
     }
-    return size == 0;
+    return 1;
 }
 
-static int read_components(const uint8_t *body, size_t size, Frame *frame, uint8_t ids[3])
+/* What read_header has not told of a frame. */
+static int read_components(Reader body, Frame *frame, int ids[3])
 {
-    if (size < 6 || body[0] != 8)
+    const int num = frame->num_components;
+    if (!pass(&body, 6)) /* precision, sides and number */
         return 0;
-    frame->height = word(body + 1);
-    frame->width = word(body + 3);
-    const int num = frame->num_components = body[5];
-    if ((num != 1 && num != 3) || size != 6 + 3 * (size_t)num || frame->height < 1 || frame->width < 1 ||
-        frame->height > MAX_SIDE || frame->width > MAX_SIDE)
-        return 0;
-    frame->h = body[7] >> 4;
-    frame->v = body[7] & 15;
     for (int i = 0; i < num; i++) {
-        ids[i] = body[6 + 3 * i];
-        frame->quant[i] = body[8 + 3 * i];
-        if (frame->quant[i] >= NUM_QUANT_TBLS || (i > 0 && body[7 + 3 * i] != 0x11))
+        uint64_t id, factors, quant;
+        if (!take_big(&body, 1, &id) || !take_big(&body, 1, &factors) || !take_big(&body, 1, &quant) ||
+            quant >= NUM_QUANT_TBLS)
             return 0;
+        ids[i] = (int)id;
+        frame->quant[i] = (int)quant;
+        if (i == 0) {
+            frame->h = (int)factors >> 4;
+            frame->v = (int)factors & 15;
+        } else if (factors != 0x11) {
+            return 0;
+        }
     }
     if (num == 3 && (ids[0] == ids[1] || ids[1] == ids[2] || ids[0] == ids[2]))
         return 0;
@@ -107,59 +111,60 @@ static int read_components(const uint8_t *body, size_t size, Frame *frame, uint8
     return is_full || (num == 3 && is_half && frame->width > 4);
 }
 
-static int read_scan(const uint8_t *body, size_t size, Frame *frame, const uint8_t ids[3])
+static int read_scan(Reader body, Frame *frame, const int ids[3])
 {
-    const int num = frame->num_components;
-    if (size != 4 + 2 * (size_t)num || body[0] != num)
+    uint64_t num, id, tables, selection;
+    if (!take_big(&body, 1, &num) || (int)num != frame->num_components)
         return 0;
-    for (int i = 0; i < num; i++) {
-        frame->dc[i] = body[2 + 2 * i] >> 4;
-        frame->ac[i] = body[2 + 2 * i] & 15;
-        if (body[1 + 2 * i] != ids[i] || frame->dc[i] >= NUM_HUFF_TBLS || frame->ac[i] >= NUM_HUFF_TBLS)
+    for (int i = 0; i < frame->num_components; i++) {
+        if (!take_big(&body, 1, &id) || !take_big(&body, 1, &tables) || (int)id != ids[i])
+            return 0;
+        frame->dc[i] = (int)tables >> 4;
+        frame->ac[i] = (int)tables & 15;
+        if (frame->dc[i] >= NUM_HUFF_TBLS || frame->ac[i] >= NUM_HUFF_TBLS)
             return 0;
     }
-    const uint8_t *last = body + 1 + 2 * num;
-    return last[0] == 0 && last[1] == DCTSIZE2 - 1 && last[2] == 0;
+    return take_big(&body, 3, &selection) && selection == (DCTSIZE2 - 1) << 8 && body.left == 0;
 }
 
 /* The frame of a header, and its tables. 0: it is not usual. The color space is libjpeg's, by default_decompress_parms. */
 static int read_baseline(const Header *header, Frame *frame, FileTables *tables)
 {
-    int is_jfif = 0, adobe = -1, has_scan = 0;
-    uint8_t ids[3] = {0};
-    memset(frame, 0, sizeof *frame);
+    int is_jfif = 0, adobe = -1, has_scan = 0, has_frame = 0, ids[3] = {0};
+    uint64_t interval;
+    *frame = (Frame){.height = header->height, .width = header->width, .num_components = header->num_components,
+                     .codes = header->codes};
     tables->has_dc = tables->has_ac = tables->has_quants = 0;
     for (int i = 0; i < header->num_segments; i++) {
-        const uint8_t *body = header->segments[i].body.at;
-        const size_t size = header->segments[i].body.left;
+        Reader body = header->segments[i].body;
         int is_good = 1;
         switch (header->segments[i].marker) {
         case 0xC0:
         case 0xC1:
-            is_good = read_components(body, size, frame, ids);
+            is_good = has_frame = read_components(body, frame, ids);
             break;
         case 0xC4:
-            is_good = read_codes(body, size, tables);
+            is_good = read_codes(body, tables);
             break;
         case 0xDB:
-            is_good = read_quants(body, size, tables);
+            is_good = read_quants(body, tables);
             break;
         case 0xDD:
-            is_good = size == 2;
-            frame->interval = is_good ? (unsigned)word(body) : 0;
+            is_good = take_big(&body, 2, &interval) && body.left == 0;
+            frame->interval = is_good ? (unsigned)interval : 0;
             break;
         case 0xE0:
-            if (size >= 14 && memcmp(body, "JFIF", 5) == 0) {
-                is_good = body[5] == 1; /* libjpeg warns of other major versions */
+            if (body.left >= 14 && begins_with(&body, "JFIF", 5)) {
+                is_good = byte_at(&body, 5) == 1; /* libjpeg warns of other major versions */
                 is_jfif = 1;
             }
             break;
         case 0xEE:
-            if (size >= 12 && memcmp(body, "Adobe", 5) == 0)
-                adobe = body[11];
+            if (body.left >= 12 && begins_with(&body, "Adobe", 5))
+                adobe = byte_at(&body, 11);
             break;
         case 0xDA: /* the last one: the frame stands before it */
-            is_good = has_scan = frame->num_components && read_scan(body, size, frame, ids);
+            is_good = has_scan = has_frame && read_scan(body, frame, ids);
             break;
         default: /* a progressive frame */
             is_good = 0;
@@ -168,7 +173,6 @@ static int read_baseline(const Header *header, Frame *frame, FileTables *tables)
             return 0;
     }
     const int is_ycc = is_jfif || (adobe < 0 ? ids[0] == 1 && ids[1] == 2 && ids[2] == 3 : adobe == 1);
-    frame->codes = header->codes;
     return has_scan && (frame->num_components == 1 || is_ycc);
 }
 
@@ -263,8 +267,8 @@ static inline int is_ready(const Frame *frame, int y, int num_rows)
 /* The rectangle's pixels in `out`, whose rows are `stride` apart, but for those that are 0 in `rows_read`, if it is there.
  * 0: refused, or there is no memory. */
 AVX2 static int decode_baseline(
-    Baseline *baseline, Entropy *entropy, HuffmanTables *codes, const Header *header,
-    const Seek *seek, Rectangle box, const uint8_t *rows_read, int to_end, uint8_t *out, ptrdiff_t stride)
+    Baseline *baseline, Entropy *entropy, HuffmanTables *codes, const Header *header, const Seek *seek,
+    Rectangle box, const uint8_t *rows_read, int to_end, uint8_t *out, ptrdiff_t stride)
 {
     Frame frame;
     Scan scan;

@@ -261,8 +261,8 @@ static int decode_crop(
 #ifdef HAS_AVX2
     const Rectangle box = {(int)crop.left, (int)crop.top, (int)crop.width, (int)crop.height};
     if (simd == SIMD_AVX2 && crop.eighths == 8 && crop.width <= crop.columns &&
-        decode_baseline(&decoder->baseline, entropy, &decoder->tables, header, &seek, box, rows_read,
-                        crop.to_end, out, (ptrdiff_t)crop.columns * 3))
+        decode_baseline(&decoder->baseline, entropy, &decoder->tables, header, &seek, box, rows_read, crop.to_end,
+                        out, (ptrdiff_t)crop.columns * 3))
         return 0;
 #endif
     if (setjmp(trouble->escape)) {

@@ -28,29 +28,28 @@ typedef struct {
 typedef struct {
     int height, width, num_components, is_progressive;
     int has_metadata; /* EXIF or XMP, maybe, which may say that the image is turned */
-    Reader codes;     /* what is behind the header: the first scan's codes, and more */
+    Reader codes; /* behind the header: from the first scan's codes to the end of the file */
     int num_segments;
     Segment segments[MAX_SEGMENTS]; /* tables, frame, restarts, JFIF and Adobe; the last is the scan's */
 } Header;
 
 /* Baseline, extended and progressive frames of 8 bits in the usual samplings: see is_usual in jpeg_crop.h. */
-static int read_frame(const uint8_t *body, size_t size, int marker, Header *header)
+static int read_frame(Reader body, int marker, Header *header)
 {
-    if (size < 6 || body[0] != 8)
+    uint64_t precision, height, width, num;
+    if (!take_big(&body, 1, &precision) || !take_big(&body, 2, &height) || !take_big(&body, 2, &width) ||
+        !take_big(&body, 1, &num) || precision != 8 || (num != 1 && num != 3) || body.left != 3 * num || height < 1 ||
+        width < 1 || height > MAX_JPEG_SIDE || width > MAX_JPEG_SIDE)
         return 0;
-    header->height = body[1] << 8 | body[2];
-    header->width = body[3] << 8 | body[4];
-    header->num_components = body[5];
+    header->height = (int)height;
+    header->width = (int)width;
+    header->num_components = (int)num;
     header->is_progressive = marker == 0xC2;
-    const int num = header->num_components;
-    if ((num != 1 && num != 3) || size != 6 + 3 * (size_t)num || header->height < 1 || header->width < 1 ||
-        header->height > MAX_JPEG_SIDE || header->width > MAX_JPEG_SIDE)
-        return 0;
+    const int luma = byte_at(&body, 1);
     if (num == 1)
-        return body[7] == 0x11;
-    const int luma = body[7];
-    return (luma == 0x11 || luma == 0x21 || luma == 0x41 || luma == 0x12 || luma == 0x22) && body[10] == 0x11 &&
-           body[13] == 0x11;
+        return luma == 0x11;
+    return (luma == 0x11 || luma == 0x21 || luma == 0x41 || luma == 0x12 || luma == 0x22) &&
+           byte_at(&body, 4) == 0x11 && byte_at(&body, 7) == 0x11;
 }
 
 static int is_within_limits(const Header *header, size_t size, int components_in_scan)
@@ -65,21 +64,20 @@ static int is_within_limits(const Header *header, size_t size, int components_in
 /* 0: not taken. */
 static int read_header(const uint8_t *data, size_t size, Header *header)
 {
-    int has_frame = 0;
-    uint64_t word, length;
     Reader rest = reader_of(data, size), body;
+    uint64_t start, mark, length;
+    int has_frame = 0;
     header->has_metadata = header->num_segments = 0;
-    if (!take_big(&rest, 2, &word) || word != 0xFFD8)
+    if (!take_big(&rest, 2, &start) || start != 0xFFD8)
         return 0;
-    while (take_big(&rest, 2, &word) && word >> 8 == 0xFF) {
-        const int marker = word & 0xFF;
-        if (!take_big(&rest, 2, &length) || length < 2 || !take(&rest, length - 2, &body))
-            return 0;
+    while (take_big(&rest, 2, &mark) && mark >> 8 == 0xFF && take_big(&rest, 2, &length) && length >= 2 &&
+           take(&rest, length - 2, &body)) {
+        const int marker = (int)mark & 255;
         switch (marker) {
         case 0xC0: /* frames */
         case 0xC1:
         case 0xC2:
-            if (has_frame || !read_frame(body.at, body.left, marker, header))
+            if (has_frame || !read_frame(body, marker, header))
                 return 0;
             has_frame = 1;
             break;

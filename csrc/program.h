@@ -127,7 +127,7 @@ static int are_ops(const Job *job)
 static void describe(const Source *source, int32_t description[3])
 {
     Header header;
-    memset(description, 0, 3 * sizeof *description);
+    description[0] = description[1] = description[2] = 0;
     if (source->bytes && source->height == 0 && read_header(source->bytes, source->size, &header)) {
         description[0] = header.height;
         description[1] = header.width;

@@ -241,11 +241,14 @@ class TransformConfig(Section, prefix="transform."):
             crop at a reduced size; "off": decode the whole image.
         wire: how images travel to the device: "rgb", or "yuv420": in half the bytes, with color at half the
             resolution.
-        apply_exif: rotate images by their EXIF orientation; off = use the pixels as stored, as torchvision does.
+        apply_exif: rotate images by their EXIF orientation, or else by XMP's, as Pillow does; masks, boxes and
+            keypoints must then be those of the upright image; off = use the pixels as stored, as torchvision does.
         mask_column: column with a mask for each sample, a PNG of one channel, transformed together with the image;
             empty = none.
         boxes_column: column with boxes for each sample, `[x0, y0, x1, y1, label]` in pixels, transformed together
             with the image; empty = none.
+        boxes_format: "xyxy", corners, or "xywh", a corner, width and height, as COCO has them; empty = "xyxy",
+            except for Hugging Face's structs of lists, which may have either, so that it must be set for them.
         keypoints_column: column with keypoints for each sample, `[x, y, label]` in pixels, transformed together
             with the image; empty = none.
         max_targets: boxes, and keypoints, that a sample may have; a sample with more ends the run.
@@ -267,6 +270,7 @@ class TransformConfig(Section, prefix="transform."):
     apply_exif: bool = False
     mask_column: str = ""
     boxes_column: str = ""
+    boxes_format: Literal["", "xyxy", "xywh"] = ""
     keypoints_column: str = ""
     max_targets: Room = 100
     make_columns: str = ""
@@ -285,8 +289,6 @@ class TransformConfig(Section, prefix="transform."):
         if self.wire == "yuv420":  # it converts uint8 RGB
             ok = self.decode_as == "rgb"
             self._require(ok, "decode_as", self.decode_as, "'rgb' with transform.wire='yuv420'")
-        if self.target_columns:  # their pixels are those of the stored image
-            self._require(not self.apply_exif, "apply_exif", True, f"False with {self.target_settings}")
 
     @property
     def size_by_epoch(self) -> dict[int, int]:
@@ -475,6 +477,8 @@ class TrainConfig(Section, prefix="train."):
             (docs/reproducibility.md); "auto" = on CPUs.
         max_failures: restarts of the workers after a process or a node has died; -1 = no limit. Restarts after a
             notice that a trainer's node is about to go (Ray 2.60) do not count.
+        stop_grace_s: seconds for the current step after a request to stop (Ctrl-C, SIGTERM); then the run ends
+            without another checkpoint. Set it 15 s below the grace period of whoever sends SIGTERM.
         start_from: folder or URI of a run (from `raypipe train` or your own loop), or of one of its checkpoints.
             A run with the same plan, and without its own checkpoints, starts there with that model and
             optimizer.
@@ -505,6 +509,7 @@ class TrainConfig(Section, prefix="train."):
     ema_decay: BelowOne = 0.0
     deterministic_reduce: bool | Literal["auto"] = "auto"
     max_failures: AtLeastMinus1 = 2
+    stop_grace_s: Seconds = 20.0  # within the 30 s of Kubernetes and Slurm, with the checkpoint and Ray's end
     start_from: str = ""
     checkpoint_interval: int | str = "10min"
     log_interval: AtLeast1 = 20

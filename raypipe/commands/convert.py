@@ -36,7 +36,7 @@ from raypipe.stores.record import ColumnValues, Fingerprint, RecordLayout, colum
 from raypipe.stores.scan import SIZE_COLUMNS, scan
 from raypipe.stores.writers import WRITTEN_SUFFIXES, open_writer
 from raypipe.transform import kernel
-from raypipe.transform.decode import decode, encode_jpeg, image_size, resize_short_side
+from raypipe.transform.decode import decode, encode_jpeg, resize_short_side
 from raypipe.transform.decode_array import header_size
 from raypipe.transform.image_header import image_kind
 from raypipe.transform.seekable import is_seekable
@@ -363,7 +363,4 @@ def size_of(image: bytes, exif: bool = False) -> dict[str, int]:
         height, width = header_size(image, exif)
     except ConfigError:
         return NO_SIZE
-    except SampleError:
-        image_size(image, exif=exif)  # its error says what the bytes look like
-        raise
     return {"width": width, "height": height}

@@ -14,6 +14,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from raypipe.config import RunConfig
@@ -89,7 +90,7 @@ class Parser:
             option, equals, text = re.sub(r"^-o(?==|$)", "--output", word).partition("=")
             if not option.startswith("--"):
                 if not places:
-                    fail(f"unexpected argument {word!r}", self.usage)
+                    fail(f"unexpected argument {word!r}{self._instead(word)}", self.usage)
                 texts[places.pop(0)] = word
                 continue
             key = option[2:].replace("-", "_")
@@ -112,6 +113,13 @@ class Parser:
         if missing := [key for key in places if self.places[key].default is inspect.Parameter.empty]:
             fail(f"missing: {', '.join(map(_value, missing))}", self.usage)
         return texts, configs
+
+    def _instead(self, word: str) -> str:
+        """Return what to do with a word that is no option, if it looks like the address of a store."""
+        is_store = "://" in word or word.endswith((".lmdb", ".parquet", ".tar")) or Path(word).exists()
+        if "store.train" not in self.known or not is_store:
+            return ""
+        return f": if it is the training store, write --store.train {word}"
 
     def unknown(self, key: str) -> str:
         """The error about a setting that does not exist."""

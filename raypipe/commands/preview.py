@@ -105,7 +105,8 @@ class Preview:
             else:
                 image = decode(sample.image, exif=self._config.apply_exif)
             height, width = image.shape[:2]
-            targets: Any = decode_targets(sample.columns, self._targets, (height, width))
+            form = self._config.boxes_format
+            targets: Any = decode_targets(sample.columns, self._targets, (height, width), form)
         except SampleError as error:
             return Tile(None, (name, f"sample {index}"), str(error))
         return Tile(image, (name, f"sample {index}, {width} x {height}"), targets=targets)

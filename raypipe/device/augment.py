@@ -7,8 +7,9 @@ largest of their dtype, floats are as they are. Operations of color need three c
 
 Each crop of a view is augmented by itself, with its own seed and without mixing.
 
-All random numbers are drawn on the host from the micro-batch's seed, so the result depends only on the pixels,
-the configuration, the seed and the strength, and nothing waits for the device. Without operations and module,
+All random numbers are drawn on the host from the micro-batch's seed, and `raypipe.device.ambient` pins torch's own
+settings, so the result depends only on the pixels, the configuration, the seed and the strength, and nothing waits
+for the device. Without operations and module,
 conversion and normalization are one kernel. `raypipe.device.fused` implements the presets.
 
 A configuration lists operations in order, each as `{op: NAME, parameter: value, …}`, where NAME is a 2D
@@ -29,7 +30,8 @@ import numpy as np
 import torch
 
 from raypipe.config import AugmentConfig
-from raypipe.device.fused import Fused, apply, draw, pack
+from raypipe.device.ambient import pinned
+from raypipe.device.fused import Fused, addcmul, apply, draw, pack
 from raypipe.device.mixing import Mix, draw_mix, mix
 from raypipe.device.prefetcher import Batch
 from raypipe.device.ring import numbered
@@ -113,8 +115,7 @@ class Normalize:
         if image.dtype != torch.uint8:
             image = scaled(image)
         scale = self._scale if image.is_floating_point() else self._uint8_scale
-        out = torch.empty(image.shape, dtype=self._dtype, device=image.device, memory_format=torch.channels_last)
-        return torch.addcmul(self._shift, image, scale, out=out)
+        return addcmul(self._shift, image, scale, self._dtype)
 
 
 class DeviceAugment:
@@ -146,7 +147,8 @@ class DeviceAugment:
         if views:
             self._check_views()
         self.config, self.device = config, numbered(device)
-        self.normalize = Normalize(config, self.device, dtype)
+        with pinned(self.device):
+            self.normalize = Normalize(config, self.device, dtype)
         self._fused = PRESETS[config.preset]
         channels = len(config.mean)
         if channels != 3 and self._fused and self._fused.changes_color:
@@ -156,9 +158,11 @@ class DeviceAugment:
             )
         if targets and self._fused:
             raise _moves(f"the preset {config.preset}")
-        self._operations = [build_operation(entry, targets, channels) for entry in config.ops]
-        if config.module:
-            self._operations.append(_user_module(config.module))
+        with pinned(self.device):
+            self._operations = [build_operation(entry, targets, channels) for entry in config.ops]
+            if config.module:
+                with _seeded(0, self.device):  # its own weights may be drawn
+                    self._operations.append(_user_module(config.module))
 
     def __call__(
         self, image: torch.Tensor, target: torch.Tensor, counts: np.ndarray, *, seed: int, strength: float = 1.0
@@ -175,6 +179,12 @@ class DeviceAugment:
         Returns:
             Images of `dtype` (B, 3, h, w), channels_last, and the other half of the targets where it was mixed.
         """
+        with pinned(self.device):
+            return self._mixed(image, target, counts, seed, strength)
+
+    def _mixed(
+        self, image: torch.Tensor, target: torch.Tensor, counts: np.ndarray, seed: int, strength: float
+    ) -> tuple[torch.Tensor, Mix | None]:
         image = self._augmented(image, seed, strength)
         rng = np.random.Generator(np.random.Philox(key=[seed, Domain.MIXING]))
         plan = draw_mix(self.config, rng, image.shape[2], image.shape[3], strength)
@@ -193,6 +203,10 @@ class DeviceAugment:
             ConfigError: mixing is on.
         """
         self._check_views()
+        with pinned(self.device):
+            return self._views(views, seed, strength)
+
+    def _views(self, views: Mapping[str, torch.Tensor], seed: int, strength: float) -> dict[str, torch.Tensor]:
         if not (self._fused or self._operations):
             return {name: self.normalize(view) for name, view in views.items()}
         augmented = {}
@@ -207,14 +221,19 @@ class DeviceAugment:
 
     def of_batch(self, batch: Batch, strength: float) -> Batch:
         """Augment a training batch, or normalize a validation batch."""
+        with pinned(self.device):
+            return self._batch(batch, strength)
+
+    def _batch(self, batch: Batch, strength: float) -> Batch:
         named = {f"{VIEW}.{name}": view for name, view in batch.views.items()}
         if batch.position.split != "train":
             images = named or {IMAGE: batch.image}
             return batch.with_fields({name: self.normalize(image) for name, image in images.items()})
         if named:
-            views = self.of_views(batch.views, seed=batch.seed, strength=strength)
+            self._check_views()
+            views = self._views(batch.views, batch.seed, strength)
             return batch.with_fields({f"{VIEW}.{name}": view for name, view in views.items()})
-        image, mixed = self(batch.image, batch.target, batch.index >= 0, seed=batch.seed, strength=strength)
+        image, mixed = self._mixed(batch.image, batch.target, batch.index >= 0, batch.seed, strength)
         return batch.with_fields({IMAGE: image}, mix=mixed)
 
     def _check_views(self) -> None:

@@ -1,15 +1,30 @@
-"""Data module of Lightning for a stream."""
+"""Data module of Lightning for a stream.
+
+Lightning counts batches, a stream's state counts whole steps. Lightning's counters say where a run is: each
+training begins at the place that they mean, and a checkpoint's counters are brought to a whole step when it
+is loaded.
+"""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
+from dataclasses import fields, replace
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 
+from raypipe.device.prefetcher import Batch
+from raypipe.errors import ConfigError
+from raypipe.plan.places import Split
+from raypipe.streaming.epochs import Pass
 from raypipe.streaming.loader import Loader
-from raypipe.streaming.plain import Format, PlainLoader, plain_loaders
+from raypipe.streaming.plain import Format, PlainLoader, SharedEpochs, check_format
 
 __all__ = ["StreamDataModule"]
+
+_logger = logging.getLogger(__name__)
 
 
 class StreamDataModule(pl.LightningDataModule):
@@ -19,7 +34,9 @@ class StreamDataModule(pl.LightningDataModule):
         trainer = pl.Trainer(**StreamDataModule.settings(loader), strategy=…)
         trainer.fit(module, datamodule=StreamDataModule(loader), ckpt_path=…)
 
-    Its checkpoints contain the loader's position, so a resumed run continues with the next step, even mid-epoch.
+    A run that is resumed from any of Lightning's checkpoints, made with any number of workers, continues with the
+    next step, even mid-epoch. A checkpoint from the midst of an optimizer step, which has no gradients, continues
+    with the whole step.
 
     Args:
         loader: this rank's loader.
@@ -28,8 +45,11 @@ class StreamDataModule(pl.LightningDataModule):
 
     def __init__(self, loader: Loader, format: Format = "dict") -> None:
         super().__init__()
-        self._loader = loader
-        self._train, self._val = plain_loaders(loader, format)
+        check_format(loader, format)
+        self._loader, self._format = loader, format
+        shared = _LightningEpochs(self, loader)
+        self._train, self._val = (_LightningLoader(shared, split, format) for split in ("train", "val"))
+        self._saved_in_step = 0  # batches of a step, where the checkpoint was made
 
     @staticmethod
     def settings(loader: Loader) -> dict[str, Any]:
@@ -39,9 +59,22 @@ class StreamDataModule(pl.LightningDataModule):
             "max_epochs": config.epochs,
             "accumulate_grad_batches": loader.accumulation_steps,
             "check_val_every_n_epoch": config.val_interval or 1,
-            "num_sanity_val_steps": 0,  # these steps would come before the first training batch
+            "num_sanity_val_steps": 0,  # a stream starts once more for them
             "use_distributed_sampler": False,
         }
+
+    def setup(self, stage: str) -> None:
+        """Check the trainer's flags, before anything is trained.
+
+        Raises:
+            ConfigError: a flag contradicts the plan.
+        """
+        trainer = self._trainer()
+        if stage != "fit":
+            return
+        self._check_flags(trainer)
+        if not any(isinstance(callback, _WholeSteps) for callback in trainer.callbacks):
+            trainer.callbacks.insert(0, _WholeSteps(self))
 
     def train_dataloader(self) -> PlainLoader:
         return self._train
@@ -49,8 +82,140 @@ class StreamDataModule(pl.LightningDataModule):
     def val_dataloader(self) -> PlainLoader | list[PlainLoader]:
         return self._val if len(self._val) else []
 
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """Move a batch that is not yet there; the loader has brought it to its own device."""
+        if self._loader.device == device:
+            return batch
+        if isinstance(batch, Batch):
+            values = {field.name: getattr(batch, field.name) for field in fields(batch)}
+            moved = super().transfer_batch_to_device(values, device, dataloader_idx)
+            return replace(batch, **moved)
+        return super().transfer_batch_to_device(batch, device, dataloader_idx)
+
     def state_dict(self) -> dict[str, Any]:
-        return self._loader.state_dict()
+        return self._loader.state_dict() | {"accumulation_steps": self._loader.accumulation_steps}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._loader.load_state_dict(state_dict)
+        self._saved_in_step = state_dict.get("accumulation_steps", self._loader.accumulation_steps)
+        if self.trainer is None or self.trainer.state.fn == "fit":
+            self._loader.load_state_dict(state_dict)
+
+    def _trainer(self) -> Any:
+        assert self.trainer is not None, "a Trainer has set it"
+        return self.trainer
+
+    def _check_flags(self, trainer: Any) -> None:
+        loader, config = self._loader, self._loader.plan.config
+        steps, unlimited = loader.plan.steps_per_epoch * config.epochs, trainer.max_steps == -1
+        max_epochs = trainer.max_epochs
+        if max_epochs is not None and max_epochs > config.epochs:
+            raise ConfigError(
+                f"max_epochs must be at most {config.epochs}, got {max_epochs}: the plan has no more (plan.epochs)"
+            )
+        if max_epochs in (None, -1) and (unlimited or trainer.max_steps > steps):
+            raise ConfigError(
+                f"max_epochs must be set, to at most {config.epochs}, or max_steps to at most {steps}: the plan "
+                "has no more (plan.epochs)"
+            )
+        self._check_accumulation(trainer)
+        if self._format == "batch" and trainer.precision in ("16-true", "bf16-true", "64-true"):
+            raise ConfigError(
+                f"precision={trainer.precision!r} converts what batches hold, and a Batch cannot be changed: give "
+                'StreamDataModule "dict" or a function as format, or use mixed precision'
+            )
+
+    def _check_accumulation(self, trainer: Any) -> None:
+        needed = self._loader.accumulation_steps
+        if trainer.accumulate_grad_batches != needed:
+            raise ConfigError(
+                f"accumulate_grad_batches must be {needed}, got {trainer.accumulate_grad_batches}: an optimizer "
+                "step of the plan has so many batches on each rank (plan.global_batch_size, plan.micro_batch_size)"
+            )
+
+
+class _LightningLoader(PlainLoader):
+    """Plain loader whose place is in the data module's state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}  # Lightning saves a loader's own state beside that of the data module
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        pass
+
+
+class _LightningEpochs(SharedEpochs):
+    """Trainings from the places that Lightning's counters mean."""
+
+    def __init__(self, module: StreamDataModule, loader: Loader) -> None:
+        super().__init__(loader)
+        self._module = module
+
+    def next(self, split: Split) -> Pass:
+        trainer = self._module.trainer
+        if split == "train" and trainer is not None:
+            self._module._check_accumulation(trainer)
+            loop = trainer.fit_loop
+            # Nothing is counted of a batch before it has come.
+            step = loop.epoch_loop.batch_progress.current.ready // self.loader.accumulation_steps
+            # The same samples in each epoch.
+            epoch = 0 if trainer.overfit_batches else loop.epoch_progress.current.processed
+            self.go_to(epoch, step)
+        if split == "val" and trainer is not None and self._epoch and _has_trained(trainer.fit_loop):
+            self._epoch.train.leave()  # which Lightning does not tell its iterator
+        return super().next(split)
+
+
+def _has_trained(loop: Any) -> bool:
+    """Whether a fit has trained an epoch to its end, or up to its limit."""
+    batches = loop.epoch_loop.batch_progress
+    return batches.is_last_batch or 0 < loop.max_batches <= batches.current.ready
+
+
+class _WholeSteps(pl.Callback):
+    """Brings the batch counters of a checkpoint that is loaded to a whole step of the loader's world size.
+
+    Its optimizer steps are as many, and the gradients of a step under way are not in it.
+    """
+
+    def __init__(self, module: StreamDataModule) -> None:
+        self._module = module
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        loop = checkpoint.get("loops", {}).get("fit_loop", {})
+        batches, epochs = loop.get("epoch_loop.batch_progress"), loop.get("epoch_progress")
+        saved, needed = self._module._saved_in_step, self._module._loader.accumulation_steps
+        if not batches or not saved:
+            return
+        total, current = batches["total"], batches["current"]
+        done = _num_done(current)
+        is_over = batches["is_last_batch"] and done == current["ready"]
+        if is_over and saved == needed:
+            to = done  # whichever batch it ended with
+        else:
+            to = done // saved * needed
+        begun = 0 if is_over else done % saved
+        if epochs["current"]["started"] < epochs["current"]["ready"]:
+            begun, to, is_over = 0, 0, False  # the batches are those of the epoch before
+        if begun:
+            _logger.warning(
+                "the checkpoint was made after %d of the %d batches of an optimizer step, without gradients: "
+                "these are trained again. Running statistics and torch's random state have seen them before; "
+                "every_n_train_steps makes checkpoints between steps",
+                begun,
+                saved,
+            )
+        before = (_num_done(total) - done) // saved * needed
+        batches["is_last_batch"] = is_over
+        _shift(current, to - done)
+        _shift(total, before + to - _num_done(total))
+
+
+def _shift(counts: dict[str, int], by: int) -> None:
+    for name in counts:
+        counts[name] += by
+
+
+def _num_done(counts: Mapping[str, int]) -> int:
+    """Batches that are trained; in a callback at a batch's end, that batch is not yet completed."""
+    ready, started, processed = (counts[name] for name in ("ready", "started", "processed"))
+    return processed if ready == started == processed else counts["completed"]

@@ -40,9 +40,9 @@ class _EpochOfRun(transformers.TrainerCallback):
 class StreamTrainer(transformers.Trainer):
     """Trainer of Transformers that trains and evaluates on this rank's loader.
 
-    The plan sets its arguments for epochs, batch size, accumulation and evaluation. A resumed run continues with
-    the next step, by the step count in the checkpoint, and with all of its weights: a checkpoint of another model
-    is rejected.
+    The plan sets its arguments for epochs, batch size and accumulation. It evaluates when its arguments or you say
+    so: on the stream's validation, or on a dataset of yours. A resumed run continues with the next step, by the
+    step count in the checkpoint, and with all of its weights: a checkpoint of another model is rejected.
 
     Validation rows that do not count have the label -100, which `compute_metrics` must ignore too. The validation
     loss is the mean over all samples, for any number of workers.
@@ -62,13 +62,12 @@ class StreamTrainer(transformers.Trainer):
         if arguments is None:
             raise ConfigError("StreamTrainer needs args, the TrainingArguments")
         config = loader.plan.config
-        needed = {"max_steps": (0, -1), "eval_strategy": ("no", "epoch"), "eval_on_start": (False,)}
-        for name, allowed in needed.items():
-            if (value := getattr(arguments, name)) not in allowed:
-                raise ConfigError(
-                    f"{name} must be {allowed[-1]!r}, got {value!r}: the plan sets the epochs and the validation "
-                    "at their end, with plan.epochs and plan.val_interval"
-                )
+        most = config.epochs * loader.plan.steps_per_epoch
+        if arguments.max_steps > most:
+            raise ConfigError(
+                f"max_steps must be at most {most}, or -1 for all of them, got {arguments.max_steps}: the plan "
+                "has no more (plan.epochs)"
+            )
         ahead = loader.accumulation_steps - 1
         if loader.device.type == "cuda" and loader.keep_batches < ahead:
             raise ConfigError(
@@ -81,6 +80,7 @@ class StreamTrainer(transformers.Trainer):
         arguments.ignore_data_skip = True  # the Trainer would fetch the batches of finished steps again
         self._loader = loader
         self._stream_train, self._stream_val = plain_loaders(loader, format)
+        self._is_of_stream = True  # what is evaluated
         super().__init__(*args, **{"eval_dataset": self._stream_val} | kwargs)
         # It comes first, so that all other callbacks see the epoch that is logged.
         self.callback_handler.callbacks.insert(0, _EpochOfRun(loader.plan.steps_per_epoch))
@@ -89,12 +89,22 @@ class StreamTrainer(transformers.Trainer):
         return self._stream_train
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        return self._stream_val
+        return self._validation_of(eval_dataset) or super().get_eval_dataloader(eval_dataset)
+
+    def get_test_dataloader(self, test_dataset: Any) -> Any:
+        return self._validation_of(test_dataset) or super().get_test_dataloader(test_dataset)
+
+    def _validation_of(self, dataset: Any) -> Any:
+        """The stream's validation, if it is that; None = a dataset of the user's."""
+        self._is_of_stream = dataset is self._stream_val or (
+            dataset is None and self.eval_dataset is self._stream_val
+        )
+        return self._stream_val if self._is_of_stream else None
 
     def prediction_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Call `transformers.Trainer.prediction_step`, and scale the loss to its share of the whole validation."""
         loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)
-        if loss is not None and "labels" in inputs:
+        if loss is not None and "labels" in inputs and self._is_of_stream:
             plan, counted = self._loader.plan, int((inputs["labels"] != NOT_COUNTED).sum())
             share = counted * plan.val_steps * plan.config.per_step / plan.num_val
             loss = loss * share if counted else loss.new_zeros(())  # the mean over zero rows is NaN

@@ -64,6 +64,7 @@ class Plan:
         sources: names of a mixture's stores.
         end_step: the training step, counted through all epochs, before which the schedule is cut off; None = not
             cut off.
+        alone: the only segment of the schedule, see `only`; None = all of a run's.
     """
 
     config: PlanConfig
@@ -76,6 +77,7 @@ class Plan:
     kept: dict[Split, Selection | JoinedSelection] = field(repr=False, compare=False)
     sources: tuple[str, ...] = ()
     end_step: int | None = None
+    alone: Segment | None = None
 
     @staticmethod
     def of(config: PlanConfig, train: Source | Mapping[str, Source], val: Source | None = None) -> Plan:
@@ -129,6 +131,10 @@ class Plan:
         assert 0 < step <= self.config.epochs * self.steps_per_epoch
         return replace(self, end_step=step)
 
+    def only(self, segment: Segment) -> Plan:
+        """This plan, whose schedule is one segment alone, from any cursor: a validation that is made again."""
+        return replace(self, alone=segment)
+
     @property
     def num_train(self) -> int:
         """N: samples of the training store that are not excluded."""
@@ -174,6 +180,12 @@ class Plan:
         """The cursor after so many training steps, with no pending validation."""
         return Cursor(*divmod(global_step, self.steps_per_epoch), self.fingerprint)
 
+    def normalized(self, cursor: Cursor) -> Cursor:
+        """The same place, named by the next epoch where no validation is next."""
+        if cursor.step == self.steps_per_epoch and not self.has_val(cursor.epoch):
+            return Cursor(cursor.epoch + 1, 0, cursor.fingerprint)
+        return cursor
+
     def check(self, cursor: Cursor) -> None:
         """Raise CursorError unless the cursor is a place of this plan."""
         if cursor.fingerprint != self.fingerprint:
@@ -205,6 +217,9 @@ class Plan:
     def segments(self, cursor: Cursor) -> Iterator[Segment]:
         """The rest of the schedule, from a cursor on."""
         self.check(cursor)
+        if self.alone:
+            yield self.alone
+            return
         last_step = self.config.epochs * self.steps_per_epoch if self.end_step is None else self.end_step
         for epoch in range(cursor.epoch, self.config.epochs):
             first = cursor.step if epoch == cursor.epoch else 0

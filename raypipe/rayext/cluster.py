@@ -14,10 +14,12 @@ from typing import Any
 
 import ray
 from ray._private import node, ray_constants, services
+from ray._private import utils as ray_utils
 from ray.util import client
 
 from raypipe.errors import ResourceError
 from raypipe.logs import LogFormat
+from raypipe.lookup import num_cpus as usable_cpus
 from raypipe.rayext.console import take_console
 from raypipe.rayext.waiting import Wait, wait_for_head
 
@@ -67,7 +69,7 @@ def connect(
 
     Args:
         address: address of the cluster; empty = RAY_ADDRESS.
-        num_cpus: CPUs to offer, if Ray is started on this machine; None = all.
+        num_cpus: CPUs to offer, if Ray is started on this machine; None = all that this process may use.
         object_store_bytes: size of the object store, if Ray is started on this machine; None = Ray's default.
         log_format: "json" also turns the log lines of Ray, and of other libraries in its workers, into JSON.
         wait: the wait for the cluster's answer; None = a minute.
@@ -108,7 +110,8 @@ def connect(
     with _inherited(environment), _small_head(), _spared_signals(), _whole_start():
         try:
             ray.init(
-                num_cpus=num_cpus,
+                # Ray counts the machine's, or those of its container, and not those of `taskset` or Slurm.
+                num_cpus=num_cpus or min(usable_cpus(), int(ray_utils.get_num_cpus())),
                 object_store_memory=object_store_bytes,
                 include_dashboard=False,
                 **options,

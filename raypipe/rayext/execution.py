@@ -37,6 +37,17 @@ _LOOK_PERIOD_S = 0.1  # the period of Ray Data's own loop
 _START_S = 15.0  # time for the first block
 
 
+# What a user's context may change in a stream: what Ray Data writes about it. All else decides what is delivered,
+# and whether the stream moves, and is the stream's own: `max_errored_blocks` would drop blocks in silence.
+_USERS = (
+    "enable_auto_log_stats",
+    "verbose_stats_logs",
+    "log_internal_stack_trace",
+    "enable_per_node_metrics",
+    "enable_stats_summary_collection",
+)
+
+
 @dataclass(frozen=True)
 class Settings:
     """Settings of one of raypipe's executions.
@@ -73,13 +84,16 @@ class Settings:
 
 
 def context_of(settings: Settings, actors: int) -> DataContext:
-    """Return the context of an execution whose rows are blocks and keep their order.
+    """Return the context of an execution whose rows are blocks and keep their order: Ray's defaults, changed.
 
     Args:
         actors: number of actors that the pool starts with.
     """
     install(StreamAutoscaler)
-    context = DataContext.get_current().copy()
+    context, users = DataContext(), DataContext.get_current()
+    for name in _USERS:
+        if hasattr(users, name):  # not every release has each
+            setattr(context, name, getattr(users, name))
     context.target_max_block_size = 1  # every yielded row becomes one block
     context.execution_options.preserve_order = True
     context.enable_progress_bars = False
@@ -241,7 +255,8 @@ class StreamAutoscaler:
             if flow.finished - waiting != self._left:
                 self._left, self._left_at = flow.finished - waiting, now
             at = flow.description(info, self._ranks, self._num_waiting) if flow.finished else ""
-            said = self._supervisor.moves.remote(self._name, now - self._left_at, self._process, at)
+            ready = 1.0 - flow.waiting_of(self._ranks)
+            said = self._supervisor.moves.remote(self._name, now - self._left_at, self._process, at, ready)
             self._said = self._said or said
 
     def _hear(self) -> None:

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import pickle
 import threading
+import warnings
 from typing import Any
 
 import ray
@@ -29,7 +30,9 @@ class Memory:
 
     def __init__(self) -> None:
         context = ray.get_runtime_context()
-        self.lived_before: bool = context.was_current_actor_reconstructed
+        with warnings.catch_warnings():  # Ray warns of its own use of a deprecated property
+            warnings.simplefilter("ignore")
+            self.lived_before: bool = context.was_current_actor_reconstructed
         self._key = (context.get_actor_id() or "").encode()
         self._newest = b""
         self._changed = threading.Event()
@@ -61,5 +64,24 @@ class Memory:
 
 def forget(actor: Any) -> None:
     """Remove the memory of an actor that was killed."""
+    withdraw(actor._actor_id.hex())
+
+
+def publish(key: str, value: Any) -> None:
+    """Publish a value for other processes of the cluster."""
+    with contextlib.suppress(Exception):  # the value helps, and nothing depends on it
+        internal_kv._internal_kv_put(key.encode(), pickle.dumps(value), overwrite=True, namespace=_NAMESPACE)
+
+
+def published(key: str) -> Any:
+    """Return a published value; None = there is none."""
     with contextlib.suppress(Exception):
-        internal_kv._internal_kv_del(actor._actor_id.hex().encode(), namespace=_NAMESPACE)
+        content = internal_kv._internal_kv_get(key.encode(), namespace=_NAMESPACE)
+        return pickle.loads(content) if content else None
+    return None
+
+
+def withdraw(key: str) -> None:
+    """Remove a published value."""
+    with contextlib.suppress(Exception):
+        internal_kv._internal_kv_del(key.encode(), namespace=_NAMESPACE)

@@ -62,19 +62,26 @@ class PoolSizer:
 
     def __init__(self, rules: PoolConfig, now: float) -> None:
         self._rules, self._observed_at = rules, now
-        # Sums over two windows of time: seconds, and seconds x waiting, active and running.
-        self._growth, self._calm = np.zeros(4), np.zeros(4)
+        # Sums over two windows of time: seconds, and seconds x waiting, active and running. Time in which no rank
+        # takes a block does not show what ranks need: it joins the calm window at the next block, up to a limit.
+        self._growth, self._calm, self._unmoved = np.zeros(4), np.zeros(4), np.zeros(4)
 
-    def observe(self, now: float, *, waiting: float, active: int, running: int, pending: int) -> Decision | None:
+    def observe(
+        self, now: float, *, waiting: float, active: int, running: int, pending: int, moved: bool = True
+    ) -> Decision | None:
         """Record an observation, which counts for the time since the last one; return a new size, or None.
 
         Args:
             waiting: share of the ranks without a finished micro-batch, in [0, 1].
             active, running, pending: actors that work, that have started, and that have not started yet.
+            moved: whether a rank has taken a block since the last observation.
         """
         sums = (now - self._observed_at) * np.array([1, waiting, active, running])
-        self._observed_at, self._growth, self._calm = now, self._growth + sums, self._calm + sums
+        self._observed_at, self._growth, self._unmoved = now, self._growth + sums, self._unmoved + sums
         rules, size = self._rules, running + pending
+        if moved:
+            self._calm += self._unmoved * min(1.0, rules.grow_after_s / max(self._unmoved[0], 1e-9))
+            self._unmoved = np.zeros(4)
         if self._growth[0] >= rules.grow_after_s:
             seconds, waited, worked, ran = self._growth.tolist()
             self._growth = np.zeros(4)
@@ -122,6 +129,7 @@ class PoolKeeper:
         # Times of the last watch, of the last finished block, and when an actor last ran or none waited for CPUs.
         self._watched_at = self._moved_at = self._queued_at = now
         self._finished, self._has_reported = 0, False
+        self._taken = 0  # blocks that ranks have taken
         self._room_at: dict[Any, float] = {}  # actor that died with blocks → time to make room for it
         self._room_made = set[Any]()  # actors for which room was made
         self._leaving = set[Any]()  # replaced actors on nodes that are about to go
@@ -148,7 +156,8 @@ class PoolKeeper:
         Raises:
             RaypipeError: the stream has stalled.
         """
-        self._size(now, finished, ranks_waiting)
+        self._size(now, finished, ranks_waiting, moved=finished - waiting != self._taken)
+        self._taken = finished - waiting
         if now - self._watched_at >= _WATCH_PERIOD_S:
             self._watched_at = now
             self._leave(draining())
@@ -156,7 +165,7 @@ class PoolKeeper:
             self._report_no_actors(now)
             self._end_stall(now, finished, waiting, ranks_waiting)
 
-    def _size(self, now: float, finished: int, ranks_waiting: float) -> None:
+    def _size(self, now: float, finished: int, ranks_waiting: float, moved: bool = True) -> None:
         pool = self._pool
         if (missing := pool.min_size() - pool.current_size()) > 0:
             self._grow(missing, "the pool is below its minimum")
@@ -171,6 +180,7 @@ class PoolKeeper:
             active=min(running, pool.num_active_actors()),
             running=running,
             pending=pending,
+            moved=moved,
         )
         size = running + pending
         if decision is not None:

@@ -38,14 +38,17 @@ class Sentry:
         self._asked: Any = None
         self._asked_at = 0.0
         self._left = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="raypipe-sentry", daemon=True)
 
     def start(self) -> None:
         """Start to watch."""
-        threading.Thread(target=self._run, name="raypipe-sentry", daemon=True).start()
+        self._thread.start()
 
     def stop(self) -> None:
-        """Stop to watch; a call afterwards would restart a Supervisor that has ended."""
+        """Stop to watch; a call afterwards would start Ray again."""
         self._left.set()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(2 * _PERIOD_S)
 
     def _run(self) -> None:
         while not self._left.wait(_PERIOD_S) and ray.is_initialized():

@@ -79,6 +79,11 @@ def _stat(pid: int) -> tuple[str, str]:
     return fields[0], fields[19]
 
 
+def is_stopped(process: Process) -> bool:
+    """Return whether a process of this node is stopped."""
+    return bool(process.started) and _stat(process.pid) == ("T", process.started)
+
+
 def end_stopped(processes: list[tuple[int, str]]) -> list[int]:
     """Kill those of this node's processes that are stopped, now and a moment later; return their ids.
 
@@ -139,9 +144,18 @@ class Watch:
         self._processes.pop(key, None)
         self._still.pop(key, None)
 
-    def moves(self, execution: str, still_s: float) -> None:
-        """Record for how long no rank has taken a block from an execution; missing calls count as a stall."""
+    def moves(self, execution: str, still_s: float, process: Process | None = None) -> bool:
+        """Record for how long no rank has taken a block from an execution; missing calls count as a stall.
+
+        Args:
+            process: process of the execution, if it is one of Ray's.
+
+        Returns:
+            Whether the execution or its process is new.
+        """
+        is_new = execution not in self._still
         self._still[execution] = time.monotonic() - still_s
+        return (process is not None and self.add(execution, process)) or is_new
 
     def _run(self) -> None:
         while True:

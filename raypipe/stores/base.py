@@ -30,8 +30,8 @@ objects."""
 
 IMAGE_SUFFIXES = frozenset(
     {
-        *(".jpg", ".jpeg", ".jpe", ".jfif", ".jif", ".jfi", ".pjpeg", ".pjp"),
-        *(".png", ".apng", ".webp", ".gif", ".tif", ".tiff", ".bmp", ".dib"),
+        *(".jpg", ".jpeg", ".jpe", ".jfif", ".jif", ".jfi", ".pjpeg", ".pjp", ".mpo"),
+        *(".png", ".apng", ".webp", ".gif", ".tif", ".tiff", ".bmp"),
         *(".avif", ".avifs", ".heic", ".heics", ".heif", ".heifs", ".hif"),
     }
 )
@@ -57,7 +57,8 @@ class Store(Protocol):
 
     A store may also have a method `sample_name(index: int) -> str`, which returns a sample's name at its source,
     such as file and key, for errors and records; see `name_of`. It may also have an attribute `label_is_class:
-    bool`, False if labels are floats or arrays; see `is_class`.
+    bool`, False if labels are floats or arrays; see `is_class`; and a method `element_type(name: str) -> str |
+    None`, see `FileStore.element_type`.
 
     Attributes:
         address: the path or URI that the store was opened with, as a string.
@@ -176,6 +177,12 @@ class FileStore(ABC, Generic[C]):
     @property
     def fingerprint(self) -> str:
         return self._contents.fingerprint
+
+    def element_type(self, name: str) -> str | None:
+        """Return the type of the numbers in a column, or in its lists, "int64", "float64" or "bool"; None if the
+        format has no schema, or they are no numbers."""
+        of_contents = getattr(self._contents, "element_type", None)
+        return of_contents(name) if of_contents else None
 
     def __len__(self) -> int:
         return len(self._contents)

@@ -15,8 +15,9 @@ from raypipe.config import AugmentConfig
 from raypipe.logs import STAGES
 from raypipe.metrics.prometheus import TrainerMetrics
 from raypipe.metrics.records import Folder
-from raypipe.metrics.timing import StageClock, StageTimes, diagnose, has_drained, mark
+from raypipe.metrics.timing import Situation, StageClock, StageTimes, diagnose, has_drained, mark
 from raypipe.plan.places import Cursor, Split, TrainStep
+from raypipe.rayext.object_store import spilled_bytes
 from raypipe.streaming.chronicle import Chronicle
 from raypipe.streaming.spec import StreamSpec
 
@@ -32,12 +33,12 @@ class Account:
     Attributes:
         clocks: clock of each split; the thread that copies adds to them.
         first_batch_s: seconds from the start of the stream to its first batch; 0 before it.
-        skips: whether the loop skips batches: then training intervals are not recorded.
         num_bad: bad samples that this rank has seen.
         exported: metrics of this rank.
         chronicle: console lines and records of rank 0.
         actors: transform actors that the pool has at most; 0 = trainers make the stream themselves.
         readers: number of readers at one time; 0 = the actors read the store.
+        is_run: whether `raypipe train` trains, and no loop of the user's own.
     """
 
     def __init__(
@@ -50,11 +51,13 @@ class Account:
         folder: Folder | None,
     ) -> None:
         self.clocks: dict[Split, StageClock] = {"train": StageClock(), "val": StageClock()}
-        self.first_batch_s, self.skips, self.num_bad = 0.0, False, 0
+        self.first_batch_s, self.num_bad = 0.0, 0
         info = {"version": __version__, "plan": spec.plan.fingerprint, "workers": str(world_size)}
         self.exported = TrainerMetrics(spec.run, rank, **info)
         self.chronicle = Chronicle(world_size, rank, folder)
         self.actors = self.readers = 0
+        self.is_run = False
+        self._spilled_before = 0
         self._plan, self._device, self._world_size, self._augment = spec.plan, device, world_size, augment
         # Where the compute of the micro-batch that was handed out last began, and its split.
         self._computing: tuple[Split, Any] | None = None
@@ -64,6 +67,7 @@ class Account:
         """Begin the stream at a place, possibly again."""
         self._start_step = self._plan.global_step(cursor)
         self._created, self.first_batch_s = time.perf_counter(), 0.0
+        self._spilled_before = spilled_bytes() if self.chronicle.log else 0
         self.exported.begin()
 
     def times(self, split: Split) -> StageTimes:
@@ -181,10 +185,15 @@ class Account:
         text = " ".join(
             diagnose(
                 times,
-                world_size=self._world_size,
-                actors=self.actors,
-                device=self._device.type,
-                readers=self.readers,
+                Situation(
+                    world_size=self._world_size,
+                    actors=self.actors,
+                    device=self._device.type,
+                    readers=self.readers,
+                    ready=self.chronicle.ready(),
+                    spilled_bytes=spilled_bytes() - self._spilled_before,
+                    is_run=self.is_run,
+                ),
             )
         )
         is_last = epoch + 1 == self._plan.config.epochs

@@ -101,6 +101,11 @@ class Chronicle:
             of_run = settings()
             self._shown = {"begun": time.time(), "to_step": of_run["to_step"]}
             self.log = RunLog(self._folder, self.step, self._world_size, validates, of_run)
+        self.follow(supervisor)
+
+    def follow(self, supervisor: Any) -> None:
+        """Record the events of a stream, which may have started again."""
+        if self.log:
             self._supervisor, self._num_events = supervisor, 0
             self._begin_looking()
 
@@ -208,6 +213,14 @@ class Chronicle:
             return ray.get(supervisor.awaited.remote(), timeout=_ANSWER_S)
         except ray.exceptions.RayError as error:
             return f"the stream's supervisor does not answer ({type(error).__name__})"
+
+    def ready(self) -> float:
+        """Return the share of the time for which a finished block lay ready for a rank; 0 if nobody knows."""
+        if self._supervisor is None or not ray.is_initialized():
+            return 0.0
+        with contextlib.suppress(ray.exceptions.RayError):
+            return ray.get(self._supervisor.ready.remote(), timeout=_ANSWER_S)
+        return 0.0
 
     def _tell_events(self, timeout_s: float) -> None:
         """Record and print what has happened to the stream since the last call."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 from raypipe.device.prefetcher import Batch
 from raypipe.errors import RaypipeError
@@ -11,53 +12,106 @@ from raypipe.mistakes import Unlike
 from raypipe.plan.schedule import Segment
 
 
-class Pass(Iterator[Batch]):
-    """This rank's micro-batches of an epoch's training, or of its validation: each once, in order.
+class _Source(Protocol):
+    """What delivers the batches of passes: the loader, which ends its stream when no pass holds it any more."""
 
-    After a resume only the rest of them, possibly none.
+    @property
+    def accumulation_steps(self) -> int: ...
+
+    def _deliver(self, of: Pass, number: int) -> Batch: ...
+
+    def _finish(self, of: Pass) -> None: ...
+
+    def _left_early(self, of: Pass) -> None: ...
+
+
+class Pass(Iterator[Batch]):
+    """This rank's micro-batches of an epoch's training, or of its validation, in order.
+
+    After a resume only the rest of them, possibly none. A validation may be iterated again, at any time: each
+    `for` loop gets all of it. A training comes once: a second loop goes on where the first was left, and after
+    the last batch raises.
+
+    A loop that leaves them is through with them: a state that is saved then continues after them, as the loop
+    does. Within the loop, a state is in their midst.
 
     Args:
-        batches, before: its own, and those that come before them; neither holds the loader.
-        check, skip: methods of the loader, which ends its stream when nothing holds it.
-        accumulation_steps: see `Loader.accumulation_steps`.
+        segment: its place in the plan; None = it is empty.
+        source: the loader.
+        turn: the loader's number of the epoch that it hands out, to which the pass belongs.
 
     Attributes:
-        segment: its place in the plan; None = it is empty.
         begun: whether any batch was asked for.
     """
 
-    def __init__(
-        self,
-        segment: Segment | None,
-        batches: Iterator[Batch],
-        before: Iterator[Batch],
-        check: Callable[[], None],
-        skip: Callable[[Iterator[Batch]], None],
-        accumulation_steps: int,
-    ) -> None:
-        self.segment, self.begun = segment, False
-        self._batches, self._before, self._num_taken = batches, before, 0
-        self._check, self._skip = check, skip
-        self._len = (segment.num_steps - segment.first_step) * accumulation_steps if segment else 0
+    def __init__(self, segment: Segment | None, source: _Source, turn: int) -> None:
+        self.segment, self.turn = segment, turn
+        self.begun = False
+        self._source = source
+        self._num_taken = self._num_loops = 0
+        self._was_left = False
+        self._len = (segment.num_steps - segment.first_step) * source.accumulation_steps if segment else 0
 
     def __len__(self) -> int:
         """Micro-batches in all, those that were taken included."""
         return self._len
 
+    @property
+    def is_open(self) -> bool:
+        """Whether a loop takes more of it: none has begun yet, or one that began has not been left."""
+        is_running = not self.begun or self._num_loops > 0
+        return self._num_taken < self._len and is_running and not self._was_left
+
+    def leave(self) -> None:
+        """Say that no loop takes the rest of it: a validation from now on is the one at the epoch's end.
+
+        A `for` loop that is left by `break` says so itself. Loops of libraries keep their iterators.
+        """
+        self._was_left = True
+        self._source._left_early(self)
+
     def __next__(self) -> Batch:
-        self.begun = True
-        self._skip(self._before)
-        batch = next(self._batches, None)
-        if batch is not None:
-            self._num_taken += 1
-            return batch
-        if self.segment and self._num_taken < self._len:
-            self._check()
+        if self._num_taken == self._len:
+            self._source._finish(self)
+            raise StopIteration
+        batch = self._take(self._num_taken)
+        self._num_taken += 1
+        return batch
+
+    def __iter__(self) -> Iterator[Batch]:
+        if self.segment and self.segment.split == "val":
+            return self._whole()
+        if self.segment and self._num_taken == self._len:
             raise RaypipeError(
-                f"the rest of epoch {self.segment.epoch}'s {self.segment.split} batches was skipped when what "
-                "comes after them was asked for: a stream has one order, so validate at the end of an epoch"
+                f"all batches of epoch {self.segment.epoch}'s training were taken, and a training comes once: go "
+                "on with the next epoch of loader.epochs(). To see the same batches again without training, make "
+                "another loader: raypipe.loader(spec, cursor=spec.plan.cursor_at(STEP))"
             )
-        raise StopIteration
+        return self._rest()
+
+    def _whole(self) -> Iterator[Batch]:
+        number = 0
+        try:
+            for number in range(1, self._len + 1):
+                yield self._take(number - 1)
+        finally:
+            if number < self._len:
+                self._source._left_early(self)
+        self._source._finish(self)
+
+    def _rest(self) -> Iterator[Batch]:
+        self._num_loops += 1
+        try:
+            while (batch := next(self, None)) is not None:
+                yield batch
+        finally:
+            self._num_loops -= 1
+            if not self._num_loops and self._num_taken < self._len:
+                self._source._left_early(self)
+
+    def _take(self, number: int) -> Batch:
+        self.begun = True
+        return self._source._deliver(self, number)
 
 
 @dataclass(frozen=True)

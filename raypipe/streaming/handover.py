@@ -11,6 +11,8 @@ import logging
 import os
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,10 +20,13 @@ import ray
 import torch
 
 from raypipe.config import AtLeast1, AugmentConfig
-from raypipe.errors import ConfigError
+from raypipe.errors import ConfigError, RaypipeError
 from raypipe.metrics.records import Folder
 from raypipe.mistakes import checks_keywords
 from raypipe.plan.places import Cursor
+from raypipe.plan.schedule import Segment
+from raypipe.rayext.console import quiet_broadcasts
+from raypipe.rayext.controller import own_controller, process_of
 from raypipe.rayext.iteration import begun, stop_execution
 from raypipe.rayext.watch import in_worker, this_process
 from raypipe.section import MAX_INT, Limits, check
@@ -30,6 +35,7 @@ from raypipe.streaming.checkpoints import cursor_of, find_start
 from raypipe.streaming.inline import inline_batches
 from raypipe.streaming.loader import Loader
 from raypipe.streaming.maker import MicroBatchMaker
+from raypipe.streaming.moves import Move
 from raypipe.streaming.row import host_batches
 from raypipe.streaming.running import Feed, end_oldest
 from raypipe.streaming.spec import StreamSpec
@@ -44,6 +50,10 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 _SETTLE_S = 2.0  # CPUs of a stream that has just ended come back
+# Images that an actor makes while a stream starts: 5 s pass until its first batch, at 1 ms for a photo.
+_START_IMAGES = 5_000
+# A rank that would skip a long part waits so long for the others to say that they do, too.
+_AGREE_S = 60.0
 
 
 @checks_keywords
@@ -117,17 +127,30 @@ def loader(
     spec.plan.check_workers(world_size)
     device = torch.device(device or (ray.train.torch.get_device() if in_train else "cpu"))
 
-    def open_at(start: Cursor) -> Feed:
+    most = max_actors  # once it is known, it stays: a stream that starts again gets the CPUs that it had
+
+    again = False
+
+    def open_at(start: Cursor, only: Segment | None = None) -> Feed:
+        nonlocal most, again
+        part = replace(spec, plan=spec.plan.only(only)) if only else spec
         if spec.pool.engine == "inline":
-            maker = MicroBatchMaker(spec)
-            batches = inline_batches(spec, start, rank, world_size, maker)
+            maker = MicroBatchMaker(part)
+            batches = inline_batches(part, start, rank, world_size, maker)
             return Feed(batches, draws_globally=maker.draws_globally)
-        iterators, supervisor, actors = _handed_round(
-            spec, start, max_actors, rank, world_size, in_train, apart=device.type == "cuda"
+        iterators, supervisor, most = _handed_round(
+            part, start, most, rank, world_size, in_train, apart=device.type == "cuda", again=again
         )
-        end = functools.partial(end_actors, supervisor, iterators, rank)
-        stop = functools.partial(stop_execution, supervisor)
-        return Feed(host_batches(begun(iterators[rank])), supervisor, actors=actors, stop=stop, end=end)
+        again = True
+        return Feed(
+            host_batches(begun(iterators[rank])),
+            supervisor,
+            actors=most,
+            stop=functools.partial(stop_execution, supervisor),
+            end=functools.partial(end_actors, supervisor, iterators, rank),
+            start_images=_START_IMAGES * most,
+            moves=functools.partial(_moved, supervisor, rank, world_size) if world_size > 1 else None,
+        )
 
     first = latest_of_train()
     if start_address and not first:
@@ -146,6 +169,41 @@ def loader(
         folder=open_filesystem(as_uri(own_dir)) if own_dir else _folder_of_train() if in_train else None,
         start_from=first,
     )
+
+
+def _moved(supervisor: Any, rank: int, world_size: int, move: Move) -> bool:
+    """Tell the other ranks of a move of this one; returns whether it leaves the execution, since all do.
+
+    It waits for them no longer than `_AGREE_S`: one that computes for so long reads on later, and so does this.
+    """
+    supervisor.moves_to.remote(rank, world_size, move)
+    deadline, answer = time.monotonic() + _AGREE_S, "wait"
+    while move.leaves and answer == "wait":
+        time.sleep(0.05)
+        answer = ray.get(supervisor.answer.remote(rank, time.monotonic() > deadline))
+    return answer == "leave"
+
+
+def _broadcast(handed: Any, rank: int, place: str, timeout_s: float) -> Any:
+    """Return rank 0's value on all ranks, which call this.
+
+    Args:
+        place: where the stream starts again; empty = it starts for the first time, which may take any time.
+        timeout_s: limit of the wait for ranks that do not ask for the same.
+    """
+    from ray.train.collective import broadcast_from_rank_zero
+
+    quiet_broadcasts()  # of more than 1,000 bytes, it warns; these are about 6,000, once
+    if not place:
+        return broadcast_from_rank_zero(handed)
+    waiting = ThreadPoolExecutor(1, "raypipe-handover").submit(broadcast_from_rank_zero, handed)
+    try:
+        return waiting.result(timeout_s)
+    except TimeoutError:
+        raise RaypipeError(
+            f"rank {rank} starts the stream again at {place}, and other ranks have not for {timeout_s:g} s "
+            "(pool.stall_timeout_s): all ranks iterate the same passes, also a validation that is made again"
+        ) from None
 
 
 def _folder_of_train() -> Folder | None:
@@ -192,14 +250,18 @@ def _handed_round(
     world_size: int,
     in_train: bool,
     apart: bool,
+    again: bool = False,
 ) -> tuple[list[DataIterator], Any, int]:
     """Stream that rank 0 built: the iterators of all ranks, the supervisor's handle, and the most actors."""
     from raypipe.rayext.allocation import check_own, cluster_resources, preflight
     from raypipe.rayext.cluster import connect
-    from raypipe.rayext.console import quiet_broadcasts
     from raypipe.streaming.pipeline import splits
 
-    handed: tuple[str, tuple[list[DataIterator], Any, int]] | None = None
+    handed: tuple[str, str, tuple[list[DataIterator], Any, int]] | None = None
+    only = spec.plan.alone
+    place = f"epoch {start.epoch}, step {start.step}"
+    if only:
+        place = f"step {only.first_step} of the validation of epoch {only.epoch}"
     if rank == 0:
         connect()  # a loader outside of Ray Train may be the first here to need Ray
         if in_train and max_actors is None and in_worker():  # a driver may also call its train function
@@ -217,21 +279,25 @@ def _handed_round(
             supervisor=supervisor,
             apart=apart,
         )
-        handed = spec.plan.fingerprint, (iterators, supervisor, most)
+        handed = spec.plan.fingerprint, place, (iterators, supervisor, most)
     if in_train and world_size > 1:
-        from ray.train.collective import broadcast_from_rank_zero
-
-        quiet_broadcasts()  # of more than 1,000 bytes, it warns; these are about 6,000, once
-        handed = broadcast_from_rank_zero(handed)
+        handed = _broadcast(handed, rank, place if again else "", spec.pool.stall_timeout_s)
     assert handed is not None
-    plan, stream = handed
+    plan, of_first, stream = handed
     if plan != spec.plan.fingerprint:
         raise ConfigError(
             f"rank {rank} has plan {spec.plan.fingerprint}, and rank 0 has {plan}: give all ranks the same stores "
             "and settings, whole; raypipe hands each rank its share"
         )
+    if of_first != place:
+        raise RaypipeError(
+            f"rank {rank} starts the stream at {place}, and rank 0 at {of_first}: all ranks iterate the same "
+            "passes of the same epochs"
+        )
     if in_train and in_worker():
         stream[1].joined.remote(f"trainer {rank}", this_process(f"trainer {rank}"))
+        if rank == 0 and (controller := own_controller()) and (process := process_of(controller)):
+            stream[1].joined.remote("controller", process)
     return stream
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import sys
 import threading
 import time
 import weakref
@@ -29,15 +30,17 @@ from raypipe.metrics.records import Folder
 from raypipe.metrics.timing import StageTimes
 from raypipe.mistakes import Unlike
 from raypipe.plan.places import CURSOR_FILE, Cursor, MicroBatchId, Split, TrainStep
-from raypipe.plan.schedule import Segment
+from raypipe.plan.schedule import Plan, Segment
 from raypipe.rayext.sentry import Sentry
 from raypipe.rayext.trainer_notice import Notice
 from raypipe.storage.files import write_text
 from raypipe.storage.filesystem import join
 from raypipe.streaming.account import Account
+from raypipe.streaming.course import Course
 from raypipe.streaming.digest import settings_of
 from raypipe.streaming.epochs import Epoch, Pass
-from raypipe.streaming.running import EXHAUSTED, Feed, Running
+from raypipe.streaming.moves import END, Move, place_of
+from raypipe.streaming.running import EXHAUSTED, GOES_ON, LEFT, Feed, Running
 from raypipe.streaming.saved_model import input_of
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.stateful import Stateful, latest_of_train, numbers_in, report, restore
@@ -53,7 +56,6 @@ _INSTEAD = (
     "write `for epoch in loader.epochs():` and `for batch in epoch.train:`; it batches, shuffles and shards, so "
     "no DataLoader goes around it"
 )
-_Rest = tuple[Segment | None, Iterator[Batch]]
 
 
 class Loader(Unlike, instead=_INSTEAD):
@@ -67,9 +69,10 @@ class Loader(Unlike, instead=_INSTEAD):
             for batch in epoch.val:
                 ...
 
-    `raypipe.loader` makes one. If a loop stops in the middle of an epoch's training or validation, the next one
-    skips the rest of it. The stream ends, with all its processes and threads, when the loop over the epochs
-    ends in any way, when the last reference to the loader and its epochs is gone, by `close`, and at exit.
+    `raypipe.loader` makes one. If a loop stops in the middle of an epoch's training, the next epoch skips the rest
+    of it, without making it. Each loop over a validation gets all of it. The stream's processes and threads end
+    when the loop over the epochs ends in any way, when the last reference to the loader and its epochs is gone, by
+    `close`, and at exit; only after the last two does a further batch fail.
 
     Attributes:
         plan: the run's plan.
@@ -86,7 +89,7 @@ class Loader(Unlike, instead=_INSTEAD):
     def __init__(
         self,
         spec: StreamSpec,
-        open_at: Callable[[Cursor], Feed],
+        open_at: Callable[..., Feed],
         rank: int = 0,
         world_size: int = 1,
         device: torch.device | None = None,
@@ -101,7 +104,7 @@ class Loader(Unlike, instead=_INSTEAD):
     ) -> None:
         """
         Args:
-            open_at: starts the stream at a place.
+            open_at: starts the stream at a place; a second argument is the only segment that it shall bring.
             cursor: that place; None = `load_state_dict` will set it.
             folder: where rank 0 records the run; None = nowhere.
             start_from: folder of a checkpoint that `restore` loads while Ray Train has none.
@@ -124,10 +127,11 @@ class Loader(Unlike, instead=_INSTEAD):
         self._running.close_with(self)
         self.interval_s = _INTERVAL_S
         self._supervisor: Any = None
+        self._turn = 0
         self.notice = Notice(self.account.tell_notice)
         self._go_to(cursor or self.plan.start())
         if cursor:
-            self._open()
+            self._begin()
         if augment:  # its imports take a second, in which the pool starts
             try:
                 self.augment = DeviceAugment(augment, self.device, dtype, targets, views)
@@ -137,24 +141,44 @@ class Loader(Unlike, instead=_INSTEAD):
 
     def _go_to(self, cursor: Cursor) -> None:
         self.plan.check(cursor)
-        self._start = cursor
+        self._start = cursor = self.plan.normalized(cursor)
         self._stand_at(cursor)
-        # What the loader holds refers to it weakly: a ring of references would keep a dropped one running.
-        self._epochs = Loader._each_epoch(weakref.proxy(self))
+        self._left: Split | None = None  # what the loop has left early, of the epoch that was handed out last
+        self._in_step = 0  # batches of the training step under way
+        self._turn += 1  # of the epoch that was handed out last
+        self._has_begun = self._was_left = False
+        self._epoch, self._diagnosed = cursor.epoch - 1, cursor.epoch - 1
+        # What the loader holds refers to it weakly, or not at all: a ring would keep a dropped one running.
+        self._training: weakref.ref[Pass] | None = None
+        self._segments = _by_epoch(self.plan, cursor)
+        self._delivered: tuple[int, Split] | None = None  # turn and split of the last batch
+        # Of the last batch, if it ended a step of the training: whether it was the epoch's last.
+        self._ended_step: bool | None = None
         self._batches: Any = None  # an iterator of Batch
 
-    def _open(self) -> None:
-        """Start the stream."""
+    def _begin(self) -> None:
+        """Start the stream at the loader's place."""
         if self.rank == 0 and next(self.plan.segments(self._start), None) is None:
             _logger.warning(
                 "all %d epochs are done, and nothing is left to train; to go on, set a larger plan.epochs",
                 self.num_epochs,
             )
         self.account.begin(self._start)
+        self._open(self._start)
+
+    def _open(self, start: Cursor, only: Segment | None = None) -> None:
+        """Open the stream.
+
+        Args:
+            start: its first place.
+            only: the one segment that it brings; None = all from there on.
+        """
         # Of the feed no more is held than these: its execution is to be collected once it has ended.
-        feed = self._open_at(self._start)
+        feed = self._open_at(start, only) if only else self._open_at(start)
         self._supervisor, has_actors = feed.supervisor, feed.supervisor is not None
-        account, spec = self.account, self._spec
+        account, spec, plan = self.account, self._spec, self.plan.only(only) if only else self.plan
+        self._course = Course(plan.segments(start), plan.config.per_step, self.rank, self.world_size)
+        self._start_images, self._moves = feed.start_images, feed.moves
         account.actors = feed.actors
         account.readers = int(has_actors and "train" in spec.readers())
         self._batches = on_device(
@@ -168,26 +192,83 @@ class Loader(Unlike, instead=_INSTEAD):
         )
         close = functools.partial(_close, self._running, feed.stop)
         closes = (functools.partial(close, generator) for generator in (feed.batches, self._batches))
-        ends = [feed.end, account.exported.end, account.chronicle.unfollow, *closes]
+        ends: list[Callable[[], object]] = [feed.end, account.exported.end, account.chronicle.unfollow, *closes]
         if has_actors:
             sentry = Sentry(feed.supervisor, self.rank, account.chronicle.waited_s)
             sentry.start()
             ends.insert(1, sentry.stop)  # before its Supervisor ends, and after the last wait for a batch
         self._running.begin(has_actors, *ends)
+        account.chronicle.follow(self._supervisor)
 
     def epochs(self) -> Epochs:
         """Iterate once over the remaining epochs; the first may be the rest of one.
 
-        A `for` loop over them ends the stream when it is left: at its end, by `break`, or by an exception.
+        A `for` loop over them ends the stream's processes when it is left: at its end, by `break`, or by an
+        exception. What is asked for after that, of its last epoch or of `epochs`, starts them again.
         """
         return Epochs(self)
+
+    def validation(self) -> Pass:
+        """Return the validation, for a loop that validates when the plan does not: before the training, in the
+        middle of an epoch, or after the last one.
+
+        All ranks iterate it. Where actors make the stream, they start again for it, and then for the training.
+        """
+        epoch = max(0, self._epoch)
+        segment = Segment("val", epoch, 0, self.plan.val_steps) if self.plan.val_steps else None
+        return Pass(segment, self, -1)
 
     def _stand_at(self, cursor: Cursor) -> None:
         self.cursor = cursor
         self.account.chronicle.step = self.global_step
 
-    def _each_epoch(self) -> Iterator[tuple[int, list[_Rest]]]:
-        """Yield each epoch's number, and the rest of its training and validation."""
+    def _next_epoch(self) -> Epoch:
+        """Leave the epoch that was handed out last, if there is one, and hand out the next."""
+        if self._was_left:
+            self._was_left, self._segments = False, _by_epoch(self.plan, self.cursor)
+        elif self._has_begun:
+            self._leave_epoch()
+        else:
+            self._has_begun = True
+            self._begin_record()
+        self._turn += 1
+        number, of_split = next(self._segments, (-1, {}))
+        if number < 0:
+            self._end()
+            raise StopIteration
+        self._epoch, self._segments_of_epoch = number, of_split
+        train = Pass(of_split.get("train"), self, self._turn)
+        self._training = weakref.ref(train)
+        return Epoch(number, train, Pass(of_split.get("val"), self, self._turn))
+
+    def _leave_epoch(self) -> None:
+        self._settle()
+        if self.cursor.epoch <= self._epoch:
+            train = self._segments_of_epoch.get("train")
+            last = train.num_steps if train else self.plan.steps_per_epoch
+            after = (self._epoch + 1, 0) if "val" in self._segments_of_epoch else (self._epoch, last)
+            self._stand_at(Cursor(*after, self.plan.fingerprint))
+        self._diagnose(self._epoch)
+
+    def _end(self) -> None:
+        """All epochs were handed out, and the last one was left."""
+        if self._running.why is None:
+            stands = self._course.next
+            if stands is None:
+                assert next(self._batches, None) is None, "the stream is longer than the plan"
+                if self._moves:
+                    self._moves(Move(END, END))
+            elif self._moves and not self._moves(Move(place_of(stands), END, leaves=True)):
+                while self._course.next:
+                    self._discard()
+            self._running.end(EXHAUSTED)
+
+    def _leave(self) -> None:
+        """The loop over the epochs was left: what is asked for from now on starts the stream again."""
+        self._was_left = True
+        self._running.end(LEFT)
+
+    def _begin_record(self) -> None:
         at, total = self.cursor, self.plan.config.epochs * self.plan.steps_per_epoch
         begins = {"workers": self.world_size, "actors": self.account.actors, "from_step": self.global_step}
         validates = at.step == self.plan.steps_per_epoch and self.plan.has_val(at.epoch)
@@ -196,24 +277,37 @@ class Loader(Unlike, instead=_INSTEAD):
             functools.partial(settings_of, self._spec, **begins, to_step=total),
             self._supervisor,
         )
-        for number, segments in groupby(self.plan.segments(self._start), lambda segment: segment.epoch):
-            of_split: dict[Split, Segment] = {segment.split: segment for segment in segments}
-            both = of_split.get("train"), of_split.get("val")
-            # By the class, since a method of a weak reference's would hold the loader.
-            rests = [(segment, Loader._deliver(self, segment) if segment else iter(())) for segment in both]
-            yield number, rests
-            for _, batches in rests:
-                self._skip(batches)
-        assert self._batches is None or next(self._batches, None) is None, "the stream is longer than the plan"
-        self._running.end(EXHAUSTED)
 
-    def _skip(self, batches: Iterator[Batch]) -> None:
-        for _ in batches:
-            self.account.skips = True
+    def _left_early(self, of: Pass) -> None:
+        is_now = of.segment is not None and of.turn == self._turn  # a forgotten loop may end at any later time
+        if of.segment and is_now and (of.segment.split == "train" or self._is_at_end(of)):
+            self._left = of.segment.split
+
+    @property
+    def place(self) -> Cursor:
+        """Place from which a resume does what the loop would do next.
+
+        It is the cursor. Once a loop has left an epoch's batches before their end (by `break`, not by an
+        exception that is being handled, nor by leaving the loop over the epochs), it is after them.
+        """
+        cursor = self.cursor
+        if self._left and cursor.epoch == self._epoch and not self._was_left and sys.exc_info()[0] is None:
+            is_val = self._left == "val"
+            cursor = Cursor(cursor.epoch + is_val, 0 if is_val else self.plan.steps_per_epoch, cursor.fingerprint)
+        return self.plan.normalized(cursor)
+
+    @property
+    def num_beyond(self) -> int:
+        """Batches that this rank was handed beyond `place`: some of a training step's."""
+        return self._in_step if self.place == self.plan.normalized(self.cursor) else 0
 
     def state_dict(self) -> dict[str, Any]:
-        """The run's place after the last step of which all batches were handed out; plain numbers and text."""
-        return asdict(self.cursor)
+        """The run's place after the last step of which all batches were handed out; plain numbers and text.
+
+        Inside of the loop over an epoch's batches that is in their midst. After it, also after a `break`, it is
+        behind them: a resumed run begins with what the loop would have done next.
+        """
+        return asdict(self.place)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a `state_dict`, made with any number of workers. All ranks call it, and iterate again.
@@ -225,10 +319,11 @@ class Loader(Unlike, instead=_INSTEAD):
         """
         cursor = Cursor.from_dict(state)
         self.plan.check(cursor)
-        if cursor != self._start or self.first_batch_s or self._batches is None or self._running.why:
+        is_there = cursor == self._start and not (self.first_batch_s or self._has_begun)
+        if not is_there or self._batches is None or self._running.why:
             self.close()
             self._go_to(cursor)
-            self._open()
+            self._begin()
 
     def report(self, metrics: Mapping[str, Any], **parts: Stateful) -> None:
         """Report metrics to Ray Train, with a checkpoint: the parts' states, and the run's place.
@@ -247,7 +342,7 @@ class Loader(Unlike, instead=_INSTEAD):
         # Ray Train refuses a tensor, and its controller would end the run at a number of NumPy's.
         metrics = {name: value.item() if hasattr(value, "item") else value for name, value in metrics.items()}
         with self.account.saving(lambda: "Ray Train writes it, or other ranks have not reported yet"):
-            report(metrics, parts, self.rank, self.cursor, self._described)
+            report(metrics, parts, self.rank, self.place, self._described)
         if self._lacks_weights and self.rank == 0:
             _logger.warning(
                 "the stream continued from a checkpoint, and loader.restore was not called: unless you loaded its "
@@ -288,7 +383,7 @@ class Loader(Unlike, instead=_INSTEAD):
 
         A later `raypipe.loader` continues from there.
         """
-        write_text(join(str(folder), CURSOR_FILE), self.cursor.to_json())
+        write_text(join(str(folder), CURSOR_FILE), self.place.to_json())
         self.account.exported.checkpointed()
 
     @property
@@ -327,7 +422,7 @@ class Loader(Unlike, instead=_INSTEAD):
                 "loader.save(folder), or call loader.load_state_dict before the first batch; to start over "
                 "anyway, raypipe.loader(spec, cursor=spec.plan.start())"
             )
-        if why := self._running.why:
+        if (why := self._running.why) and why not in GOES_ON:
             raise RaypipeError(
                 f"the stream has ended, since {why}: loader.load_state_dict(loader.state_dict()) restarts "
                 "it after the last whole step"
@@ -340,37 +435,78 @@ class Loader(Unlike, instead=_INSTEAD):
         """
         return self.account.times(split)
 
-    def _deliver(self, segment: Segment) -> Iterator[Batch]:
-        """This rank's micro-batches of a segment."""
-        split, epoch, per_step = segment.split, segment.epoch, self.plan.config.per_step
-        account, records = self.account, math.isfinite(self.interval_s)
-        account.skips = False
-        if split == "train":
-            account.begin_interval()
-        for step in range(segment.first_step, segment.num_steps):
+    def _deliver(self, of: Pass, number: int) -> Batch:
+        """A pass's micro-batch of a number."""
+        segment = of.segment
+        assert segment
+        split, epoch = segment.split, segment.epoch
+        if split == "train" and of.turn != self._turn:
+            raise RaypipeError(
+                f"the rest of epoch {epoch}'s train batches was skipped when the next epoch was asked for, or "
+                "load_state_dict was called: take an epoch's training before the next epoch"
+            )
+        steps, turn = divmod(number, self.accumulation_steps)
+        at = MicroBatchId(split, epoch, segment.first_step + steps, self.rank + turn * self.world_size)
+        ends_step = turn + 1 == self.accumulation_steps
+        is_last = number + 1 == len(of)
+        is_at_end = split == "val" and self._is_at_end(of)
+        self._settle()
+        self._begin_pass(of.turn, split)
+        if turn == 0:
             self.notice.begin_step()
-            for micro in range(self.rank, per_step, self.world_size):
-                try:
-                    batch = self._next(MicroBatchId(split, epoch, step, micro))
-                except BaseException as error:  # this generator yields no more; it may be Ctrl-C
-                    self._running.end(f"its next batch failed with {type(error).__name__}")
-                    _close(self._running, lambda: None, self._batches)  # another thread could not
-                    raise
-                ends_step = micro + self.world_size >= per_step
-                if ends_step and split == "train":
-                    self._stand_at(Cursor(epoch, step + 1, self.plan.fingerprint))
-                elif ends_step and step + 1 == segment.num_steps:
-                    self._stand_at(Cursor(epoch + 1, 0, self.plan.fingerprint))
-                yield replace(batch, ends_step=ends_step)
-                is_last = step + 1 == segment.num_steps
-                is_due = is_last or account.interval_age_s >= self.interval_s
-                if ends_step and split == "train" and is_due and records and not account.skips:
-                    account.interval(self.cursor)
-        account.export(self.cursor)
-        if records and (split == "val" or not self.plan.has_val(epoch)):
-            account.diagnose(epoch)
+        try:
+            batch = self._next(at, is_at_end and of.turn == self._turn)
+        except BaseException as error:  # it may be Ctrl-C
+            self._running.end(f"its next batch failed with {type(error).__name__}")
+            _close(self._running, lambda: None, self._batches)  # another thread could not
+            raise
+        if split == "train":
+            self._left, self._in_step = None, 0 if ends_step else turn + 1
+        elif self._left and is_at_end:
+            self._left = "train"
+        if ends_step and split == "train":
+            self._stand_at(Cursor(epoch, at.step + 1, self.plan.fingerprint))
+            self._ended_step = is_last
+        elif is_last and is_at_end and self.cursor.epoch <= epoch:
+            self._stand_at(Cursor(epoch + 1, 0, self.plan.fingerprint))
+        return replace(batch, ends_step=ends_step)
 
-    def _next(self, expected: MicroBatchId) -> Batch:
+    def _is_at_end(self, of: Pass) -> bool:
+        """Whether a validation comes after its epoch's training, and no loop takes more of that."""
+        training = self._training() if self._training else None
+        is_of_epoch = of.segment is not None and of.segment.epoch == self._epoch
+        return is_of_epoch and not (training and training.is_open)
+
+    def _begin_pass(self, turn: int, split: Split) -> None:
+        """Begin an interval of the training where its batches come after something else."""
+        if self._delivered != (turn, split):
+            self._delivered = turn, split
+            if split == "train":
+                self.account.begin_interval()
+
+    def _settle(self) -> None:
+        """Record the training up to the batch that was handed out last, if due: its compute has ended."""
+        is_last, self._ended_step = self._ended_step, None
+        if is_last is None or math.isinf(self.interval_s):
+            return
+        if is_last or self.account.interval_age_s >= self.interval_s:
+            self.account.interval(self.cursor)
+
+    def _finish(self, of: Pass) -> None:
+        """A pass was taken to its end."""
+        self._settle()
+        self.account.export(self.cursor)
+        if of.segment and of.turn == self._turn:
+            is_end = self._is_at_end(of) if of.segment.split == "val" else not self.plan.has_val(of.segment.epoch)
+            if is_end:
+                self._diagnose(of.segment.epoch)
+
+    def _diagnose(self, epoch: int) -> None:
+        if math.isfinite(self.interval_s) and epoch > self._diagnosed:
+            self._diagnosed = epoch
+            self.account.diagnose(epoch)
+
+    def _next(self, expected: MicroBatchId, goes_on: bool) -> Batch:
         self._check_running()
         account = self.account
         self._running.reader = threading.get_ident()
@@ -378,6 +514,7 @@ class Loader(Unlike, instead=_INSTEAD):
         awaited = functools.partial(self.account.chronicle.awaited, self._supervisor)
         thing = str(expected) if self.first_batch_s else "the first batch"
         with account.chronicle.waiting(thing, awaited, is_batch=True):
+            self._reach(expected, goes_on)
             batch = next(self._batches, None)
         if batch is None:
             self._check_running()
@@ -387,6 +524,7 @@ class Loader(Unlike, instead=_INSTEAD):
             raise RaypipeError(
                 f"rank {self.rank} expected {expected}, the stream {got}: please report this as a bug"
             )
+        self._course.take()
         log_place(split=expected.split, epoch=expected.epoch, step=self.plan.step_of_split(expected))
         if self.account.exported.is_due():
             account.export(self.cursor)
@@ -396,8 +534,66 @@ class Loader(Unlike, instead=_INSTEAD):
         if self.augment is not None:
             batch = self.augment.of_batch(batch, account.strength(self.plan.global_step(expected)))
         num_images = int((batch.index >= 0).sum())
-        account.handed_out(expected.split, arrived, images=num_images, read_s=batch.read_s, work_s=batch.work_s)
+        account.handed_out(
+            expected.split,
+            arrived,
+            images=num_images,
+            read_s=batch.read_s,
+            work_s=batch.work_s,
+            outage_s=batch.outage_s,
+        )
         return batch
+
+    def _reach(self, at: MicroBatchId, goes_on: bool) -> None:
+        """Go to a place of the schedule, so that its micro-batch comes next.
+
+        A stream can start anywhere. It is read on where that costs less than a start.
+
+        Args:
+            goes_on: of a validation, whether the next epoch comes after it.
+        """
+        num = self._course.before(at) if self._running.why is None else None
+        if num is None or not self._reads_on(at, num):
+            self._seek(at, goes_on)
+            num = self._course.before(at)
+            assert num is not None, "a stream begins at the step that it was opened for"
+        for _ in range(num):
+            self._discard()
+
+    def _reads_on(self, at: MicroBatchId, num: int) -> bool:
+        """Whether to read on, over a number of batches, and not to start again behind them."""
+        is_far = num * self.world_size * self.plan.config.micro_batch_size > self._start_images
+        stands = self._course.next
+        if not self._moves or stands is None:
+            return not is_far
+        if num or self._course.is_at_start:  # where batches come one after the other, nobody needs to know
+            return not self._moves(Move(place_of(stands), place_of(at), leaves=is_far))
+        return True
+
+    def _seek(self, at: MicroBatchId, goes_on: bool) -> None:
+        """Start the stream again, at the step of a micro-batch."""
+        self._running.end(LEFT)
+        fingerprint, num_steps = self.plan.fingerprint, self.plan.steps_per_epoch
+        if at.split == "train":
+            self._open(Cursor(at.epoch, at.step, fingerprint))
+        elif goes_on and at.step == 0:
+            self._open(Cursor(at.epoch, num_steps, fingerprint))
+        else:
+            self._open(
+                Cursor(at.epoch, num_steps, fingerprint), Segment("val", at.epoch, at.step, self.plan.val_steps)
+            )
+
+    def _discard(self) -> None:
+        if next(self._batches, None) is None:
+            self._check_running()
+            raise RaypipeError(f"rank {self.rank}: the stream ended early: please report this as a bug")
+        self._course.take()
+
+
+def _by_epoch(plan: Plan, cursor: Cursor) -> Iterator[tuple[int, dict[Split, Segment]]]:
+    """The segments from a place on, by epoch."""
+    for number, segments in groupby(plan.segments(cursor), lambda segment: segment.epoch):
+        yield number, {segment.split: segment for segment in segments}
 
 
 def _close(running: Running, stop: Callable[[], None], batches: Any) -> None:
@@ -421,15 +617,12 @@ class Epochs(Iterator[Epoch]):
         self._loader = loader
 
     def __next__(self) -> Epoch:
-        loader = self._loader
-        loader._check_running()
-        number, (train, val) = next(loader._epochs)
-        check, skip, steps = loader._check_running, loader._skip, loader.accumulation_steps
-        return Epoch(number, Pass(*train, iter(()), check, skip, steps), Pass(*val, train[1], check, skip, steps))
+        self._loader._check_running()
+        return self._loader._next_epoch()
 
     def __iter__(self) -> Iterator[Epoch]:
         try:
             while (epoch := next(self, None)) is not None:
                 yield epoch
         finally:
-            self._loader._running.end("the loop over its epochs was left")
+            self._loader._leave()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
@@ -38,9 +40,15 @@ def plain_loaders(loader: Loader, format: Format = "dict") -> tuple[PlainLoader,
 
     Raises:
         ConfigError: the format is "dict", and MixUp or CutMix is on, for whose targets it has no room, or a column
-            has the name of an entry. If the loop's order differs from the plan's, iterating raises it too, and
-            names the setting to change.
+            has the name of an entry. Iterating raises it if the loop wants more epochs than the plan has.
     """
+    check_format(loader, format)
+    shared = SharedEpochs(loader)
+    return PlainLoader(shared, "train", format), PlainLoader(shared, "val", format)
+
+
+def check_format(loader: Loader, format: Format) -> None:
+    """Raise ConfigError unless the loader's batches can have the format; see `plain_loaders`."""
     if format not in ("dict", "batch") and not callable(format):
         raise ConfigError(f"format must be 'dict', 'batch' or a function of the Batch, got {format!r}")
     config = loader.augment.config if loader.augment else None
@@ -51,60 +59,71 @@ def plain_loaders(loader: Loader, format: Format = "dict") -> tuple[PlainLoader,
         )
     if format == "dict" and (clash := {"image", "target", "weight", "views"} & loader.columns.types.keys()):
         raise ConfigError(f"column {min(clash)!r} has the name of an entry of 'dict': give a function instead")
-    shared = _SharedEpochs(loader)
-    return PlainLoader(shared, "train", format), PlainLoader(shared, "val", format)
 
 
-class _SharedEpochs:
+class SharedEpochs:
     """The place of both loaders in the one stream that they share."""
 
     def __init__(self, loader: Loader) -> None:
         self.loader = loader
-        self._epochs: object = None
         self._epoch: Epoch | None = None
+        self._was_given = False  # the epoch's training, to a loop
 
     def next(self, split: Split) -> Pass:
         """The next training, or the validation of the epoch that is being trained."""
-        if self._epochs is not self.loader._epochs:  # it was told to go on elsewhere
-            self._epochs, self._epoch = self.loader._epochs, None
-        config = self.loader.plan.config
+        if self._epoch and self._epoch.train.turn != self.loader._turn:  # it was told to go on elsewhere
+            self._epoch = None
         if split == "train":
-            while self._epoch is None or self._epoch.train.begun or not len(self._epoch.train):
+            # After a resume before a validation, the rest of the epoch's training is empty.
+            while self._epoch is None or self._was_given:
                 self._next_epoch()
+                if self._epoch is None:
+                    epochs = self.loader.plan.config.epochs
+                    raise ConfigError(f"the loop wants more than the {epochs} epochs of the plan: set plan.epochs")
+            self._was_given = True
             return self._epoch.train
-        epoch = self._epoch or self._next_epoch()
-        if len(epoch.train) and not epoch.train.begun:
-            raise ConfigError(
-                f"a validation was asked for before epoch {epoch.number} was trained: a stream has one order; "
-                "leave out what validates first (Lightning: num_sanity_val_steps=0)"
-            )
-        if not len(epoch.val) or epoch.val.begun:
-            raise ConfigError(
-                f"the plan has no further validation after epoch {epoch.number}: plan.val_interval is "
-                f"{config.val_interval}; let the loop validate as often"
-            )
-        return epoch.val
-
-    def _next_epoch(self) -> Epoch:
-        self._epoch = next(self.loader.epochs(), None)
         if self._epoch is None:
-            epochs = self.loader.plan.config.epochs
-            raise ConfigError(f"the loop wants more than the {epochs} epochs of the plan: set plan.epochs")
-        return self._epoch
+            self._next_epoch()
+        # The plan may have none here; it is a pure function, so there is one wherever a loop wants it.
+        has_own = self._epoch is not None and len(self._epoch.val)
+        return self._epoch.val if self._epoch and has_own else self.loader.validation()
+
+    def go_to(self, epoch: int, step: int) -> None:
+        """Let the next training be from a step of an epoch on; nothing happens if it is."""
+        at = self._epoch
+        if at is None or at.train.turn != self.loader._turn:
+            upcoming = self.loader.cursor.epoch, self.loader.cursor.step
+        elif self._was_given:
+            upcoming = at.number + 1, 0
+        else:
+            segment = at.train.segment
+            upcoming = at.number, segment.first_step if segment else self.loader.plan.steps_per_epoch
+        if (epoch, step) != upcoming:
+            fingerprint = self.loader.plan.fingerprint
+            self.loader.load_state_dict({"epoch": epoch, "step": step, "fingerprint": fingerprint})
+
+    def _next_epoch(self) -> None:
+        self._epoch, self._was_given = next(self.loader.epochs(), None), False
 
 
 class PlainLoader:
-    """Each iteration is the next epoch's training, or the validation after it; after a resume, the rest of it.
+    """Each iteration is the next epoch's training, after a resume the rest of it; or a whole validation.
 
-    Both loaders of a run share one stream, so their iterations take turns in the order of the plan: validate at
-    the end of an epoch.
+    Both loaders of a run share one stream. It costs least in the order of the plan, which validates at the end of
+    an epoch; at any other time, and a second time, a validation is made as well.
 
     Attributes:
         batch_size: B, the size of this rank's micro-batches; several make up an optimizer step, see
             `Loader.accumulation_steps`.
+        end_of_dataloader: whether the newest batch is the last of a training step, or of a validation. Accelerate
+            reads it, and begins to count a step's batches anew.
+        remainder: -1, as Accelerate has it for samples that need not be cut off: their weights are 0.
     """
 
-    def __init__(self, shared: _SharedEpochs, split: Split, format: Format) -> None:
+    end_of_dataloader = False
+    remainder = -1
+
+    def __init__(self, shared: SharedEpochs, split: Split, format: Format) -> None:
         self.batch_size = shared.loader.plan.config.micro_batch_size
         self._shared, self._loader, self._split, self._format = shared, shared.loader, split, format
 
@@ -116,12 +135,29 @@ class PlainLoader:
 
     def __iter__(self) -> Iterator[Any]:
         # A generator: loops of others make iterators that they never ask.
-        if len(self):  # a stream without validation has an empty one after each epoch
-            yield from map(self._formed, _to_the_end(self._shared.next(self._split)))
+        if not len(self):  # a stream without validation has an empty one after each epoch
+            return
+        batches = self._shared.next(self._split)
+        with _known_to_accelerate(self):
+            for number, batch in enumerate(_to_the_end(batches), 1):
+                self.end_of_dataloader = batch.ends_step if self._split == "train" else number == len(batches)
+                yield self._formed(batch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Like `Loader.state_dict`: both loaders of a run share one place."""
-        return self._loader.state_dict()
+        """Like `Loader.state_dict`: both loaders of a run share one place.
+
+        Raises:
+            ConfigError: some batches of an optimizer step were handed out, and others not. Their gradients are in
+                no checkpoint, and the loop's count of batches would go on from another place than the stream.
+        """
+        loader = self._loader
+        if num := loader.num_beyond:
+            raise ConfigError(
+                f"a checkpoint in the midst of an optimizer step, after {num} of this rank's "
+                f"{loader.accumulation_steps} batches, would lose their gradients, and the resumed loop would "
+                "step at other batches: save after the last (if batch.ends_step, if accelerator.sync_gradients)"
+            )
+        return loader.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Like `Loader.load_state_dict`; loading it into one of the two loaders is enough."""
@@ -138,7 +174,26 @@ class PlainLoader:
 
 def _to_the_end(batches: Pass) -> Iterator[Batch]:
     """The batches; their end is asked for with the last one, since loops that count do not ask for it."""
-    for number, batch in enumerate(batches, 1):
+    taken = iter(batches)
+    for number, batch in enumerate(taken, 1):
         if number == len(batches):
-            next(batches, None)
+            next(taken, None)
         yield batch
+
+
+@contextlib.contextmanager
+def _known_to_accelerate(loader: PlainLoader) -> Iterator[None]:
+    """Context manager: the loader is the one that Accelerate asks for `end_of_dataloader`, if it is in use.
+
+    So it counts the batches of each step from 0. Its own count of all batches would be wrong once the number of
+    workers has changed.
+    """
+    module: Any = sys.modules.get("accelerate.state")
+    state = module.GradientState() if module and module.GradientState._shared_state else None
+    if state:
+        state._add_dataloader(loader)
+    try:
+        yield
+    finally:
+        if state:
+            state._remove_dataloader(loader)

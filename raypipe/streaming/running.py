@@ -9,9 +9,13 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
+from raypipe.streaming.moves import Move
 from raypipe.transform.fields import MicroBatch
 
 EXHAUSTED = ""
+LEFT = "the loop over its epochs was left"
+GOES_ON = (EXHAUSTED, LEFT)
+"""The ends after which a loop may ask for more: the stream then starts again, where it is asked for."""
 
 
 class Feed(NamedTuple):
@@ -25,6 +29,10 @@ class Feed(NamedTuple):
         draws_globally: the thread that requests a batch makes it, from the process's generators: it must be the
             consumer's.
         end: function that ends all other parts, once the batches are closed.
+        moves: called with each move of this rank where others share the source; returns whether it leaves the
+            source, as all then do. None = no other rank shares it.
+        start_images: images that the source makes in the time that its start takes. A skip of fewer reads on; a
+            longer one starts the source again, behind them.
     """
 
     batches: Iterator[MicroBatch]
@@ -33,6 +41,8 @@ class Feed(NamedTuple):
     actors: int = 0
     stop: Callable[[], None] = lambda: None
     end: Callable[[], None] = lambda: None
+    start_images: int = 0
+    moves: Callable[[Move], bool] | None = None
 
 
 class Running:
@@ -76,7 +86,7 @@ class Running:
     def end(self, why: str) -> None:
         """End the stream, if it has not ended; its record continues."""
         with self._one_by_one:
-            if self.why is None:
+            if self.why is None or (self.why in GOES_ON and why not in GOES_ON):
                 self.why = why
             _with_actors.pop(self, None)
             self._ends.close()

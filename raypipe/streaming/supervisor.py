@@ -32,7 +32,7 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import ray
 
@@ -43,6 +43,10 @@ from raypipe.rayext.iteration import coordinator_of
 from raypipe.rayext.memory import Memory, forget
 from raypipe.rayext.watch import Process, Watch, here, this_process
 from raypipe.streaming.blocks import fitting
+from raypipe.streaming.moves import Answer, Move, Moves
+
+if TYPE_CHECKING:
+    from raypipe.streaming.remake import Probe
 
 logger = logging.getLogger(__name__)
 
@@ -124,8 +128,11 @@ class Supervisor:
         self._num_bytes: dict[str, deque[int]] = defaultdict(lambda: deque(maxlen=_NUM_MEASURED))
         self._sizes: dict[str, dict[Split, int]] = {}  # task of a reader → k of each split
         self._left: set[int] = set()  # ranks
+        self._moves: Moves | None = None
         self._stands: dict[str, str] = {}  # execution that has brought blocks → what it is at
+        self._ready, self._num_looks = 0.0, 0  # sum over the executions' looks, one a second, and their number
         self._waits: dict[int, float] = {}  # rank → since when it has waited for a batch
+        self._probes: dict[tuple[str, Any], Probe] = {}
         self._watch = Watch(self.note, self._work_of)
         self._process = this_process("supervisor") if watches else None
         self._memory = memory or (Memory() if watches else None)
@@ -162,21 +169,35 @@ class Supervisor:
         self._waits[rank] = time.monotonic() - waited_s if waited_s else math.inf
         return self._process
 
-    def moves(self, execution: str, still_s: float, process: Process | None = None, at: str = "") -> int:
+    def moves(
+        self,
+        execution: str,
+        still_s: float,
+        process: Process | None = None,
+        at: str = "",
+        ready: float = 0.0,
+    ) -> int:
         """An execution runs, as it says each second; no rank has taken a block from it for so long.
 
         Args:
             at: what its blocks are at; empty = it has brought none yet.
+            ready: share of the ranks for which a finished block lies ready now.
 
         Returns:
             The number of ranks that have waited for more than a second, for whatever reason.
         """
-        self._watches(execution, process)
-        self._watch.moves(execution, still_s)
+        if self._watch.moves(execution, still_s, process):
+            self._remember()
         if at:
             self._stands[execution] = at
+            self._ready += ready
+            self._num_looks += 1
         now = time.monotonic()
         return sum(now - since > _WAITS_S for since in self._waits.values())
+
+    def ready(self) -> float:
+        """Return the mean share of the ranks for which a finished block lay ready, over the stream so far."""
+        return self._ready / self._num_looks if self._num_looks else 0.0
 
     def left(self, key: str) -> None:
         """A process, or an execution, is no more part of the stream."""
@@ -294,6 +315,16 @@ class Supervisor:
         self._watch.remove(task)
         self._remember()
 
+    def moves_to(self, rank: int, world_size: int, move: Move) -> None:
+        """A rank says where it goes, see `Moves`."""
+        self._moves = self._moves or Moves(world_size)
+        if warning := self._moves.says(rank, move):
+            self.note(warning)
+
+    def answer(self, rank: int, is_last: bool = False) -> Answer:
+        """What a rank that would leave the execution is to do, see `Moves`."""
+        return self._moves.answer(rank, is_last) if self._moves else "read on"
+
     def leaves(self, rank: int) -> int:
         """A rank will read no more; returns how many have said so."""
         self._left.add(rank)
@@ -311,6 +342,10 @@ class Supervisor:
         """Record that a node has other packages than the driver, once for all of its actors."""
         if ("fault", event) not in self._events:
             self.note(event, "versions")
+
+    def first_probe(self, probe: Probe) -> Probe:
+        """Return the first sample that an actor has sent of the same split and size: maybe its own."""
+        return self._probes.setdefault(probe.of, probe)
 
     def scaled(self, event: str) -> None:
         """Record a decision on the pool's size."""

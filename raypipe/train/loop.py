@@ -120,6 +120,7 @@ class Trainer:
             run_dir=run_uri,
         )
         self.loader.interval_s, self._account = math.inf, self.loader.account
+        self._account.is_run = True
         self._account.exported.checkpointed()
         self._account.chronicle.stop_requested = functools.partial(stop_requested, run_uri)
         self.world_size = self.loader.world_size
@@ -324,7 +325,9 @@ class Trainer:
         """Describe why a checkpoint waits."""
         if self._writer.is_writing:
             return f"the previous one is being written to {self.run_uri}"
-        return "other ranks have not reached it yet"
+        if self.world_size == 1:
+            return "Ray Train's controller has not noted it yet"
+        return "other ranks have not reached it yet, or Ray Train's controller has not noted it"
 
     def _save(self) -> None:
         metrics, self._saved_at = self.figures(), time.perf_counter()

@@ -52,8 +52,8 @@ from raypipe.streaming.supervisor import events_of
 from raypipe.transform.fields import MicroBatch
 
 NUM_SAMPLES = 320
-# Kinds with images of 96 pixels a side. The blocks of others, below 100 KB, outlive their node, since Ray keeps them in
-# the process that asked for them.
+# Kinds with images of 96 pixels a side. Smaller blocks, below 100 KB, outlive their node: Ray keeps them in the
+# memory of the process that asked for them.
 LARGE = ("frozen node", "node")
 STORES = ("lmdb", "parquet")  # the same samples: actors read the one, a reader the other
 PLAN = PlanConfig(epochs=2, micro_batch_size=8, global_batch_size=32, seed=11)

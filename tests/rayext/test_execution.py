@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -49,6 +51,26 @@ def test_rays_guards_against_stalls_spare_a_stream_whose_trainer_pauses() -> Non
     context = context_of(Settings(PoolConfig(), 2, 0, reads=False, supervisor=None), 1)
     assert context.execution_no_progress_timeout_s == -1  # else half an hour, in Ray 2.60
     assert context.output_backpressure_guard_release_interval_s >= 1e9  # else a block every ten seconds
+
+
+def test_no_setting_of_a_users_context_decides_what_a_stream_delivers() -> None:
+    settings, own, names = Settings(PoolConfig(), 2, 0, reads=False, supervisor=None), object(), set[str]()
+    with warnings.catch_warnings(), ray.data.DataContext.current(ray.data.DataContext()):
+        warnings.simplefilter("ignore")
+        expected = context_of(settings, 1)
+        users = ray.data.DataContext.get_current()
+        users.set_config("of the user", True)
+        for field in dataclasses.fields(ray.data.DataContext):
+            users.__dict__[field.name] = own
+        found = context_of(settings, 1)
+    for field in dataclasses.fields(ray.data.DataContext):
+        value, default = getattr(found, field.name), getattr(expected, field.name)
+        if value is own:
+            names.add(field.name)
+        else:
+            assert value == default or type(value) is type(default), field.name
+    assert names and all("log" in name or "stats" in name or "metrics" in name for name in names)
+    assert found.max_errored_blocks == 0 and found.get_config("of the user") is None
 
 
 def test_a_process_that_gets_the_context_gets_our_autoscalers_with_it(tmp_path: Path) -> None:

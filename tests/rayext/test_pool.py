@@ -225,6 +225,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     ]
     monkeypatch.setattr(pool, "nodes", lambda: there)
     monkeypatch.setattr(pool, "_pending_cpus", lambda: {1.0})
+    monkeypatch.setattr(pool, "_id_of", str)
     return free
 
 
@@ -288,6 +289,22 @@ def test_actors_of_a_lost_node_get_room_before_idle_ones() -> None:
     )
     assert keeper.left_after(0) == ["a", "b"]
     assert keeper.left_after(1, 4) == ["a", "b"] and len(keeper.notes) == 1
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_the_maker_of_a_lost_block_gets_room_while_a_rank_waits_for_it(waits: bool) -> None:
+    keeper = Keeper(Pool(maker=(True, 0, "gone"), other=(True, 0, "gone"), i=(False, 0), j=(False, 0)))
+    keeper._make_room(0.0, lambda: {"maker"}, fetches=waits)
+    assert list(keeper.pool._running_actors) == (["maker", "j"] if waits else ["maker", "other", "i", "j"])
+
+
+def test_no_pool_shrinks_while_no_rank_takes_a_block() -> None:
+    sizer, still = PoolSizer(RULES, 0), [float(now) for now in range(1, 1000)]
+    looks = [sizer.observe(now, waiting=0, active=1, running=8, pending=0, moved=False) for now in still]
+    assert not any(looks), "trainers that wait for a checkpoint do not say how many actors they need"
+    assert sizer.observe(1000.0, waiting=0, active=1, running=8, pending=0, moved=True) is None
+    slow = [sizer.observe(1000.0 + 20 * n, waiting=0, active=1, running=8, pending=0) for n in range(1, 40)]
+    assert any(slow), "slow trainers that take blocks do"
 
 
 def test_room_is_made_once_for_an_actor_that_starts_slowly(

@@ -24,7 +24,7 @@ from raypipe.config import AugmentConfig, PlanConfig, PoolConfig, TransformConfi
 from raypipe.device.augment import DeviceAugment, Normalize
 from raypipe.device.prefetcher import Batch
 from raypipe.errors import ConfigError, CursorError, RaypipeError
-from raypipe.plan.places import Cursor
+from raypipe.plan.places import Cursor, MicroBatchId
 from raypipe.rayext.allocation import Resources
 from raypipe.stores.base import MemoryStore
 from raypipe.streaming import handover
@@ -36,7 +36,7 @@ from raypipe.streaming.loader import Loader
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.opening import open_stream
 from raypipe.streaming.row import block_row, host_batches
-from raypipe.streaming.running import Feed, end_oldest
+from raypipe.streaming.running import LEFT, Feed, end_oldest
 from raypipe.streaming.spec import StreamSpec
 
 CPU = torch.device("cpu")
@@ -184,13 +184,16 @@ def test_an_epoch_trains_then_validates_and_tells_where_steps_end(inline: Stream
 
 def test_what_a_loop_leaves_over_is_skipped_and_cannot_be_asked_for_later(inline: StreamSpec) -> None:
     one, seen = loader(inline), []
+    epochs: list[Epoch] = []
     for epoch in one.epochs():
+        if epochs:
+            with pytest.raises(
+                RaypipeError, match="the rest of epoch 0's train batches was skipped when the next"
+            ):
+                next(epochs[0].train)
         seen.append(next(epoch.train).position)
         seen.append(next(epoch.val).position)
-        with pytest.raises(
-            RaypipeError, match=r"the rest of epoch \d's train batches was skipped .* end of an epoch"
-        ):
-            next(epoch.train)
+        epochs.append(epoch)
     assert [(at.split, at.epoch, at.step) for at in seen] == [
         (split, epoch, 0) for epoch in range(2) for split in ("train", "val")
     ]
@@ -363,20 +366,27 @@ def test_a_stream_ends_when_nothing_holds_it_without_the_collector(inline: Strea
         gc.enable()
 
 
-def test_a_stream_that_has_ended_says_why_and_can_be_started_anew(inline: StreamSpec) -> None:
+def test_a_stream_whose_loop_was_left_goes_on_until_it_is_closed(inline: StreamSpec) -> None:
     one = loader(inline)
     for epoch in one.epochs():
         places = [batch.position for batch in islice(epoch.train, 6)]
         break
-    for ask in (lambda: next(one.epochs()), lambda: next(epoch.train)):
-        with pytest.raises(RaypipeError, match="has ended, since the loop over its epochs was left"):
+    assert one._running.why == LEFT
+    places += [batch.position for batch in islice(epoch.train, 3)]  # as in the next cell of a notebook
+    assert places == list(islice(inline.plan.micro_batches(inline.plan.start()), 9))
+    for epoch in one.epochs():  # the cell is run again: on, after the last whole step
+        assert [batch.position for batch in islice(epoch.train, 2)] == [*places[8:], replace_micro(places[8], 1)]
+        break
+    one.close()
+    for ask in (lambda: next(one.epochs()), lambda: next(epoch.train), lambda: next(iter(epoch.val))):
+        with pytest.raises(RaypipeError, match=r"since the loader was closed: .* restarts it after"):
             ask()
     one.load_state_dict(one.state_dict())
-    again = next(next(one.epochs()).train)
-    assert places[4] == again.position  # the first of the step that was begun
-    one.close()
-    with pytest.raises(RaypipeError, match="has ended, since the loader was closed"):
-        next(one.epochs())
+    assert next(next(one.epochs()).train).position == places[8]
+
+
+def replace_micro(at: MicroBatchId, micro: int) -> MicroBatchId:
+    return dataclasses.replace(at, micro=micro)
 
 
 def test_only_the_oldest_stream_with_actors_makes_room_and_says_so(
@@ -474,16 +484,28 @@ def test_a_function_of_ray_tune_gets_the_whole_stream(inline: StreamSpec, monkey
     one.restore()
 
 
-def test_ranks_of_other_plans_are_refused(inline: StreamSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_of_other_plans_or_places_are_refused(inline: StreamSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     handed: Any = ([], None, 1)
 
-    def hand_over(plan: str) -> Any:
-        monkeypatch.setattr("ray.train.collective.broadcast_from_rank_zero", lambda _: (plan, handed))
-        return handover._handed_round(inline, inline.plan.start(), None, 1, 2, in_train=True, apart=False)
+    def hand_over(plan: str, place: str = "epoch 0, step 0", again: bool = False) -> Any:
+        def broadcast(_: Any) -> Any:
+            time.sleep(5 if place == "nowhere" else 0)
+            return plan, place, handed
+
+        monkeypatch.setattr("ray.train.collective.broadcast_from_rank_zero", broadcast)
+        quick = dataclasses.replace(inline, pool=PoolConfig(stall_timeout_s=0.2))
+        return handover._handed_round(quick, inline.plan.start(), None, 1, 2, True, apart=False, again=again)
 
     assert hand_over(inline.plan.fingerprint) is handed
+    assert hand_over(inline.plan.fingerprint, again=True) is handed
     with pytest.raises(ConfigError, match=r"rank 1 has plan \w+, and rank 0 has another: give all ranks the same"):
         hand_over("another")
+    with pytest.raises(RaypipeError, match="rank 1 starts the stream at epoch 0, step 0, and rank 0 at epoch 1,"):
+        hand_over(inline.plan.fingerprint, "epoch 1, step 0", again=True)
+    with pytest.raises(
+        RaypipeError, match="rank 1 starts the stream again at epoch 0, step 0, and other ranks have"
+    ):
+        hand_over(inline.plan.fingerprint, "nowhere", again=True)
 
 
 def test_a_loader_outside_of_ray_train_connects_to_ray(monkeypatch: pytest.MonkeyPatch) -> None:

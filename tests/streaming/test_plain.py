@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.nn.functional import cross_entropy
 
 from raypipe.config import AugmentConfig, PlanConfig, PoolConfig, TransformConfig
 from raypipe.device.mixing import soft_targets
-from raypipe.errors import ConfigError, RaypipeError
+from raypipe.errors import ConfigError
 from raypipe.plan.places import Cursor
 from raypipe.streaming.handover import loader
 from raypipe.streaming.opening import open_stream
@@ -81,40 +82,42 @@ def test_a_state_that_either_of_them_saves_goes_on_in_both(spec: StreamSpec) -> 
 def test_a_resume_before_a_validation_has_it_and_may_leave_it_out(spec: StreamSpec) -> None:
     val = validation_of(spec, "batch")
     assert {batch.position.epoch for batch in val} == {0}
-    train, _ = plain_loaders(loader(spec, cursor=pending(spec)), "batch")
-    assert {batch.position.epoch for batch in train} == {1}
+    one = loader(spec, cursor=pending(spec))
+    train, _ = plain_loaders(one, "batch")
+    epochs = range(one.cursor.epoch, one.num_epochs)
+    assert [{batch.position.epoch for batch in train} for _ in epochs] == [set(), {1}, {2}]
 
 
-def ask(spec: StreamSpec, *turns: str) -> None:
-    train, val = plain_loaders(loader(spec), "batch")
-    by_name = {"train": train, "val": val}
-    for turn in turns:
-        for _ in by_name[turn]:
-            pass
+def test_a_loop_that_wants_more_epochs_than_the_plan_is_told_the_setting(spec: StreamSpec) -> None:
+    train, _ = plain_loaders(loader(spec), "batch")
+    for _ in range(3):
+        assert len(list(train)) == 16
+    with pytest.raises(ConfigError, match=r"more than the 3 epochs of the plan: set plan\.epochs"):
+        list(train)
 
 
-@pytest.mark.parametrize(
-    ("turns", "message"),
-    [
-        (("val",), "before epoch 0 was trained.*num_sanity_val_steps=0"),
-        (("train", "val", "val"), r"no further validation after epoch 0: plan\.val_interval is 1"),
-        (("train",) * 4, r"more than the 3 epochs of the plan: set plan\.epochs"),
-    ],
-)
-def test_a_loop_whose_order_is_not_the_plans_is_told_the_setting(
-    spec: StreamSpec, turns: tuple[str, ...], message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        ask(spec, *turns)
-
-
-def test_a_validation_in_the_midst_of_an_epoch_does_not_end_it_in_silence(spec: StreamSpec) -> None:
-    train, val = plain_loaders(loader(spec), "batch")
-    seen = iter(train)
-    next(seen)
-    next(iter(val))
-    with pytest.raises(RaypipeError, match="epoch 0's train batches was skipped"):
-        next(seen)
+def test_a_loop_validates_whenever_it_likes_and_trains_the_same(spec: StreamSpec) -> None:
+    config = dataclasses.replace(spec.plan.config, val_interval=2)  # none after the first epoch
+    one = loader(dataclasses.replace(spec, plan=dataclasses.replace(spec.plan, config=config)))
+    train, val = plain_loaders(one, "batch")
+    seen = [batch.position for batch in islice(val, 2)]  # a sanity check
+    assert one.cursor == spec.plan.start()
+    for epoch in range(3):
+        for number, batch in enumerate(train):
+            seen.append(batch.position)
+            if number == 5:
+                cursor = one.cursor
+                seen += [batch.position for batch in val]
+                assert one.cursor == cursor  # the epoch goes on
+        for _ in range(2):
+            seen += [batch.position for batch in val]
+        assert one.cursor == Cursor(epoch + 1, 0, spec.plan.fingerprint)
+    seen += [batch.position for batch in val]  # after the end
+    assert [at for at in seen if at.split == "train"] == [
+        at for at in spec.plan.micro_batches(spec.plan.start()) if at.split == "train"
+    ]
+    validation = [(step, micro) for step in range(1) for micro in range(4)]
+    assert [(at.step, at.micro) for at in seen if at.split == "val"] == [*validation[:2], *validation * 10]
 
 
 def test_a_stream_without_validation_has_an_empty_one_after_each_epoch(spec: StreamSpec) -> None:

@@ -1,0 +1,93 @@
+"""What the ranks of one execution go to, and whether they all leave it for another place. Pure.
+
+An execution brings each rank its share, so a rank that leaves it alone would let the others wait for ever. A rank
+that skips a long part therefore says so, and leaves only if all do:
+
+    all ranks skip to the same place                    they leave, and the stream starts again there
+    another takes what it skips, or goes elsewhere      it reads on, as far as it wants to skip
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from raypipe.plan.places import MicroBatchId
+
+Place = tuple[int, int, int]
+"""Place in the order of a stream: epoch, 0 or 1 for training or validation, step."""
+
+END: Place = (1 << 62, 0, 0)
+"""The place after all others."""
+
+
+def place_of(at: MicroBatchId) -> Place:
+    """The place of a micro-batch's step."""
+    return at.epoch, int(at.split == "val"), at.step
+
+
+Answer = Literal["leave", "read on", "wait"]
+
+
+class Move(NamedTuple):
+    """What a rank says: where it stands, where it goes, and whether it would leave the execution for that."""
+
+    stands: Place
+    goes: Place
+    leaves: bool = False
+
+
+class Moves:
+    """The last moves of the ranks.
+
+    Args:
+        world_size: W.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        self._last: dict[int, Move] = {}
+        self._takes: dict[Place, set[int]] = {}
+        self._skips: dict[Place, set[int]] = {}
+        self._told = False
+
+    def says(self, rank: int, move: Move) -> str:
+        """Record a move; returns a warning, once, if a validation is iterated by some ranks and not by others."""
+        self._last[rank] = move
+        epoch = move.stands[0]
+        validation = (epoch, 1, 0)
+        if move.goes == validation:
+            self._takes.setdefault(validation, set()).add(rank)
+        elif move.stands <= validation < move.goes:
+            self._skips.setdefault(validation, set()).add(rank)
+        takes, skips = self._takes.get(validation), self._skips.get(validation)
+        if self._told or not (takes and skips):
+            return ""
+        self._told = True
+        return (
+            f"rank {min(takes)} iterates the validation of epoch {epoch}, and rank {min(skips)} does not: each "
+            "rank has a share of the samples, and the shares of ranks that leave it out are missing. "
+            "Iterate epoch.val on all ranks, and sum over them (docs/training-loop.md)"
+        )
+
+    def answer(self, rank: int, is_last: bool = False) -> Answer:
+        """What a rank that would leave is to do, as far as the others have said.
+
+        Args:
+            is_last: it waits no longer, and reads on unless all have agreed.
+        """
+        own, others = self._last[rank], [move for of, move in self._last.items() if of != rank]
+        if all(self._agrees(own, move) for move in others) and len(others) == self._world_size - 1:
+            return "leave"
+        if is_last or not all(self._agrees(own, move) or self._is_past(own, move) for move in others):
+            self._last[rank] = own._replace(leaves=False)
+            return "read on"
+        return "wait"
+
+    @staticmethod
+    def _agrees(own: Move, other: Move) -> bool:
+        return other.leaves and other.goes == own.goes
+
+    @staticmethod
+    def _is_past(own: Move, other: Move) -> bool:
+        """Whether it is from before the place where the rank stands."""
+        return not other.leaves and other.goes < own.stands

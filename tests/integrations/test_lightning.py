@@ -1,0 +1,313 @@
+"""Lightning's flags, hooks and checkpoints, one by one: what is trained, and what a resume trains."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from torch.nn.functional import cross_entropy
+
+from raypipe.config import PlanConfig, PoolConfig, TransformConfig
+from raypipe.device.prefetcher import Batch
+from raypipe.errors import ConfigError
+from raypipe.integrations.lightning import StreamDataModule
+from raypipe.plan.places import MicroBatchId
+from raypipe.streaming.handover import loader
+from raypipe.streaming.inline import inline_batches
+from raypipe.streaming.loader import Loader
+from raypipe.streaming.opening import open_stream
+from raypipe.streaming.running import Feed
+from raypipe.streaming.spec import StreamSpec
+
+Flags = dict[str, Any]
+
+
+class DiedError(Exception):
+    pass
+
+
+class Module(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = torch.nn.Linear(3 * 12 * 12, 5)
+        self.seen = list[MicroBatchId]()
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        self.seen.append(batch["at"])
+        return cross_entropy(self.layer(batch["image"].flatten(1)), batch["target"])
+
+    def validation_step(self, batch: Any) -> None:
+        self.seen.append(batch["at"])
+
+    test_step = predict_step = validation_step
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def num(self, split: str) -> int:
+        return sum(at.split == split for at in self.seen)
+
+
+def formed(batch: Batch) -> Any:
+    return {"image": batch.image.float() / 255, "target": batch.target.clamp(min=0), "at": batch.position}
+
+
+@pytest.fixture(scope="module")
+def spec_of(stores: dict[str, Path]) -> Callable[[int], StreamSpec]:
+    """Two epochs of six steps of 16 samples, in so many micro-batches."""
+
+    @cache
+    def spec(per_step: int = 4) -> StreamSpec:
+        return open_stream(
+            stores["train"],
+            stores["val"],
+            plan=PlanConfig(epochs=2, micro_batch_size=16 // per_step, global_batch_size=16),
+            transform=TransformConfig(train="small", val="resize", size=12),
+            pool=PoolConfig(engine="inline"),
+        )
+
+    return spec
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    yield
+    logging.getLogger("lightning.pytorch").setLevel(logging.NOTSET)
+
+
+def trainer_of(stream: Loader, flags: Flags) -> pl.Trainer:
+    quietly = dict.fromkeys(
+        ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False
+    )
+    if any(isinstance(callback, ModelCheckpoint) for callback in flags.get("callbacks", [])):
+        quietly["enable_checkpointing"] = True
+    return pl.Trainer(**StreamDataModule.settings(stream) | quietly | {"accelerator": "cpu"} | flags)
+
+
+def fit(stream: Loader, path: Path | str | None = None, **flags: Any) -> Module:
+    module = Module()
+    try:
+        trainer_of(stream, flags).fit(module, datamodule=StreamDataModule(stream, formed), ckpt_path=path)
+    except DiedError:
+        pass
+    finally:
+        stream.close()
+    return module
+
+
+def equal(one: Module, other: Module) -> bool:
+    return torch.equal(one.layer.weight, other.layer.weight)
+
+
+class At(pl.Callback):
+    """At a hook's call of a number: a checkpoint, if a path is given, and the end."""
+
+    def __init__(self, hook: str, number: int, path: Path | None = None) -> None:
+        self.num_calls = 0
+
+        def call(trainer: pl.Trainer, *_: Any, **__: Any) -> None:
+            self.num_calls += 1
+            if self.num_calls == number:
+                if path:
+                    trainer.save_checkpoint(path)
+                raise DiedError
+
+        setattr(self, hook, call)
+
+
+HOOKS = [
+    ("on_train_epoch_start", 2),
+    ("on_train_batch_start", 6),  # in the midst of a step
+    ("on_train_batch_start", 24),  # before an epoch's last batch, which Lightning has already counted as its last
+    ("on_before_optimizer_step", 6),
+    ("on_before_zero_grad", 3),
+    ("on_train_batch_end", 6),
+    ("on_train_batch_end", 8),
+    ("on_train_batch_end", 24),
+    ("on_train_batch_end", 39),
+    ("on_validation_start", 1),
+    ("on_validation_batch_end", 3),
+    ("on_validation_end", 1),
+    ("on_train_epoch_end", 1),
+]
+
+
+@pytest.mark.parametrize(("hook", "number"), HOOKS)
+def test_a_checkpoint_at_any_hook_resumes_with_equal_weights(
+    hook: str, number: int, spec_of: Callable[[int], StreamSpec], tmp_path: Path
+) -> None:
+    spec, flags = spec_of(4), {"limit_val_batches": 4}
+    whole = fit(loader(spec), **flags)
+    assert whole.num("train") == 48 and whole.num("val") == 8
+    path = tmp_path / "saved.ckpt"
+    fit(loader(spec), callbacks=[At(hook, number, path)], **flags)
+    resumed = fit(loader(spec), path, **flags)
+    assert equal(resumed, whole)
+    trained = [at for at in resumed.seen if at.split == "train"]
+    assert trained == [at for at in whole.seen if at.split == "train"][48 - len(trained) :]
+    assert len(trained) % 4 == 0
+
+
+@pytest.mark.parametrize("per_step", [1, 4])
+@pytest.mark.parametrize(
+    "saves",
+    [
+        {"every_n_train_steps": 2, "save_top_k": -1},
+        {"every_n_epochs": 1, "save_on_train_epoch_end": True},
+        {"save_last": True, "every_n_train_steps": 3},
+        {"save_weights_only": False},
+        "an exception",
+    ],
+)
+def test_each_trigger_of_checkpoints_resumes_with_equal_weights(
+    saves: Any, per_step: int, spec_of: Callable[[int], StreamSpec], tmp_path: Path
+) -> None:
+    spec, flags = spec_of(per_step), {"limit_train_batches": 5 * per_step, "limit_val_batches": 1}
+    whole = fit(loader(spec), **flags)
+    writes = OnExceptionCheckpoint(tmp_path) if saves == "an exception" else ModelCheckpoint(tmp_path, **saves)
+    fit(loader(spec), callbacks=[At("on_train_batch_end", 9 * per_step - per_step // 2), writes], **flags)
+    newest = max(tmp_path.glob("*.ckpt"), key=lambda path: path.stat().st_mtime_ns)
+    resumed = fit(loader(spec), newest, **flags)
+    assert equal(resumed, whole) and 0 < resumed.num("train") < whole.num("train")
+
+
+def rank_of(spec: StreamSpec, rank: int, world_size: int) -> Loader:
+    """A rank's loader, in this process."""
+    return Loader(
+        spec,
+        lambda start, only=None: Feed(inline_batches(spec, start, rank, world_size)),
+        rank,
+        world_size,
+        cursor=spec.plan.start(),
+    )
+
+
+@pytest.mark.parametrize(("saved", "resumed"), [(1, 2), (2, 1), (2, 4)])
+@pytest.mark.parametrize("batch", [2, 3, 6, 7, 12])
+def test_a_checkpoint_resumes_at_its_step_on_another_number_of_ranks(
+    batch: int, saved: int, resumed: int, spec_of: Callable[[int], StreamSpec], tmp_path: Path
+) -> None:
+    spec, path = spec_of(4), tmp_path / "saved.ckpt"
+    first = fit(rank_of(spec, 0, saved), callbacks=[At("on_train_batch_end", batch, path)], limit_val_batches=0)
+    steps = len(first.seen) // (4 // saved)
+    after = fit(rank_of(spec, 1 % resumed, resumed), path, limit_val_batches=0)
+    places = [at for at in spec.plan.micro_batches(spec.plan.start()) if at.split == "train"][4 * steps :]
+    assert after.seen == [at for at in places if at.micro % resumed == 1 % resumed]
+
+
+@pytest.mark.parametrize("per_step", [1, 4])
+@pytest.mark.parametrize(
+    ("flags", "num_steps", "num_val"),
+    [
+        ({}, 12, 2.0),
+        ({"limit_train_batches": 2}, 4, 2.0),
+        ({"limit_val_batches": 0}, 12, 0.0),
+        ({"max_steps": 3}, 3, 0.0),
+        ({"max_steps": 8, "max_epochs": -1}, 8, 1.0),
+        ({"max_epochs": 1}, 6, 1.0),
+        ({"val_check_interval": 0.5}, 12, 4.0),
+        ({"val_check_interval": 3}, 12, 8.0),
+        ({"val_check_interval": 4, "check_val_every_n_epoch": None}, 12, 3.0),
+        ({"check_val_every_n_epoch": 2}, 12, 1.0),
+        ({"num_sanity_val_steps": -1}, 12, 3.0),
+        ({"reload_dataloaders_every_n_epochs": 1}, 12, 2.0),
+        ({"overfit_batches": 2}, 4, 0.0),
+    ],
+)
+def test_a_flag_of_lightning_keeps_its_meaning(
+    flags: Flags, num_steps: int, num_val: float, per_step: int, spec_of: Callable[[int], StreamSpec]
+) -> None:
+    """Flags that count batches are given in steps here; `num_val` is in whole validations."""
+    spec, given = spec_of(per_step), dict(flags)
+    for name in ("limit_train_batches", "val_check_interval", "overfit_batches"):
+        if isinstance(given.get(name), int):
+            given[name] *= per_step
+    found = fit(loader(spec), **given)
+    num_rows = spec.plan.val_steps * per_step
+    assert found.num("train") == num_steps * per_step
+    assert found.num("val") == (4 * per_step if "overfit_batches" in flags else num_val * num_rows)
+    trained = [at for at in found.seen if at.split == "train"]
+    if "overfit_batches" in flags:
+        assert trained[: 2 * per_step] == trained[2 * per_step :]
+    elif num_steps == 12:
+        assert equal(found, fit(loader(spec), limit_val_batches=0))
+
+
+@pytest.mark.parametrize(("fast", "num"), [(True, 1), (3, 3)])
+def test_a_fast_dev_run_makes_the_batches_that_it_uses(
+    fast: Any, num: int, spec_of: Callable[[int], StreamSpec]
+) -> None:
+    found = fit(loader(spec_of(4)), fast_dev_run=fast)
+    assert (found.num("train"), found.num("val")) == (num, num)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"max_epochs": 3}, r"max_epochs must be at most 2, got 3: the plan has no more \(plan\.epochs\)"),
+        ({"max_epochs": -1}, "max_epochs must be set, to at most 2, or max_steps to at most 12"),
+        ({"max_epochs": -1, "max_steps": 13}, "max_epochs must be set, to at most 2, or max_steps to at most 12"),
+        ({"accumulate_grad_batches": 3}, "accumulate_grad_batches must be 4, got 3"),
+    ],
+)
+def test_a_flag_that_contradicts_the_plan_is_refused_by_name(
+    flags: Flags, message: str, spec_of: Callable[[int], StreamSpec]
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        fit(loader(spec_of(4)), **flags)
+
+
+def test_lightning_evaluates_before_and_after_a_fit(spec_of: Callable[[int], StreamSpec]) -> None:
+    stream, module = loader(spec_of(4)), Module()
+    data, trainer = StreamDataModule(stream, formed), trainer_of(stream, {"limit_train_batches": 4})
+    trainer.validate(module, datamodule=data, verbose=False)
+    trainer.fit(module, datamodule=data)
+    assert module.num("val") == 3 * 28
+    rows = module.seen[-28:]
+    evaluations: list[Callable[[], Any]] = [
+        lambda: trainer.validate(module, datamodule=data, verbose=False),
+        lambda: trainer.test(module, dataloaders=data.val_dataloader(), verbose=False),
+        lambda: trainer.predict(module, dataloaders=data.val_dataloader()),
+    ]
+    for evaluate in evaluations:
+        module.seen.clear()
+        evaluate()
+        assert [(at.step, at.micro) for at in module.seen] == [(at.step, at.micro) for at in rows]
+
+
+class OfBatches(Module):
+    def training_step(self, batch: Any) -> torch.Tensor:
+        self.seen.append(batch.position)
+        self.log("images", float(len(batch.index)))
+        return self.layer(batch.image.flatten(1).float()).mean()
+
+    def validation_step(self, batch: Any) -> None:
+        self.seen.append(batch.position)
+
+
+def test_a_module_can_take_whole_batches(spec_of: Callable[[int], StreamSpec]) -> None:
+    stream, module = loader(spec_of(4)), OfBatches()
+    trainer_of(stream, {"limit_train_batches": 4}).fit(module, datamodule=StreamDataModule(stream, "batch"))
+    assert (module.num("train"), module.num("val")) == (8, 56)
+    stream = loader(spec_of(4))
+    with pytest.raises(ConfigError, match=r"precision='bf16-true' converts what batches hold"):
+        trainer_of(stream, {"precision": "bf16-true"}).fit(module, datamodule=StreamDataModule(stream, "batch"))
+
+
+def test_a_batch_is_moved_to_a_device_where_the_loader_has_not_brought_it(
+    spec_of: Callable[[int], StreamSpec],
+) -> None:
+    stream = loader(spec_of(4))
+    data, batch = StreamDataModule(stream, "batch"), next(next(stream.epochs()).train)
+    assert data.transfer_batch_to_device(batch, torch.device("cpu"), 0) is batch
+    moved = data.transfer_batch_to_device(batch, torch.device("meta"), 0)
+    assert moved.image.device.type == moved.target.device.type == "meta" and moved.position == batch.position

@@ -1,0 +1,61 @@
+"""What `connect` tells Ray, which does not start here; other tests connect to clusters."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from raypipe.errors import ResourceError
+from raypipe.lookup import _quota, num_cpus
+from raypipe.rayext import cluster
+
+
+def offered(monkeypatch: pytest.MonkeyPatch, **options: Any) -> int:
+    """The CPUs that Ray would be started with."""
+    told: dict[str, Any] = {}
+
+    def init(**arguments: Any) -> None:
+        told.update(arguments)
+        raise RuntimeError("it is not to start")
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(ResourceError, match="it is not to start"):
+        cluster.connect(**options)
+    return int(told["num_cpus"])
+
+
+@pytest.mark.parametrize("allowed", [{0}, {0, 1, 5}])
+def test_ray_offers_the_cpus_that_this_process_may_use(allowed: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: allowed, raising=False)
+    monkeypatch.setattr("raypipe.rayext.cluster.ray_utils.get_num_cpus", lambda: 64)
+    monkeypatch.setattr("raypipe.lookup._quota", lambda *_: 1 << 20)
+    assert offered(monkeypatch) == num_cpus() == len(allowed)
+    assert offered(monkeypatch, num_cpus=7) == 7
+    monkeypatch.setattr("raypipe.rayext.cluster.ray_utils.get_num_cpus", lambda: 1)
+    assert offered(monkeypatch) == 1
+
+
+@pytest.mark.parametrize(
+    ("quotas", "expected"),
+    [
+        ({}, 1 << 20),
+        ({"": "max 100000"}, 1 << 20),
+        ({"a/b": "250000 100000", "a": "max 100000"}, 2.5),
+        ({"a/b": "max 100000", "a": "50000 100000"}, 0.5),
+        ({"": "300000 100000", "a/b": "400000 100000"}, 3.0),
+    ],
+)
+def test_a_control_groups_quota_limits_the_cpus(quotas: dict[str, str], expected: float, tmp_path: Path) -> None:
+    root, own = tmp_path / "cgroup", tmp_path / "own"
+    (root / "a" / "b").mkdir(parents=True)
+    own.write_text("4:cpu:/x\n0::/a/b\n")
+    for group, text in quotas.items():
+        (root / group / "cpu.max").write_text(text + "\n")
+    assert _quota(root, own) == expected
+    assert _quota(root, tmp_path / "none") == 1 << 20

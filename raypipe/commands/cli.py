@@ -3,16 +3,19 @@
 A command prints text in a terminal. In a pipe, or with --json, the last line of its output is one JSON object.
 
 Exit codes: 0 done; 1 an error, a comparison that found a difference, or a failed check of doctor; 2 wrong usage;
-75 a run was stopped, and has a checkpoint to continue from; 130 interrupted.
+75 a run was stopped, and has a checkpoint to continue from, or found no room in time: the same command goes on;
+130 interrupted.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,7 +25,7 @@ from raypipe.commands import audit, bench, doctor, status
 from raypipe.commands.parser import error_text, fail, meant, printing, settings_text
 from raypipe.commands.settings import parse_command
 from raypipe.config import RunConfig
-from raypipe.errors import ConfigError, RaypipeError, without_credentials
+from raypipe.errors import ConfigError, NoRoomError, RaypipeError, without_credentials
 from raypipe.logs import configure_logs, is_json, phase, print_any_letter, table
 from raypipe.lookup import version_of
 from raypipe.storage.filesystem import is_remote
@@ -32,6 +35,8 @@ from raypipe.train.model_names import check_model
 
 if TYPE_CHECKING:
     from raypipe.streaming.spec import StreamSpec
+
+_END_S = 20.0  # limit for the end of Ray after an error or a signal
 
 logger = logging.getLogger("raypipe.commands.cli")  # also where `python -m` runs it
 
@@ -246,16 +251,50 @@ def _finish(
         if code:
             sys.exit(code)
     except RaypipeError as error:
-        _shutdown()
-        if is_json():
-            logger.error("%s", without_credentials(str(error)))
-        else:
-            sys.stderr.write(error_text(str(error)))
-        sys.exit(1)
+        text = str(error)
+        code = os.EX_TEMPFAIL if is_run and isinstance(error, NoRoomError) else 1
+        with _ending(code, lambda: _tell(text)):
+            _shutdown()
+        _tell(text)
+        sys.exit(code)
     except Stopped:
+        with _ending(os.EX_TEMPFAIL):
+            _shutdown()
         sys.exit(os.EX_TEMPFAIL)
     except KeyboardInterrupt:
+        with _ending(130):
+            _shutdown()
         sys.exit(130)
+
+
+def _tell(error: str) -> None:
+    if is_json():
+        logger.error("%s", without_credentials(error))
+    else:
+        sys.stderr.write(error_text(error))
+
+
+@contextlib.contextmanager
+def _ending(code: int, tell: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Context manager for an end by an error or a signal; exits the process if Ray hangs, as without a head.
+
+    Args:
+        tell: tells the error before.
+    """
+
+    def leave() -> None:
+        tell()
+        sys.stderr.flush()
+        sys.stdout.flush()
+        os._exit(code)
+
+    timer = threading.Timer(_END_S, leave)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _code_of(result: dict[str, Any]) -> int:

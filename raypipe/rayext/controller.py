@@ -101,6 +101,10 @@ class DriverWatch:
         for run, args in ((self._ask, (head,)), (self._run, ())):
             threading.Thread(target=run, args=args, name="raypipe-driver-watch", daemon=True).start()
 
+    def is_head_silent(self) -> bool:
+        """Return whether the head has not answered lately; calls to Ray may then never return."""
+        return time.monotonic() - self._answered_at >= _FIRST_TOLD_S
+
     def stop(self) -> None:
         """Stop to watch."""
         self._left.set()

@@ -57,12 +57,12 @@ def find_files(name: str, members: Sequence[tuple[str, Member]], tree: Tree) -> 
 
     Args:
         name: name of the tar, for errors.
-        members: names, and what they are, in the tar's order. The last of equal names counts.
+        members: names and nodes, in the tar's order. The last of equal names counts.
         tree: the same as a tree.
 
     Returns:
         JSON values: `about`; `digest`, a hash over the samples' names, sizes and modification times; and all that
-        `_tree_of` needs: `files`, names of members; `places` of each, -1 for what is no file; and `others`, by
+        `_tree_of` needs: `files`, names of members; `places` of each, -1 for all but files; and `others`, by
         number, ["link", target] or ["special", kind], and [] for folders.
     """
     layout = find_classes([tree], name)

@@ -121,7 +121,7 @@ def find_samples(
         descriptor: file descriptor of the tar.
         image_column: the suffix of the images; "image" = any image suffix.
         target_column: the suffix of the labels, or their field in the JSON; "label" = as above; empty = as
-            "label", but wrong and missing labels are no error.
+            "label", but wrong and missing labels are allowed.
         needs_labels: whether images need labels or texts to be a WebDataset.
 
     Returns:

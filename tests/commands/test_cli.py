@@ -5,6 +5,7 @@ import dataclasses
 import io
 import json
 import os
+import pickle
 import runpy
 import shlex
 import subprocess
@@ -25,7 +26,7 @@ from raypipe.commands.cli import _finish, main
 from raypipe.commands.parser import Parser, printing
 from raypipe.commands.settings import parse_command
 from raypipe.config import RunConfig
-from raypipe.errors import ConfigError
+from raypipe.errors import ConfigError, NoRoomError, RaypipeError, ResourceError
 from raypipe.section import settings_of
 from raypipe.train.interrupts import Stopped
 from raypipe.train.run_folder import CONFIG_HEAD
@@ -560,3 +561,38 @@ def test_the_last_line_of_a_failure_is_json_with_json_logs(tmp_path: Path) -> No
     assert [json.loads(line) for line in lines]  # each of them
     last = json.loads(ended.stderr.splitlines()[-1])
     assert last["level"] == "ERROR" and last["message"] == f"{store} does not exist"
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (RaypipeError("the head is silent"), 1, "the head is silent"),
+        (Stopped(), 75, ""),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+)
+def test_a_command_ends_although_ray_does_not(error: BaseException, code: int, said: str) -> None:
+    script = (
+        "import pickle, sys, time; from raypipe.commands import cli; cli._END_S = 0.1\n"
+        "cli._shutdown = lambda: time.sleep(1000)\n"
+        "def command(): raise pickle.loads(bytes.fromhex(sys.argv[1]))\n"
+        "cli._finish(command)"
+    )
+    command = [sys.executable, "-c", script, pickle.dumps(error).hex()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == code and said in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "is_run", "code"),
+    [(NoRoomError("no GPU"), True, 75), (NoRoomError("no GPU"), False, 1), (ResourceError("no GPU"), True, 1)],
+)
+def test_a_run_without_room_says_by_its_code_that_it_may_be_tried_again(
+    error: Exception, is_run: bool, code: int
+) -> None:
+    def run() -> dict[str, Any]:
+        raise error
+
+    with pytest.raises(SystemExit) as ended:
+        cli._finish(run, is_run=is_run)
+    assert ended.value.code == code

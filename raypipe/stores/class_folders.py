@@ -27,6 +27,7 @@ from pathlib import PurePosixPath
 from typing import Any, NamedTuple, Protocol
 
 from raypipe.errors import StoreError
+from raypipe.stores.addresses import is_left_out
 from raypipe.stores.base import ARRAY_SUFFIX, IMAGE_SUFFIXES
 
 logger = logging.getLogger(__name__)
@@ -35,7 +36,6 @@ FOLDER, FILE = "folder", "file"
 BY_FOLDER = "folder"
 """The value of target_column that takes the folders for classes whatever else is in them."""
 
-_SYSTEM_NAMES = frozenset({"__MACOSX", "lost+found", "$RECYCLE.BIN", "System Volume Information", "@eaDir"})
 _SUFFIXES = {*IMAGE_SUFFIXES, ARRAY_SUFFIX}
 _SPLITS = frozenset({"train", "training", "val", "valid", "validation", "test", "testing", "eval", "dev"})
 _HIDDEN, _BESIDE = "hidden or of the system", "outside the class folders"
@@ -90,11 +90,6 @@ class Layout(NamedTuple):
     has_images: bool
     flat: list[Sample]
     has_tars: bool
-
-
-def is_left_out(name: str) -> bool:
-    """Return whether an entry of this name never counts."""
-    return name.startswith(".") or name in _SYSTEM_NAMES
 
 
 def suffix_of(name: str) -> str:

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from raypipe.errors import StoreError
+from raypipe.stores.addresses import is_left_out
 from raypipe.stores.base import ARRAY_SUFFIX, IMAGE_SUFFIXES, hash_of_facts
 from raypipe.stores.class_folders import (
     Layout,
     LeftOut,
     Tree,
     find_classes,
-    is_left_out,
     refuse_files_of_images,
     refuse_splits,
     suffix_of,

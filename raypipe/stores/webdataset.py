@@ -28,8 +28,9 @@ from typing import Any
 import numpy as np
 
 from raypipe.errors import StoreError
+from raypipe.stores.addresses import is_left_out
 from raypipe.stores.base import ARRAY_SUFFIX, IMAGE_SUFFIXES, RENAMED, missing
-from raypipe.stores.class_folders import LeftOut, is_left_out
+from raypipe.stores.class_folders import LeftOut
 from raypipe.stores.numbers import exactly
 
 TEXT_SUFFIXES = frozenset({"txt", "text", "transcript", "html", "htm", "json", "jsn"})

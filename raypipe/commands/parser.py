@@ -140,10 +140,11 @@ class Parser:
 
 def meant(name: str, known: Iterable[str]) -> str:
     """The end of an error about a name: a known name that is near, that ends alike, or that means the same."""
+    known = list(known)
     by_end = {other.rpartition(".")[2]: other for other in known}
     end = name.rpartition(".")[2]
     means = _ELSEWHERE.get(end)
-    if means in known:
+    if means and means in known:
         return did_you_mean([repr(means)])
     if end in by_end:
         return did_you_mean([repr(by_end[end])])

@@ -53,8 +53,10 @@ _ON_CUDA = [
     _attribute(cudnn, "benchmark", False),
     _attribute(cudnn, "deterministic", True),
 ]
-_OF_CPU: tuple[Any, ...] = mkldnn.matmul, mkldnn.conv
-_OF_CUDA: tuple[Any, ...] = *_OF_CPU, cuda.matmul, cudnn.conv, cudnn.rnn
+_MKLDNN: Any = mkldnn
+_CUDNN: Any = cudnn
+_OF_CPU: tuple[Any, ...] = _MKLDNN.matmul, _MKLDNN.conv
+_OF_CUDA: tuple[Any, ...] = *_OF_CPU, cuda.matmul, _CUDNN.conv, _CUDNN.rnn
 _FULL = "none", "ieee"  # "none" is what no setting lowers
 
 

@@ -141,11 +141,11 @@ class _LightningEpochs(SharedEpochs):
         trainer = self._module.trainer
         if split == "train" and trainer is not None:
             self._module._check_accumulation(trainer)
-            loop = trainer.fit_loop
+            loop: Any = trainer.fit_loop
             # Nothing is counted of a batch before it has come.
             step = loop.epoch_loop.batch_progress.current.ready // self.loader.accumulation_steps
             # The same samples in each epoch.
-            epoch = 0 if trainer.overfit_batches else loop.epoch_progress.current.processed
+            epoch = 0 if getattr(trainer, "overfit_batches", 0) else loop.epoch_progress.current.processed
             self.go_to(epoch, step)
         if split == "val" and trainer is not None and self._epoch and _has_trained(trainer.fit_loop):
             self._epoch.train.leave()  # which Lightning does not tell its iterator

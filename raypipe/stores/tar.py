@@ -180,8 +180,9 @@ class _Opened:
         for number, positions in by_part(indices, self._bounds):
             archive = self._archives[number]
             file = archive.open()
-            for position, place in zip(positions.tolist(), places[indices[positions]].tolist(), strict=True):
-                contents[position] = _content(file, archive.name, *place, self._sparse[number])
+            wanted: list[list[int]] = places[indices[positions]].tolist()
+            for position, (start, num_bytes) in zip(positions.tolist(), wanted, strict=True):
+                contents[position] = _content(file, archive.name, start, num_bytes, self._sparse[number])
         return list(map(as_text, contents)) if column in TEXT_SUFFIXES else contents
 
     def sample_name(self, index: int) -> str:
@@ -248,8 +249,10 @@ def _member_of(member: tarfile.TarInfo, tree: MemoryTree) -> Member:
 
 def _parts_of(member: tarfile.TarInfo) -> list[list[int]]:
     """Return offset and length of each part of a sparse member; raise ReadError if they are not in order."""
-    parts, end = [], 0
-    for offset, length in member.sparse or ():
+    parts: list[list[int]] = []
+    end = 0
+    stored: Any = member.sparse  # pairs, unlike what its annotation says
+    for offset, length in stored or ():
         if not length:  # tarfile gives unused entries of the header too
             continue
         if length < 0 or offset < end:

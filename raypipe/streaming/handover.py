@@ -147,12 +147,17 @@ def loader(
             part, start, most, rank, world_size, in_train, apart=device.type == "cuda", again=again
         )
         again = True
+
+        def end() -> None:
+            end_actors(supervisor, iterators, rank)
+            give_back()
+
         return Feed(
             host_batches(begun(iterators[rank])),
             supervisor,
             actors=most,
             stop=functools.partial(stop_execution, supervisor),
-            end=lambda: (end_actors(supervisor, iterators, rank), give_back()),
+            end=end,
             start_images=_START_IMAGES * most,
             moves=functools.partial(_moved, supervisor, rank, world_size) if world_size > 1 else None,
         )

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from raypipe.errors import ConfigError, SampleError
+from raypipe.plan.places import Sides, Split
 from raypipe.transform.fields import COLUMN
 from raypipe.transform.samples import EncodedSample
 
@@ -47,7 +48,7 @@ class Probe:
         machine: model of the processor, on which pixels of libraries depend.
     """
 
-    of: tuple[str, Any]
+    of: tuple[Split, int | Sides]
     sample: EncodedSample
     key: tuple[int, int]
     digest: str
@@ -113,7 +114,7 @@ def _contents(function: types.FunctionType) -> Iterator[Any]:
 
 
 def check_remade(
-    first: list[Sample], maker: Callable[[], Callable[[int], Sample]], title: str, num_threads: int = 1
+    first: Sequence[Sample], maker: Callable[[], Callable[[int], Sample]], title: str, num_threads: int = 1
 ) -> None:
     """Compare samples with what copies of the code make of them, last first, and by several threads at once.
 
@@ -173,7 +174,7 @@ def _depends(title: str, field: str, cause: str) -> ConfigError:
 
 
 def _check_threads(
-    first: list[Sample], maker: Callable[[], Callable[[int], Sample]], title: str, num_threads: int
+    first: Sequence[Sample], maker: Callable[[], Callable[[int], Sample]], title: str, num_threads: int
 ) -> None:
     failures: list[str | BaseException] = []
     together = threading.Barrier(num_threads)

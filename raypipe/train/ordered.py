@@ -167,7 +167,7 @@ class StepBatchNorm:
         blended, live = torch.lerp(self._before, total / num.clamp(min=1), momenta), self._live()
         torch._foreach_copy_(live, blended.split([statistic.numel() for statistic in live]))
         if not self._is_alone:
-            counters = [layer.num_batches_tracked for layer in self._layers]
+            counters: list[Any] = [layer.num_batches_tracked for layer in self._layers]
             torch._foreach_copy_(counters, list((self._begun + num_forwards.long()).unbind()))
 
     def _live(self) -> list[torch.Tensor]:
@@ -180,7 +180,8 @@ class StepBatchNorm:
 
     def _counters(self) -> torch.Tensor:
         """The number of forwards of each layer, int64 (layers,)."""
-        return torch.stack([layer.num_batches_tracked for layer in self._layers])
+        counters: list[Any] = [layer.num_batches_tracked for layer in self._layers]
+        return torch.stack(counters)
 
 
 def _count(layer: Any, *_: Any) -> None:

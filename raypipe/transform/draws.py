@@ -55,7 +55,8 @@ class _KeyedSeeds(ISpawnableSeedSequence):
         self.rewind((0, 0))
 
     def rewind(self, key: Key) -> None:
-        self._key, self._seeds = key, None
+        self._key = key
+        self._seeds: np.random.SeedSequence | None = None
 
     @property
     def _of_key(self) -> np.random.SeedSequence:
@@ -66,7 +67,7 @@ class _KeyedSeeds(ISpawnableSeedSequence):
     def generate_state(self, n_words: int, dtype: Any = np.uint32) -> np.ndarray:
         return self._of_key.generate_state(n_words, dtype)
 
-    def spawn(self, n_children: int) -> list[np.random.SeedSequence]:
+    def spawn(self, n_children: int) -> list[Any]:
         return self._of_key.spawn(n_children)
 
 
@@ -82,7 +83,8 @@ class KeyedGenerator:
 
     def __init__(self, domain: int = 0) -> None:
         self._seeds = _KeyedSeeds(domain)
-        self._philox = np.random.Philox(self._seeds)
+        seeds: Any = self._seeds  # numpy takes what spawns, though its annotations do not say so
+        self._philox = np.random.Philox(seeds)
         self._state: Any = self._philox.state  # a fresh generator: counter 0, empty buffer
         self._state["state"]["counter"][3] = domain
         self.generator = np.random.Generator(self._philox)

@@ -68,8 +68,8 @@ def _begin() -> None:
         _restored.callback(logger.removeHandler, handler)
         logger.addHandler(handler)  # where there is none, messages go to stderr
         logger.propagate = False
-    for set_handler, handler in zip(_libtiff(), (_on_error, None), strict=False):
-        address = handler and ctypes.cast(handler, ctypes.c_void_p)
+    for set_handler, ours in zip(_libtiff(), (_on_error, None), strict=False):
+        address = ctypes.cast(ours, ctypes.c_void_p) if ours else None
         _restored.callback(set_handler, set_handler(address))
 
 

@@ -25,7 +25,7 @@ from raypipe.transform.fields import MicroBatch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda_or_pretended")]
 
-PRESETS = ("none", "light", "standard", "strong")
+PRESETS: tuple[Any, ...] = ("none", "light", "standard", "strong")
 SIZE, ROWS = 32, 16
 
 

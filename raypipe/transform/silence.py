@@ -68,8 +68,8 @@ def _begin() -> None:
         _restored.callback(logger.removeHandler, handler)
         logger.addHandler(handler)  # where there is none, messages go to stderr
         logger.propagate = False
-    for set_handler, ours in zip(_libtiff(), (_on_error, None), strict=False):
-        address = ctypes.cast(ours, ctypes.c_void_p) if ours else None
+    handlers = ctypes.cast(_on_error, ctypes.c_void_p), None  # of errors, and of warnings
+    for set_handler, address in zip(_libtiff(), handlers, strict=False):
         _restored.callback(set_handler, set_handler(address))
 
 

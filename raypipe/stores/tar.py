@@ -181,7 +181,7 @@ class _Opened:
             archive = self._archives[number]
             file = archive.open()
             for position, place in zip(positions.tolist(), places[indices[positions]].tolist(), strict=True):
-                contents[position] = _content(file, archive.name, *place, self._sparse[number])
+                contents[position] = _content(file, archive.name, place[0], place[1], self._sparse[number])
         return list(map(as_text, contents)) if column in TEXT_SUFFIXES else contents
 
     def sample_name(self, index: int) -> str:
@@ -248,8 +248,9 @@ def _member_of(member: tarfile.TarInfo, tree: MemoryTree) -> Member:
 
 def _parts_of(member: tarfile.TarInfo) -> list[list[int]]:
     """Return offset and length of each part of a sparse member; raise ReadError if they are not in order."""
-    parts, end = [], 0
-    for offset, length in member.sparse or ():
+    parts, end = list[list[int]](), 0
+    sparse: Any = member.sparse  # typeshed has another type
+    for offset, length in sparse or ():
         if not length:  # tarfile gives unused entries of the header too
             continue
         if length < 0 or offset < end:

@@ -8,8 +8,8 @@
 
 An image of two dimensions becomes (H, W, 1). Colors are in the order R, G, B, A. The values of a TIFF are those in
 the file, as tifffile reads them: white may be 0, and colors multiplied by alpha. TIFFs of palettes, YCbCr, JPEG
-and fewer than 8 bits become uint8 RGB; a gray PNG with alpha becomes RGBA, as cv2 has it. Images above a limit of
-`limits` are refused by their header.
+(except CMYK) and fewer than 8 bits become uint8 RGB. A gray PNG with alpha becomes RGBA, as cv2 has it; the one
+transparent value (tRNS) of a gray PNG is dropped. Images above a limit of `limits` are refused by their header.
 """
 
 from __future__ import annotations

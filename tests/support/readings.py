@@ -26,6 +26,7 @@ _WHITE_IS_0 = 0
 _NO_CHANNELS = (3, 6)  # palettes and YCbCr
 _CMYK = 5  # a photometry
 _SEPARATE = 2
+_PIXEL_CHUNKS = (b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND")
 _GRAY = 0  # a color type of PNG
 _GRAY_ALPHA = 2  # channels
 
@@ -94,15 +95,41 @@ def reduced(data: bytes, part: int) -> np.ndarray:
     return np.array(image.convert("RGB"))
 
 
+def without_metadata(data: bytes) -> bytes:
+    """A PNG of the chunks that pixels are made of: others spoil none, though Pillow refuses some."""
+    kept, at = bytearray(data[:8]), 8
+    while at + 12 <= len(data):
+        end = at + 12 + int.from_bytes(data[at : at + 4], "big")
+        if data[at + 4 : at + 8] in _PIXEL_CHUNKS:
+            kept += data[at:end]
+        at = end
+    return bytes(kept)
+
+
 def _rgb(data: bytes) -> np.ndarray:
-    image = opened(data)
+    image = _loaded(data)
     return in_rgb(image, getattr(image, "tag_v2", {}))
 
 
+def _loaded(data: bytes) -> Any:
+    try:
+        image = opened(data)
+        image.load()
+    except Exception:
+        if not data.startswith(b"\x89PNG"):
+            raise
+        image = opened(without_metadata(data))
+        image.load()
+    return image
+
+
 def _upright(data: bytes) -> np.ndarray:
-    image = opened(data)
-    image.load()
-    return in_rgb(ImageOps.exif_transpose(image), getattr(image, "tag_v2", {}))
+    image = _loaded(data)
+    try:
+        turned = ImageOps.exif_transpose(image)
+    except SyntaxError:  # no EXIF
+        turned = image
+    return in_rgb(turned, getattr(image, "tag_v2", {}))
 
 
 def in_rgb(image: Any, tags: Mapping[int, Any]) -> np.ndarray:

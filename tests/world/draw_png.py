@@ -155,6 +155,21 @@ def _chunks() -> Iterator[Drawn]:
     truth = samples.astype(np.uint8)
     for kind, body in bodies.items():
         yield Drawn(f"chunk-{kind.decode()}.png", write(samples, RGB, 8, before=chunk(kind, body)), truth=truth)
+        if kind != b"PLTE":
+            data = write(samples, RGB, 8, before=chunk(kind, body, crc=1))
+            refused = NEITHER if kind in (b"vpAg", b"oFFs") else frozenset()  # it may have been a known one
+            yield Drawn(f"crc-of-{kind.decode()}.png", data, refused, truth)
+    for name, spoilt in {
+        "exif-of-nothing": chunk(b"eXIf"),
+        "exif-of-zeros": chunk(b"eXIf", bytes(40)),
+        "icc-by-method-1": chunk(b"iCCP", b"sRGB\0\1" + bytes(20)),
+        "icc-of-nothing": chunk(b"iCCP"),
+        "gamma-of-one-byte": chunk(b"gAMA", b"x"),
+        "text-without-a-key": chunk(b"tEXt", b"\0"),
+        "text-that-is-not-packed": chunk(b"zTXt", b"Comment\0\0drawn"),
+        "density-of-one-byte": chunk(b"pHYs", b"x"),
+    }.items():
+        yield Drawn(f"{name}.png", write(samples, RGB, 8, before=spoilt), truth=truth)
     for orientation, order in itertools.product(range(10), "><"):
         name = f"exif-{orientation}-{'big' if order == '>' else 'little'}.png"
         data = write(samples, RGB, 8, before=chunk(b"eXIf", exif(orientation, order)))

@@ -37,8 +37,8 @@ _LOOK_PERIOD_S = 0.1  # the period of Ray Data's own loop
 _START_S = 15.0  # time for the first block
 
 
-# What a user's context may change in a stream: what Ray Data writes about it. All else decides what is delivered,
-# and whether the stream moves, and is the stream's own: `max_errored_blocks` would drop blocks in silence.
+# Settings of a user's context that a stream takes over, for Ray Data's logs. All others decide what is delivered,
+# and whether the stream moves: `max_errored_blocks` would drop blocks in silence.
 _USERS = (
     "enable_auto_log_stats",
     "verbose_stats_logs",

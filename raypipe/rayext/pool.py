@@ -125,7 +125,7 @@ class PoolKeeper:
         self._room_made = set[Any]()  # actors for which room was made
         self._leaving = set[Any]()  # replaced actors on nodes that are about to go
         self._given = 0.0  # CPUs left to other streams
-        self._most: int | None = None  # actors beside these; None = no limit
+        self._most: int | None = None  # limit of actors meanwhile; None = none
 
     def give_way(self, cpus: float) -> None:
         """Leave so many CPUs in all, of those that the pool has, to other streams of the job; keep its least."""

@@ -55,7 +55,7 @@ _SETTLE_S = 2.0  # CPUs of a stream that has just ended come back
 _START_IMAGES = 5_000
 # A rank that would skip a long part waits so long for the others to say that they do, too.
 _AGREE_S = 60.0
-# Time for other pools to give way: they are told within a second or two, and actors finish their blocks.
+# Time for other pools to give way: they know within a second or two, and actors finish their blocks.
 _GIVE_WAY_S = 6.0
 
 
@@ -178,7 +178,7 @@ def loader(
 def _moved(supervisor: Any, rank: int, world_size: int, move: Move) -> bool:
     """Tell the other ranks of a move of this one; returns whether it leaves the execution, since all do.
 
-    It waits for them no longer than `_AGREE_S`: one that computes for so long reads on later, and so does this.
+    It waits for them no longer than `_AGREE_S`, and then reads on, as one that computes for so long does later.
     """
     supervisor.moves_to.remote(rank, world_size, move)
     deadline, answer = time.monotonic() + _AGREE_S, "wait"
@@ -262,7 +262,7 @@ def _handed_round(
     from raypipe.streaming.pipeline import splits
 
     handed: tuple[str, str, tuple[list[DataIterator], Any, int]] | None = None
-    only = spec.plan.alone
+    only = spec.plan.single
     place = f"epoch {start.epoch}, step {start.step}"
     if only:
         place = f"step {only.first_step} of the validation of epoch {only.epoch}"

@@ -142,14 +142,14 @@ class Loader(Unlike, instead=_INSTEAD):
         self._in_step = 0  # batches of the training step under way, behind the cursor
         self._stand_at(cursor)
         self._left: Split | None = None  # what the loop has left early, of the epoch that was handed out last
-        self._turn += 1  # of the epoch that was handed out last
+        self._turn += 1  # the number of the epoch that was handed out last
         self._has_begun = self._was_left = False
         self._epoch, self._diagnosed = cursor.epoch - 1, cursor.epoch - 1
         # What the loader holds refers to it weakly, or not at all: a ring would keep a dropped one running.
         self._training: weakref.ref[Pass] | None = None
         self._segments = _by_epoch(self.plan, cursor)
         self._delivered: tuple[int, Split] | None = None  # turn and split of the last batch
-        # Of the last batch, if it ended a step of the training: whether it was the epoch's last.
+        # Whether the last batch was the epoch's last, if it ended a step of the training.
         self._ended_step: bool | None = None
         self._batches: Any = None  # an iterator of Batch
 
@@ -198,7 +198,7 @@ class Loader(Unlike, instead=_INSTEAD):
         """Iterate once over the remaining epochs; the first may be the rest of one.
 
         A `for` loop over them ends the stream's processes when it is left: at its end, by `break`, or by an
-        exception. What is asked for after that, of its last epoch or of `epochs`, starts them again.
+        exception. A later batch, from its last epoch or from `epochs`, starts them again.
         """
         return Epochs(self)
 
@@ -246,7 +246,7 @@ class Loader(Unlike, instead=_INSTEAD):
         self._diagnose(self._epoch)
 
     def _end(self) -> None:
-        """All epochs were handed out, and the last one was left."""
+        """End the stream: all epochs were handed out, and the last one was left."""
         if self._running.why is None:
             stands = self._course.next
             if stands is None:
@@ -259,7 +259,7 @@ class Loader(Unlike, instead=_INSTEAD):
             self._running.end(EXHAUSTED)
 
     def _leave(self) -> None:
-        """The loop over the epochs was left: what is asked for from now on starts the stream again."""
+        """Note that the loop over the epochs was left: the next batch starts the stream again."""
         self._was_left = True
         self._running.end(LEFT)
 
@@ -467,7 +467,7 @@ class Loader(Unlike, instead=_INSTEAD):
         return replace(batch, ends_step=ends_step)
 
     def _is_at_end(self, of: Pass) -> bool:
-        """Whether a validation comes after its epoch's training, and no loop takes more of that."""
+        """Return whether a validation comes after its epoch's training, of which no loop takes more."""
         training = self._training() if self._training else None
         is_of_epoch = of.segment is not None and of.segment.epoch == self._epoch
         return is_of_epoch and not (training and training.is_open)
@@ -506,8 +506,10 @@ class Loader(Unlike, instead=_INSTEAD):
         account = self.account
         self._running.reader = threading.get_ident()
         asked = account.asked()
-        awaited = functools.partial(self.account.chronicle.awaited, self._supervisor)
-        with self.account.chronicle.waiting(str(expected) if self.first_batch_s else "the first batch", awaited):
+        thing = str(expected) if self.first_batch_s else "the first batch"
+        # It is kept a little longer than the wait, and must not hold the loader.
+        awaited = functools.partial(Loader._awaited, weakref.proxy(self))
+        with self.account.chronicle.waiting(thing, awaited):
             self._reach(expected, goes_on)
             batch = next(self._batches, None)
         if batch is None:
@@ -531,13 +533,19 @@ class Loader(Unlike, instead=_INSTEAD):
         account.handed_out(expected.split, arrived, images=num_images, read_s=batch.read_s, work_s=batch.work_s)
         return batch
 
+    def _awaited(self) -> str:
+        """Name what holds up a batch."""
+        if self._running.why is not None:
+            return "the stream starts again for it"
+        return self.account.chronicle.awaited(self._supervisor)
+
     def _reach(self, at: MicroBatchId, goes_on: bool) -> None:
         """Go to a place of the schedule, so that its micro-batch comes next.
 
         A stream can start anywhere. It is read on where that costs less than a start.
 
         Args:
-            goes_on: of a validation, whether the next epoch comes after it.
+            goes_on: whether the next epoch comes after a validation.
         """
         num = self._course.before(at) if self._running.why is None else None
         if num is None or not self._reads_on(at, num):
@@ -548,7 +556,7 @@ class Loader(Unlike, instead=_INSTEAD):
             self._discard()
 
     def _reads_on(self, at: MicroBatchId, num: int) -> bool:
-        """Whether to read on, over a number of batches, and not to start again behind them."""
+        """Return whether to read on, over a number of batches, and not to start again behind them."""
         is_far = num * self.world_size * self.plan.config.micro_batch_size > self._start_images
         stands = self._course.next
         if not self._moves or stands is None:

@@ -250,7 +250,7 @@ class Supervisor:
             self.note(warning)
 
     def answer(self, rank: int, is_last: bool = False) -> Answer:
-        """What a rank that would leave the execution is to do, see `Moves`."""
+        """Answer a rank that would leave the execution, see `Moves`."""
         return self._moves.answer(rank, is_last) if self._moves else "read on"
 
     def leaves(self, rank: int) -> int:

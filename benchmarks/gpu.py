@@ -63,7 +63,7 @@ class Loop:
         self.device, self.cuda = device, device.type == "cuda"
         torch.manual_seed(0)
         self.model = build_model(model, 1000).to(device).to(memory_format=torch.channels_last)
-        self.optimizer = build_optimizer(self.model, TrainConfig(), fused=self.cuda)
+        self.optimizer = build_optimizer(self.model, TrainConfig(lr=0.1), fused=self.cuda)
         torch.backends.cudnn.benchmark = True
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
 

@@ -13,7 +13,7 @@
 /* A row with `radius` pixels more on each side, by the border's rule; fill is black. */
 static void pad_row(const uint8_t *row, int width, int radius, int border, uint8_t *to)
 {
-    memcpy(to + radius * CHANNELS, row, (size_t)width * CHANNELS);
+    copy_row(to + radius * CHANNELS, row, width);
     for (int x = 0; x < 2 * radius; x++) {
         const int at = x < radius ? x : x + width;
         const int64_t source = border_at(at - radius, width, border);

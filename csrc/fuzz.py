@@ -1,112 +1,107 @@
-"""Mutated JPEGs and random programs through the extension: what it accepts has the pixels of the usual way.
+"""Mutated JPEGs, random programs and damaged stores through the extension: what it accepts, the usual way has too.
 
-A third of the inputs go to decode_crop, and are held against simplejpeg; a third to run(), with a program, which
-`raypipe.transform.decode` and `reference` have to agree with, in a slot between guard bytes, as RGB and as the
-planes of `raypipe.transform.wire`; and a third to to_seekable, whose result has to have the pixels of its input,
-and is then itself changed: with its checksum it must be refused, and with one that fits it must only do no harm,
-since a file can say anything of itself. Levels of vector instructions take turns.
+    decode_crop     a box of a file at any scale, held against simplejpeg
+    run             programs, on which `raypipe.transform.decode` and `reference` have to agree with it, in a slot
+                    between guard bytes, as RGB and as the planes of `raypipe.transform.wire`
+    to_seekable     its result has the pixels of its input. Then that is changed itself: with its checksum it must
+                    be refused. With one that fits, and with places that lead anywhere, a box is refused or that of
+                    simplejpeg, where it reads the file
+    lmdb            pages of a store changed: what the compiled reader gives, the Python reader gives
+
+Files are of all kinds of frames (fuzz_files.py), and all go through one process, so that nothing of a file may
+reach the next. Levels of vector instructions take turns.
 
     python csrc/fuzz.py [FIRST [COUNT]]        COUNT inputs from number FIRST on; 0 and 4,000
     csrc/sanitize.sh [FIRST [COUNT]]           the same, by a build under sanitizers
 
-Input number n is a pure function of n, and so is the box of it that is decoded. The last line says how many were
+Input number n is a pure function of n, and so is the box of it that is decoded. Each last line says how many were
 accepted and refused; exit code 1 where one of them had other pixels.
 """
 
 from __future__ import annotations
 
 import contextlib
-import io
-import itertools
+import os
+import resource
 import sys
-import zlib
-from collections.abc import Iterator
-from typing import Any
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import simplejpeg
-from PIL import Image
+from fuzz_files import HEIGHT, WIDTH, forged, mutated, originals, sealed
 
-from raypipe.errors import SampleError
+from raypipe.errors import SampleError, StoreError
+from raypipe.stores.lmdb import LMDBStore
+from raypipe.stores.lmdb_pages import LMDBFile
+from raypipe.stores.record import KEY, RecordLayout
+from raypipe.stores.writers import LMDBWriter
 from raypipe.transform import reference, wire
 from raypipe.transform.decode import decode
+from raypipe.transform.jpeg_header import without_profile
 from raypipe.transform.ops import MAX_FILTER, MAX_RADIUS, Op
+from raypipe.transform.seekable import is_seekable
 
-HEIGHT, WIDTH = 40, 52
+__all__ = ["fuzz", "fuzz_lmdb", "fuzz_run", "fuzz_seekable", "originals", "random_op", "sealed"]
+
 _MOST_PIXELS = 1_000_000  # a header may be made to declare 65,500 x 65,500
 _EXTRA_COLUMNS = 39  # see raypipe.transform.jpeg
-_TAG = b"raypipe seekable"
-OPTIONS: list[dict[str, Any]] = [
-    {"quality": 75},
-    {"quality": 95},
-    {"quality": 100},
-    {"quality": 90, "optimize": True},  # tables of the image's own, with codes of all lengths
-    {"quality": 90, "restart_marker_blocks": 1},
-    {"quality": 60, "restart_marker_rows": 1},
-    {"quality": 80, "progressive": True},
-]
 
 
-def originals() -> list[bytes]:
-    """Undamaged images: noise, which uses all coefficients, and smooth ones, in all options and samplings."""
-    noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (HEIGHT, WIDTH, 3), np.uint8))
-    smooth = noise.resize((7, 6)).resize((WIDTH, HEIGHT), Image.Resampling.BICUBIC)
-    images = []
-    for image, options, sampling in itertools.product((noise, smooth), OPTIONS, ("4:4:4", "4:2:2", "4:2:0", None)):
-        out = io.BytesIO()
-        image.convert("RGB" if sampling else "L").save(
-            out, "JPEG", **options, **({"subsampling": sampling} if sampling else {})
-        )
-        images.append(out.getvalue())
-    return images
+def is_small(data: bytes) -> bool:
+    """Whether the header, if it can be read, declares no more pixels than an input may have."""
+    try:
+        height, width, *_ = simplejpeg.decode_jpeg_header(data)
+    except ValueError:
+        return True
+    return bool(height * width <= _MOST_PIXELS)
 
 
-def mutated(data: bytes, rng: np.random.Generator) -> bytes:
-    """Some bytes changed, lost, put in, or all from one on lost: tables, headers and codes alike."""
-    changed = bytearray(data)
-    for _ in range(int(rng.integers(1, 4))):
-        at = int(rng.integers(2, len(changed) - 1))
-        match int(rng.integers(5)):
-            case 0:
-                changed[at] ^= 1 << int(rng.integers(8))
-            case 1:
-                changed[at] = 0xFF
-            case 2:
-                changed[at:at] = rng.bytes(3)
-            case 3:
-                del changed[at : at + 2]
-            case _ if rng.random() < 0.3:
-                del changed[max(at, 20) :]
-    return bytes(changed)
+def by_simplejpeg(data: bytes) -> np.ndarray:
+    """The pixels of the usual way, for which a damaged profile is no damage; ValueError: it refuses the file."""
+    return simplejpeg.decode_jpeg(without_profile(data), "RGB")
+
+
+def crop(data: bytes, box: tuple[int, int, int, int], eighths: int = 8, to_end: bool = True) -> np.ndarray:
+    """A box (top, left, height, width) by the extension; ValueError: it refuses the file."""
+    from _raypipe_kernel import decode_crop
+
+    top, left, height, width = box
+    pixels = np.empty((height, width + _EXTRA_COLUMNS, 3), np.uint8)
+    first = decode_crop(data, left, top, width, height, eighths, to_end, pixels, width + _EXTRA_COLUMNS)
+    return pixels[:, first : first + width]
+
+
+def random_box(height: int, width: int, rng: np.random.Generator) -> tuple[int, int, int, int]:
+    """(top, left, height, width), inside."""
+    top, left = int(rng.integers(height)), int(rng.integers(width))
+    return top, left, int(rng.integers(1, height - top + 1)), int(rng.integers(1, width - left + 1))
 
 
 def agrees(data: bytes, rng: np.random.Generator) -> bool | None:
     """Whether a box, and the whole, have the pixels of simplejpeg; None: the extension refuses the image."""
-    from _raypipe_kernel import decode_crop
-
+    if not is_small(data):
+        return None
     try:
-        whole = simplejpeg.decode_jpeg(data, "RGB")
+        whole = by_simplejpeg(data)
     except ValueError:
         whole = None
     height, width = (HEIGHT, WIDTH) if whole is None else whole.shape[:2]
-    if height * width > _MOST_PIXELS:
+    box = top, left, rows, columns = random_box(height, width, rng)
+    with contextlib.suppress(ValueError):  # there may be damage behind the box, of which simplejpeg makes an error
+        crop(data, box, to_end=False)
+    with contextlib.suppress(ValueError):
+        crop(data, random_box(-(-height // 2), -(-width // 2), rng), int(rng.choice([1, 2, 4])))
+    try:
+        parts = crop(data, box), crop(data, (0, 0, height, width))
+    except ValueError:
         return None
-    top, left = int(rng.integers(height)), int(rng.integers(width))
-    part = (top, left, int(rng.integers(1, height - top + 1)), int(rng.integers(1, width - left + 1)))
-    for is_checked, (y, x, rows, columns) in ((False, part), (True, part), (True, (0, 0, height, width))):
-        pixels = np.empty((rows, columns + _EXTRA_COLUMNS, 3), np.uint8)
-        try:
-            first = decode_crop(data, x, y, columns, rows, 8, is_checked, pixels, columns + _EXTRA_COLUMNS)
-        except ValueError:
-            if is_checked:
-                return None
-            continue
-        if not is_checked:  # there may be damage behind the box, of which simplejpeg makes an error
-            continue
-        pixels = pixels[:, first : first + columns]
-        if whole is None or not np.array_equal(pixels, whole[y : y + rows, x : x + columns]):
-            return False
-    return True
+    if whole is None:
+        return False
+    return np.array_equal(parts[0], whole[top : top + rows, left : left + columns]) and np.array_equal(
+        parts[1], whole
+    )
 
 
 def random_op(rng: np.random.Generator, op: Op | None = None) -> tuple[int, list[int]]:
@@ -150,8 +145,11 @@ def random_op(rng: np.random.Generator, op: Op | None = None) -> tuple[int, list
 
 def runs_like_reference(data: bytes, rng: np.random.Generator) -> bool | None:
     """Whether run() gives the reference's pixels and planes, in its slots alone; None: it refuses the image."""
-    from _raypipe_kernel import run
+    from _raypipe_kernel import run, sizes
 
+    if not is_small(data):
+        return None
+    sizes([data])
     program = [random_op(rng) for _ in range(int(rng.integers(0, 4)))]
     for _, params in program:
         if params and rng.random() < 0.05:
@@ -163,17 +161,17 @@ def runs_like_reference(data: bytes, rng: np.random.Generator) -> bool | None:
     table = np.array(ops, np.int32).reshape(-1, 2), np.array([row, row], np.int64)
     expected = None
     with contextlib.suppress(SampleError, ValueError):
-        pixels = decode(data)
-        if pixels.shape[0] * pixels.shape[1] <= _MOST_PIXELS:
-            expected = reference.apply_all(pixels, table[0], table[1][0])
+        expected = reference.apply_all(decode(data), table[0], table[1][0])
     size = (HEIGHT, WIDTH) if expected is None else expected.shape[:2]
+    num_jobs = 1 if rng.random() < 0.8 else 2
     threads, is_scaled = int(rng.integers(1, 3)), bool(program) and program[0][0] == Op.CROP_SCALED
     refused = set()
     for is_planes in (False, True):
         shapes = [(*size, 1), wire.chroma_shape((*size, 3))] if is_planes else [(*size, 3)]
         memories = [np.full((5, *shape), 77, np.uint8) for shape in shapes]
         slots = [memory[1:4:2] for memory in memories]
-        status = run([data, data], [(*table, slots[0], slots[1] if is_planes else None)], threads, True)[0]
+        job = (*table, slots[0], slots[1] if is_planes else None)
+        status = run([data, data], [job] * num_jobs, threads, True)[0]
         if not all((memory[::2] == 77).all() for memory in memories):
             return False
         refused.add(bool(status))
@@ -189,6 +187,98 @@ def runs_like_reference(data: bytes, rng: np.random.Generator) -> bool | None:
     return None if refused == {True} or is_scaled else True
 
 
+def part_agrees(data: bytes, box: tuple[int, int, int, int]) -> bool:
+    """Whether a box is refused, or that of simplejpeg if it reads the file; what else is tried does no harm."""
+    from _raypipe_kernel import to_seekable
+
+    if not is_small(data):
+        return True
+    top, left, height, width = box
+    with contextlib.suppress(ValueError):
+        to_seekable(data)
+    with contextlib.suppress(ValueError):
+        part = crop(data, box)
+        whole = by_simplejpeg(data)
+        return np.array_equal(part, whole[top : top + height, left : left + width])
+    return True
+
+
+def seeks_alike(data: bytes, rng: np.random.Generator) -> bool | None:
+    """Whether a file made seekable has the same pixels, and is refused when damaged; None: it is not made so."""
+    from _raypipe_kernel import to_seekable
+
+    if not is_small(data):
+        return None
+    try:
+        seekable = to_seekable(data)
+        whole = by_simplejpeg(data)
+    except ValueError:
+        return None
+    height, width, _ = whole.shape
+    top, left, rows, columns = box = random_box(height, width, rng)
+    if not np.array_equal(crop(seekable, box), whole[top : top + rows, left : left + columns]):
+        return False
+    if not all(part_agrees(file, box) for file in (forged(seekable, rng), sealed(mutated(seekable, rng)))):
+        return False
+    damaged = mutated(seekable, rng)
+    with contextlib.suppress(ValueError):
+        crop(damaged, box)
+        if damaged != seekable and is_seekable(damaged):  # without its segment it is a plain JPEG
+            return False
+    return np.array_equal(by_simplejpeg(seekable), whole)
+
+
+_TYPES = {"image": "binary", "label": "int64", "weight": "float64", "note": "string", "box": "float32[2]"}
+_NUM_RECORDS = 600
+
+
+def sound_store(path: Path) -> bytes:
+    """The bytes of a store that has branch pages, and records that have pages of their own."""
+    rng = np.random.default_rng(0)
+    with LMDBWriter(path, _TYPES) as writer:
+        for number in range(_NUM_RECORDS):
+            image = rng.bytes(9000 if number % 40 == 7 else 60)
+            note = None if number % 3 else f"note {number}"
+            box = np.zeros(2, np.float32)
+            writer.append({"image": image, "label": number, "weight": 0.5, "note": note, "box": box})
+    LMDBStore(path).read(np.arange(1), ("image",))
+    return path.read_bytes()
+
+
+def damaged_store(data: bytes, rng: np.random.Generator) -> bytes:
+    """A store with numbers of its pages changed: of headers and pointers, of nodes, and anywhere."""
+    changed = bytearray(data)
+    for _ in range(int(rng.integers(1, 6))):
+        page = 4096 * int(rng.integers(len(data) // 4096))
+        within = int(rng.integers(4090)) if rng.random() < 0.4 else int(rng.integers(64))
+        num_bytes = int(rng.choice([1, 2, 4, 6]))
+        value = int(rng.choice([0, 1, 2, 15, 16, 4088, 4095, 4096, 65535, int(rng.integers(65536)), 2**31, 2**46]))
+        changed[page + within : page + within + num_bytes] = (value % 256**num_bytes).to_bytes(num_bytes, "little")
+    if rng.random() < 0.1:
+        del changed[int(rng.integers(8192, len(changed))) :]
+    return bytes(changed)
+
+
+def reads_alike(path: Path, rng: np.random.Generator) -> bool | None:
+    """Whether the compiled reader gives the Python reader's values of some keys; None: it reads none of them."""
+    layout = RecordLayout(_TYPES)
+    wanted = [name for name in _TYPES if rng.random() < 0.6]
+    keys = rng.integers(-1, _NUM_RECORDS + 2, 30)
+    try:
+        file = LMDBFile(path)
+        fixed, variable, done = file.records(keys, layout.native(wanted))
+    except StoreError:
+        return None
+    columns = layout.columns(fixed, variable, wanted) if variable or fixed else {}
+    for row in np.flatnonzero(done):
+        value = file.get(KEY.pack(int(keys[row])))
+        expected = {} if value is None else layout.unpack(value, wanted)
+        for name, column in columns.items():
+            if str(column[row]) != str(expected.get(name)):
+                return False
+    return True if done.any() else None
+
+
 def at_all_levels(first: int, count: int) -> Iterator[int]:
     """The numbers; for each, the kernel uses no more vector instructions than number modulo 3 says."""
     from _raypipe_kernel import set_simd
@@ -201,90 +291,69 @@ def at_all_levels(first: int, count: int) -> Iterator[int]:
         set_simd(2)
 
 
-def fuzz_run(first: int, count: int) -> tuple[int, int, list[int]]:
-    """As `fuzz`, of run(); every third input is not damaged."""
-    images = originals()
-    results = []
-    for number in at_all_levels(first, count):
-        rng = np.random.default_rng([number, 1])
-        data = images[number % len(images)]
-        results.append(runs_like_reference(mutated(data, rng) if rng.random() < 0.7 else data, rng))
-    wrong = [first + at for at, result in enumerate(results) if result is False]
-    return results.count(True), results.count(None), wrong
+Outcome = tuple[int, int, list[int]]
+"""How many inputs were accepted and refused, and which were accepted with other pixels."""
 
 
-def sealed(data: bytes) -> bytes:
-    """A changed seekable JPEG with the checksum that fits, where there is a place for one."""
-    at = data.find(_TAG) + len(_TAG)
-    if at < len(_TAG):
-        return data
-    return data[:at] + zlib.crc32(data[:at] + data[at + 4 :]).to_bytes(4, "big") + data[at + 4 :]
+Check = Callable[[bytes, np.random.Generator], bool | None]
 
 
-def seeks_alike(data: bytes, rng: np.random.Generator) -> bool | None:
-    """Whether a file made seekable has the same pixels, and is refused when damaged; None: it is not made so."""
-    from _raypipe_kernel import decode_crop, to_seekable
-
-    try:
-        seekable = to_seekable(data)
-        whole = simplejpeg.decode_jpeg(data, "RGB")
-    except ValueError:
-        return None
-    height, width, _ = whole.shape
-    if height * width > _MOST_PIXELS:
-        return None
-
-    def crop(file: bytes, left: int, top: int, columns: int, rows: int) -> np.ndarray:
-        pixels = np.empty((rows, columns + _EXTRA_COLUMNS, 3), np.uint8)
-        first = decode_crop(file, left, top, columns, rows, 8, True, pixels, columns + _EXTRA_COLUMNS)
-        return pixels[:, first : first + columns]
-
-    top, left = int(rng.integers(height)), int(rng.integers(width))
-    rows, columns = int(rng.integers(1, height - top + 1)), int(rng.integers(1, width - left + 1))
-    if not np.array_equal(
-        crop(seekable, left, top, columns, rows), whole[top : top + rows, left : left + columns]
-    ):
-        return False
-    damaged = mutated(seekable, rng)
-    with contextlib.suppress(ValueError):
-        crop(sealed(damaged), left, top, columns, rows)
-    with contextlib.suppress(ValueError):
-        crop(damaged, left, top, columns, rows)
-        return damaged == seekable
-    return np.array_equal(simplejpeg.decode_jpeg(seekable, "RGB"), whole)
-
-
-def fuzz_seekable(first: int, count: int) -> tuple[int, int, list[int]]:
-    """As `fuzz`, of to_seekable; every second input is not damaged."""
-    images = originals()
-    results = []
-    for number in range(first, first + count):
-        rng = np.random.default_rng([number, 2])
-        data = images[number % len(images)]
-        results.append(seeks_alike(mutated(data, rng) if rng.random() < 0.5 else data, rng))
-    wrong = [first + at for at, result in enumerate(results) if result is False]
-    return results.count(True), results.count(None), wrong
-
-
-def fuzz(first: int, count: int) -> tuple[int, int, list[int]]:
-    """How many inputs were accepted and refused, and which were accepted with other pixels."""
+def fuzz_files(check: Check, first: int, count: int, seed: int, share: float) -> Outcome:
+    """Checks files, of which such a share is changed."""
     images = originals()
     found = []
     for number in at_all_levels(first, count):
-        rng = np.random.default_rng(number)
-        found.append(agrees(mutated(images[number % len(images)], rng), rng))
-    wrong = [first + at for at, result in enumerate(found) if result is False]
-    return found.count(True), found.count(None), wrong
+        rng = np.random.default_rng([number, seed])
+        data = images[number % len(images)]
+        found.append(check(mutated(data, rng) if rng.random() < share else data, rng))
+    return found.count(True), found.count(None), [first + at for at, result in enumerate(found) if result is False]
 
+
+def fuzz(first: int, count: int) -> Outcome:
+    """Boxes of changed files."""
+    return fuzz_files(agrees, first, count, 0, 0.95)
+
+
+def fuzz_run(first: int, count: int) -> Outcome:
+    """Programs; every third file is not changed."""
+    return fuzz_files(runs_like_reference, first, count, 1, 0.7)
+
+
+def fuzz_seekable(first: int, count: int) -> Outcome:
+    """Files made seekable, and then changed; every second one is not changed before."""
+    return fuzz_files(seeks_alike, first, count, 2, 0.5)
+
+
+def fuzz_lmdb(first: int, count: int) -> Outcome:
+    """Stores with damaged pages."""
+    found = []
+    with tempfile.TemporaryDirectory(prefix="raypipe-fuzz-") as folder:
+        path = Path(folder) / "a.lmdb"
+        sound = sound_store(path)
+        for number in range(first, first + count):
+            rng = np.random.default_rng([number, 3])
+            path.write_bytes(damaged_store(sound, rng))
+            found.append(reads_alike(path, rng))
+    return found.count(True), found.count(None), [first + at for at, result in enumerate(found) if result is False]
+
+
+def resident_mib() -> int:
+    """The most memory that the process had at any time."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak >> (20 if sys.platform == "darwin" else 10)
+
+
+DRIVERS = {"decode_crop": fuzz, "run": fuzz_run, "to_seekable": fuzz_seekable, "lmdb": fuzz_lmdb}
 
 if __name__ == "__main__":
     begin, num = [*map(int, sys.argv[1:]), *(0, 4000)[len(sys.argv) - 1 :]]
     failed = False
-    for name, function in (("decode_crop", fuzz), ("run", fuzz_run), ("to_seekable", fuzz_seekable)):
-        accepted, refused, differ = function(begin, num // 3)
+    for name in os.environ.get("RAYPIPE_FUZZ", ",".join(DRIVERS)).split(","):
+        accepted, refused, differ = DRIVERS[name](begin, num // len(DRIVERS))
         failed |= bool(differ)
         print(
-            f"{name}: {num // 3} inputs from {begin} on: {accepted} accepted, {refused} refused, "
-            f"{len(differ)} wrong {differ[:9]}"
+            f"{name}: {num // len(DRIVERS)} inputs from {begin} on: {accepted} accepted, {refused} refused, "
+            f"{len(differ)} wrong {differ[:9]}; at most {resident_mib()} MiB",
+            flush=True,
         )
     sys.exit(failed)

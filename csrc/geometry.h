@@ -93,14 +93,14 @@ static int pad(Image *image, const int64_t *params, Scratch *scratch)
         uint8_t *to = result.pixels + y * result.stride;
         const int from_row = border_at(y - top, image->height, border);
         if (from_row < 0) {
-            memcpy(to, row, (size_t)result.width * CHANNELS);
+            copy_row(to, row, result.width);
             continue;
         }
         const uint8_t *from = image->pixels + from_row * image->stride;
-        memcpy(to + left * CHANNELS, from, (size_t)image->width * CHANNELS);
+        copy_row(to + left * CHANNELS, from, image->width);
         if (border == BORDER_CONSTANT) {
-            memcpy(to, row, (size_t)left * CHANNELS);
-            memcpy(to + right * CHANNELS, row, (size_t)num_behind * CHANNELS);
+            copy_row(to, row, left);
+            copy_row(to + right * CHANNELS, row, num_behind);
             continue;
         }
         for (int x = left ? 0 : right; x < result.width; x = x + 1 == left ? right : x + 1)
@@ -182,7 +182,7 @@ static int turn(Image *image, const int64_t *params, Scratch *scratch)
             if (code & 1)
                 reverse_columns(from, image->width, to, scratch->simd);
             else
-                memcpy(to, from, (size_t)image->width * CHANNELS);
+                copy_row(to, from, image->width);
         }
     }
     *image = result;

@@ -21,7 +21,9 @@
 
 #define CHANNELS 3
 #define MAX_SIDE 65500                       /* pixels, as in a JPEG */
-#define MAX_PIXELS ((size_t)(1 << 30) / 6)   /* of an image: MAX_PIXELS of raypipe/transform/limits.py */
+/* As raypipe/transform/limits.py has them, with their reasons. */
+#define MAX_DECODE_BYTES ((size_t)5 << 28)
+#define MAX_PIXELS (MAX_DECODE_BYTES / 6)
 
 /* Of an image, in the bytes that run() returns. All but DONE leave the image to the caller. */
 enum {
@@ -100,10 +102,16 @@ static inline int new_image(Image *result, int64_t height, int64_t width, Scratc
     return DONE;
 }
 
+/* So many pixels of a row, both of which have them. */
+static inline void copy_row(uint8_t *to, const uint8_t *from, int num)
+{
+    memcpy(to, from, (size_t)num * CHANNELS);
+}
+
 static inline void copy_pixels(const Image *from, const Image *to)
 {
     for (int y = 0; y < from->height; y++)
-        memcpy(to->pixels + y * to->stride, from->pixels + y * from->stride, (size_t)from->width * CHANNELS);
+        copy_row(to->pixels + y * to->stride, from->pixels + y * from->stride, from->width);
 }
 
 /* Copies an image that is not this thread's own. */

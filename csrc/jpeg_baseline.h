@@ -14,6 +14,7 @@
 #ifndef RAYPIPE_JPEG_BASELINE_H
 #define RAYPIPE_JPEG_BASELINE_H
 
+#include "jpeg_header.h"
 #include "jpeg_huffman.h"
 #include "jpeg_samples.h"
 
@@ -25,7 +26,7 @@ typedef struct {
     int h, v; /* samples of luma for one of chroma */
     int quant[3], dc[3], ac[3];
     unsigned int interval;
-    const uint8_t *codes;
+    Reader codes;
 } Frame;
 
 /* Tables by their numbers, of the image at hand. */
@@ -42,61 +43,66 @@ typedef struct {
 
 static const uint8_t PAIRED_PLACES[NUM_POSITIONS] = PLACES(PAIRED);
 
-static inline int word(const uint8_t *at) { return at[0] << 8 | at[1]; }
-
-static int read_quants(const uint8_t *body, size_t size, FileTables *tables)
+static int read_quants(Reader body, FileTables *tables)
 {
-    for (; size >= 1 + DCTSIZE2; body += 1 + DCTSIZE2, size -= 1 + DCTSIZE2) {
-        if (body[0] >= NUM_QUANT_TBLS) /* or of 16 bits */
+    while (body.left) {
+        uint64_t number; /* and the highest 4 bits: a table of 16 bits */
+        Reader values;
+        if (!take_big(&body, 1, &number) || number >= NUM_QUANT_TBLS || !take(&body, DCTSIZE2, &values))
             return 0;
-        Quants *quants = &tables->quants[body[0]];
+        Quants *quants = &tables->quants[number];
         for (int i = 1; i <= DCTSIZE2; i++) {
-            quants->steps[PAIRED_PLACES[i]] = body[i];
-            quants->limits[PAIRED_PLACES[i]] = (int16_t)(LARGEST_INPUT / (body[i] ? body[i] : 1));
+            const int step = byte_at(&values, (size_t)i - 1);
+            quants->steps[PAIRED_PLACES[i]] = (int16_t)step;
+            quants->limits[PAIRED_PLACES[i]] = (int16_t)(LARGEST_INPUT / (step ? step : 1));
         }
-        tables->has_quants |= 1u << body[0];
+        tables->has_quants |= 1u << number;
     }
-    return size == 0;
+    return 1;
 }
 
-static int read_codes(const uint8_t *body, size_t size, FileTables *tables)
+static int read_codes(Reader body, FileTables *tables)
 {
-    while (size > 17) {
-        const int number = body[0] & 15, is_ac = body[0] >> 4;
+    while (body.left) {
+        uint64_t name;
+        Reader lengths, symbols;
         size_t num = 0;
-        for (int length = 1; length <= CODE_BITS; length++)
-            num += body[length];
-        if (number >= NUM_HUFF_TBLS || is_ac > 1 || num > 256 || size < 17 + num)
+        if (!take_big(&body, 1, &name) || !take(&body, CODE_BITS, &lengths))
+            return 0;
+        for (int length = 0; length < CODE_BITS; length++)
+            num += (size_t)byte_at(&lengths, (size_t)length);
+        const unsigned int number = name & 15, is_ac = (unsigned int)name >> 4;
+        if (number >= NUM_HUFF_TBLS || is_ac > 1 || !take(&body, num, &symbols))
             return 0;
         JHUFF_TBL *table = is_ac ? &tables->ac[number] : &tables->dc[number];
-        memcpy(table->bits + 1, body + 1, CODE_BITS);
-        table->bits[0] = 0;
-        memcpy(table->huffval, body + 17, num);
-        memset(table->huffval + num, 0, 256 - num);
+        Writer bits = writer_of(table->bits, sizeof table->bits);
+        Writer values = writer_of(table->huffval, sizeof table->huffval);
+        if (!put_zeros(&bits, 1) || !put(&bits, lengths) || !put(&values, symbols) || !put_zeros(&values, values.left))
+            return 0;
         *(is_ac ? &tables->has_ac : &tables->has_dc) |= 1u << number;
-        body += 17 + num;
-        size -= 17 + num;
     }
-    return size == 0;
+    return 1;
 }
 
-static int read_components(const uint8_t *body, size_t size, Frame *frame, uint8_t ids[3])
+/* What read_header has not told of a frame. */
+static int read_components(Reader body, Frame *frame, int ids[3])
 {
-    if (size < 6 || body[0] != 8)
+    const int num = frame->num_components;
+    if (!pass(&body, 6)) /* precision, sides and number */
         return 0;
-    frame->height = word(body + 1);
-    frame->width = word(body + 3);
-    const int num = frame->num_components = body[5];
-    if ((num != 1 && num != 3) || size != 6 + 3 * (size_t)num || frame->height < 1 || frame->width < 1 ||
-        frame->height > MAX_SIDE || frame->width > MAX_SIDE)
-        return 0;
-    frame->h = body[7] >> 4;
-    frame->v = body[7] & 15;
     for (int i = 0; i < num; i++) {
-        ids[i] = body[6 + 3 * i];
-        frame->quant[i] = body[8 + 3 * i];
-        if (frame->quant[i] >= NUM_QUANT_TBLS || (i > 0 && body[7 + 3 * i] != 0x11))
+        uint64_t id, factors, quant;
+        if (!take_big(&body, 1, &id) || !take_big(&body, 1, &factors) || !take_big(&body, 1, &quant) ||
+            quant >= NUM_QUANT_TBLS)
             return 0;
+        ids[i] = (int)id;
+        frame->quant[i] = (int)quant;
+        if (i == 0) {
+            frame->h = (int)factors >> 4;
+            frame->v = (int)factors & 15;
+        } else if (factors != 0x11) {
+            return 0;
+        }
     }
     if (num == 3 && (ids[0] == ids[1] || ids[1] == ids[2] || ids[0] == ids[2]))
         return 0;
@@ -105,76 +111,76 @@ static int read_components(const uint8_t *body, size_t size, Frame *frame, uint8
     return is_full || (num == 3 && is_half && frame->width > 4);
 }
 
-static int read_scan(const uint8_t *body, size_t size, Frame *frame, const uint8_t ids[3])
+static int read_scan(Reader body, Frame *frame, const int ids[3])
 {
-    const int num = frame->num_components;
-    if (size != 4 + 2 * (size_t)num || body[0] != num)
+    uint64_t num, id, tables, selection;
+    if (!take_big(&body, 1, &num) || (int)num != frame->num_components)
         return 0;
-    for (int i = 0; i < num; i++) {
-        frame->dc[i] = body[2 + 2 * i] >> 4;
-        frame->ac[i] = body[2 + 2 * i] & 15;
-        if (body[1 + 2 * i] != ids[i] || frame->dc[i] >= NUM_HUFF_TBLS || frame->ac[i] >= NUM_HUFF_TBLS)
+    for (int i = 0; i < frame->num_components; i++) {
+        if (!take_big(&body, 1, &id) || !take_big(&body, 1, &tables) || (int)id != ids[i])
+            return 0;
+        frame->dc[i] = (int)tables >> 4;
+        frame->ac[i] = (int)tables & 15;
+        if (frame->dc[i] >= NUM_HUFF_TBLS || frame->ac[i] >= NUM_HUFF_TBLS)
             return 0;
     }
-    const uint8_t *last = body + 1 + 2 * num;
-    return last[0] == 0 && last[1] == DCTSIZE2 - 1 && last[2] == 0;
+    return take_big(&body, 3, &selection) && selection == (DCTSIZE2 - 1) << 8 && body.left == 0;
 }
 
-/* The header of a file, and its tables. 0: it is not usual. The color space is libjpeg's, by default_decompress_parms. */
-static int read_baseline(const uint8_t *data, size_t size, Frame *frame, FileTables *tables)
+/* The frame of a header, and its tables. 0: it is not usual. The color space is libjpeg's, by default_decompress_parms. */
+static int read_baseline(const Header *header, Frame *frame, FileTables *tables)
 {
-    int has_frame = 0, is_jfif = 0, adobe = -1;
-    uint8_t ids[3] = {0};
-    memset(frame, 0, sizeof *frame);
+    int is_jfif = 0, adobe = -1, has_scan = 0, has_frame = 0, ids[3] = {0};
+    uint64_t interval;
+    *frame = (Frame){.height = header->height, .width = header->width, .num_components = header->num_components,
+                     .codes = header->codes};
     tables->has_dc = tables->has_ac = tables->has_quants = 0;
-    if (size < 4 || data[0] != 0xFF || data[1] != 0xD8)
-        return 0;
-    for (size_t at = 2; size - at >= 4;) {
-        const int marker = data[at + 1];
-        const size_t length = (size_t)word(data + at + 2);
-        const uint8_t *body = data + at + 4;
-        if (data[at] != 0xFF || length < 2 || length > size - at - 2)
-            return 0;
-        const size_t body_size = length - 2;
+    for (int i = 0; i < header->num_segments; i++) {
+        Reader body = header->segments[i].body;
         int is_good = 1;
-        if (marker == 0xC0 || marker == 0xC1) {
-            is_good = !has_frame && read_components(body, body_size, frame, ids);
-            has_frame = 1;
-        } else if (marker == 0xC4) {
-            is_good = read_codes(body, body_size, tables);
-        } else if (marker == 0xDB) {
-            is_good = read_quants(body, body_size, tables);
-        } else if (marker == 0xDD) {
-            is_good = body_size == 2;
-            frame->interval = is_good ? (unsigned)word(body) : 0;
-        } else if (marker == 0xE0) {
-            const int is_tagged = body_size >= 14 && memcmp(body, "JFIF", 5) == 0;
-            is_good = !is_tagged || body[5] == 1; /* libjpeg warns of other major versions */
-            is_jfif |= is_tagged;
-        } else if (marker == 0xEE) {
-            if (body_size >= 12 && memcmp(body, "Adobe", 5) == 0)
-                adobe = body[11];
-        } else if (marker == 0xDA) {
-            const int is_ycc = is_jfif || (adobe < 0 ? ids[0] == 1 && ids[1] == 2 && ids[2] == 3 : adobe == 1);
-            frame->codes = body + body_size;
-            return has_frame && read_scan(body, body_size, frame, ids) && (frame->num_components == 1 || is_ycc);
-        } else if ((marker & 0xF0) != 0xE0 && marker != 0xFE) {
-            return 0;
+        switch (header->segments[i].marker) {
+        case 0xC0:
+        case 0xC1:
+            is_good = has_frame = read_components(body, frame, ids);
+            break;
+        case 0xC4:
+            is_good = read_codes(body, tables);
+            break;
+        case 0xDB:
+            is_good = read_quants(body, tables);
+            break;
+        case 0xDD:
+            is_good = take_big(&body, 2, &interval) && body.left == 0;
+            frame->interval = is_good ? (unsigned)interval : 0;
+            break;
+        case 0xE0:
+            if (body.left >= 14 && begins_with(&body, "JFIF", 5)) {
+                is_good = byte_at(&body, 5) == 1; /* libjpeg warns of other major versions */
+                is_jfif = 1;
+            }
+            break;
+        case 0xEE:
+            if (body.left >= 12 && begins_with(&body, "Adobe", 5))
+                adobe = byte_at(&body, 11);
+            break;
+        case 0xDA: /* the last one: the frame stands before it */
+            is_good = has_scan = has_frame && read_scan(body, frame, ids);
+            break;
+        default: /* a progressive frame */
+            is_good = 0;
         }
         if (!is_good)
             return 0;
-        at += 2 + length;
-        if (at > size)
-            return 0;
     }
-    return 0;
+    const int is_ycc = is_jfif || (adobe < 0 ? ids[0] == 1 && ids[1] == 2 && ids[2] == 3 : adobe == 1);
+    return has_scan && (frame->num_components == 1 || is_ycc);
 }
 
 /* What the entropy decoder is told. 0: a table is missing. */
-static int scan_of(const Frame *frame, const FileTables *tables, const uint8_t *end, Scan *scan)
+static int scan_of(const Frame *frame, const FileTables *tables, Scan *scan)
 {
     const int mcu_width = DCTSIZE * frame->h, mcu_height = DCTSIZE * frame->v;
-    *scan = (Scan){.data = frame->codes, .end = end, .interval = frame->interval, .places = PAIRED_PLACES};
+    *scan = (Scan){.codes = frame->codes, .interval = frame->interval, .places = PAIRED_PLACES};
     scan->columns = (JDIMENSION)((frame->width + mcu_width - 1) / mcu_width);
     scan->num_mcus = (unsigned long)scan->columns * (unsigned long)((frame->height + mcu_height - 1) / mcu_height);
     for (int i = 0; i < frame->num_components; i++) {
@@ -261,13 +267,13 @@ static inline int is_ready(const Frame *frame, int y, int num_rows)
 /* The rectangle's pixels in `out`, whose rows are `stride` apart, but for those that are 0 in `rows_read`, if it is there.
  * 0: refused, or there is no memory. */
 AVX2 static int decode_baseline(
-    Baseline *baseline, Entropy *entropy, HuffmanTables *codes, const uint8_t *data, size_t size,
-    const Seek *seek, Rectangle box, const uint8_t *rows_read, int to_end, uint8_t *out, ptrdiff_t stride)
+    Baseline *baseline, Entropy *entropy, HuffmanTables *codes, const Header *header, const Seek *seek,
+    Rectangle box, const uint8_t *rows_read, int to_end, uint8_t *out, ptrdiff_t stride)
 {
     Frame frame;
     Scan scan;
     FileTables *tables = &baseline->tables;
-    if (!read_baseline(data, size, &frame, tables) || !scan_of(&frame, tables, data + size, &scan))
+    if (!read_baseline(header, &frame, tables) || !scan_of(&frame, tables, &scan))
         return 0;
     scan.seek = *seek;
     if (box.left < 0 || box.top < 0 || box.width < 1 || box.height < 1 || box.width > frame.width - box.left ||
@@ -282,7 +288,8 @@ AVX2 static int decode_baseline(
     const int first_row = (box.top > reach_y ? box.top - reach_y : 0) / mcu_height;
     const int last_row = ((bottom + reach_y < frame.height ? bottom + reach_y : frame.height) - 1) / mcu_height;
 
-    uint8_t *clean = reserve(&baseline->clean, (size_t)(data + size - frame.codes) + PADDING);
+    const size_t clean_bytes = scan.codes.left + PADDING;
+    uint8_t *clean = reserve(&baseline->clean, clean_bytes);
     const int num_columns = last_column - first_column + 1;
     const size_t luma_bytes = (size_t)num_columns * (size_t)mcu_width + ROW_SLACK;
     const size_t chroma_bytes = (size_t)num_columns * DCTSIZE + ROW_SLACK;
@@ -291,7 +298,8 @@ AVX2 static int decode_baseline(
     const size_t sums_bytes = sizeof(int16_t) * (chroma_bytes + ROW_SLACK);
     uint8_t *rows = reserve(&baseline->rows, 3 * (luma_bytes + ROW_SLACK) + sums_bytes);
     if (!clean || !samples || !rows ||
-        !begin_scan(entropy, codes, &scan, clean, (JDIMENSION)first_column, (JDIMENSION)last_column))
+        !begin_scan(entropy, codes, &scan, writer_of(clean, clean_bytes), (JDIMENSION)first_column,
+                    (JDIMENSION)last_column))
         return 0;
     Plane planes[3];
     for (int i = 0; i < 3; i++) {

@@ -14,7 +14,10 @@
  * used before it has been compared with what libjpeg says of the image.
  *
  * A Decoder is used for one image after the other, since making one costs as much as decoding a tiny image. Nothing
- * of an image must reach the next: libjpeg keeps tables, see forget_tables; and an error ends its decompressor.
+ * of an image must reach the next: libjpeg keeps tables, see forget_tables; and an error ends its decompressor. Nor may
+ * anything grow with the number of images: what libjpeg takes and never gives back is counted, see MOST_LASTING_BYTES.
+ *
+ * Behind setjmp, only the Decoder is used, which holds the pointer to all that has to be freed.
  */
 #ifndef RAYPIPE_JPEG_CROP_H
 #define RAYPIPE_JPEG_CROP_H
@@ -32,6 +35,7 @@
 #endif
 
 #include "jpeg_baseline.h"
+#include "jpeg_header.h"
 #include "jpeg_huffman.h"
 
 /* Output columns. Chroma's interpolation reaches 1 chroma sample to each side, which is 2 pixels; and rows of fewer
@@ -64,6 +68,8 @@ typedef struct {
     HuffmanTables tables; /* most files of a store have the same ones */
     JHUFF_TBL one_code;
     int is_made;
+    void *(*allocate)(j_common_ptr info, int pool, size_t size); /* libjpeg's own */
+    size_t lasting_bytes;                                        /* taken since it was made, for as long as it lives */
 #ifdef HAS_AVX2
     Baseline baseline;
 #endif
@@ -148,6 +154,21 @@ static void end_decoder(Decoder *decoder)
     decoder->is_made = 0;
 }
 
+/* Of memory that libjpeg frees with the decompressor alone; with more, the next image gets a new one.
+ *
+ * libjpeg takes such memory for each table that it has no place for: for those that forget_tables has dropped, those
+ * between the scans of a progressive file, and the standard's where a file has none. It looks through all that it has
+ * taken whenever it takes more. The tables of a usual file, all kinds of them, need 3 KiB. */
+#define MOST_LASTING_BYTES 16384
+
+static void *count_and_allocate(j_common_ptr info, int pool, size_t size)
+{
+    Decoder *decoder = (Decoder *)info; /* its first field */
+    if (pool == JPOOL_PERMANENT)
+        decoder->lasting_bytes += size;
+    return decoder->allocate(info, pool, size);
+}
+
 static void begin_decoder(Decoder *decoder)
 {
     memset(&decoder->info, 0, sizeof decoder->info); /* end_decoder may come before jpeg_create is through */
@@ -156,6 +177,9 @@ static void begin_decoder(Decoder *decoder)
     decoder->trouble.manager.emit_message = on_message;
     decoder->trouble.manager.output_message = on_output;
     jpeg_create_decompress(&decoder->info);
+    decoder->allocate = decoder->info.mem->alloc_small;
+    decoder->info.mem->alloc_small = count_and_allocate;
+    decoder->lasting_bytes = 0;
     decoder->is_made = 1;
 }
 
@@ -219,38 +243,43 @@ static void start_without_tables(struct jpeg_decompress_struct *info, JHUFF_TBL 
     }
 }
 
-/* The column of `out`, height x columns x 3 bytes, in which the rectangle begins; or -1, and trouble->message. Of
- * `rows_read`, a byte for each, those that are 0 may be left as they are; NULL: none. */
+/* The column of `out`, height x columns x 3 bytes, in which the rectangle begins; or -1, and trouble->message. The header
+ * is that of `data`, from read_header. Of `rows_read`, a byte for each, those that are 0 may be left as they are; NULL: none. */
 static int decode_crop(
-    Decoder *decoder, const unsigned char *data, size_t size, Crop crop, const uint8_t *rows_read, int simd,
-    unsigned char *out)
+    Decoder *decoder, const Header *header, const unsigned char *data, size_t size, Crop crop, const uint8_t *rows_read,
+    int simd, unsigned char *out)
 {
     struct jpeg_decompress_struct *info = &decoder->info;
     Trouble *trouble = &decoder->trouble;
     Entropy *entropy = &decoder->entropy;
     trouble->message[0] = 0;
-    const Seek seek = find_seek(data, size);
-    if (seek.segment && !is_undamaged(data, size, &seek)) {
+    const Seek seek = find_seek(reader_of(data, size));
+    if (seek.checksum && !is_undamaged(&seek)) {
         snprintf(trouble->message, sizeof trouble->message, "its checksum is wrong");
         return -1;
     }
 #ifdef HAS_AVX2
     const Rectangle box = {(int)crop.left, (int)crop.top, (int)crop.width, (int)crop.height};
     if (simd == SIMD_AVX2 && crop.eighths == 8 && crop.width <= crop.columns &&
-        decode_baseline(&decoder->baseline, entropy, &decoder->tables, data, size, &seek, box, rows_read,
-                        crop.to_end, out, (ptrdiff_t)crop.columns * 3))
+        decode_baseline(&decoder->baseline, entropy, &decoder->tables, header, &seek, box, rows_read, crop.to_end,
+                        out, (ptrdiff_t)crop.columns * 3))
         return 0;
 #endif
-    if (setjmp(trouble->escape)) { /* of what is set below, only what the decoder owns is used here */
+    if (setjmp(trouble->escape)) {
         end_decoder(decoder);
         return -1;
     }
+    if (decoder->is_made && decoder->lasting_bytes > MOST_LASTING_BYTES)
+        end_decoder(decoder);
     if (!decoder->is_made)
         begin_decoder(decoder);
     mark_tables(info);
     jpeg_mem_src(info, (unsigned char *)data, (unsigned long)size);
     jpeg_read_header(info, TRUE);
     forget_tables(info);
+    if ((int)info->image_height != header->height || (int)info->image_width != header->width ||
+        info->num_components != header->num_components || (info->progressive_mode != 0) != header->is_progressive)
+        refuse(trouble, "libjpeg reads another header");
     if (!is_usual(info))
         refuse(trouble, "an unusual kind of JPEG");
     const int is_own = !info->progressive_mode && !info->arith_code && !jpeg_has_multiple_scans(info);
@@ -285,8 +314,9 @@ static int decode_crop(
         Scan scan;
         scan_of_libjpeg(info, &scan);
         scan.seek = seek;
-        unsigned char *clean = (*info->mem->alloc_large)(
-            (j_common_ptr)info, JPOOL_IMAGE, (size_t)(scan.end - scan.data) + PADDING);
+        const size_t clean_bytes = scan.codes.left + PADDING;
+        const Writer clean =
+            writer_of((*info->mem->alloc_large)((j_common_ptr)info, JPOOL_IMAGE, clean_bytes), clean_bytes);
         if (!begin_scan(entropy, &decoder->tables, &scan, clean, left / mcu_columns, (left + width - 1) / mcu_columns))
             refuse(trouble, "unusual Huffman tables, or rows that are not where they should be");
         info->client_data = entropy;

@@ -24,6 +24,7 @@
 
 #include <jpeglib.h>
 
+#include "bounds.h"
 #include "jpeg_seek.h"
 #include "versions.h"
 
@@ -79,7 +80,7 @@ typedef struct {
 
 /* A baseline scan. */
 typedef struct {
-    const unsigned char *data, *end;
+    Reader codes;       /* from the first one to the end of the file */
     JDIMENSION columns; /* MCUs of a row */
     unsigned long num_mcus;
     unsigned int interval; /* MCUs between restarts, 0: there are none */
@@ -90,8 +91,8 @@ typedef struct {
 } Scan;
 
 typedef struct {
-    const unsigned char *raw, *raw_end; /* not copied yet; at a marker, or at the end */
-    unsigned char *clean;               /* the bytes between two markers, without stuffing */
+    Reader codes, raw;                  /* of the scan; and what is not copied yet, at a marker or at the end */
+    Writer clean;                       /* room for the bytes between two markers, without stuffing */
     const unsigned char *next;          /* not in `bits` yet, in `clean` */
     const unsigned char *end;           /* of `clean`, before the padding */
     uint64_t bits;                      /* the next ones, at the top; zeros, or more of the next ones, below `count` */
@@ -105,7 +106,7 @@ typedef struct {
     const Table *dc[D_MAX_BLOCKS_IN_MCU], *ac[D_MAX_BLOCKS_IN_MCU];
     uint32_t last_dc[MAX_COMPS_IN_SCAN]; /* as libjpeg's, but unsigned: damage makes it overflow */
     Seek seek;
-    uint32_t row, open_row; /* of a seekable file: the next MCU's, and one more than the row that `clean` is of */
+    size_t row, open_row; /* of a seekable file: the next MCU's, and one more than the row that `clean` is of */
 } Entropy;
 
 /* The coefficients of a block as they come, each by its place in natural order, row by row. */
@@ -220,6 +221,8 @@ static int build(Table *table, const JHUFF_TBL *source, int is_dc)
                 }
             }
         }
+        if (source->bits[length] && code >> length) /* no code is of ones alone: libjpeg refuses such a table */
+            return 0;
         table->limit[length] = code << (CODE_BITS - length);
     }
     if (!is_dc)
@@ -228,26 +231,26 @@ static int build(Table *table, const JHUFF_TBL *source, int is_dc)
     return 1;
 }
 
-/* Copies what comes before the next marker, and zeros behind it. */
-static void begin_segment(Entropy *e)
+/* Copies what comes before the next marker, and zeros behind it. 0: there is no room for it. */
+static int begin_segment(Entropy *e)
 {
-    unsigned char *to = e->clean;
-    while (e->raw < e->raw_end) {
-        const unsigned char *mark = memchr(e->raw, 0xFF, (size_t)(e->raw_end - e->raw));
-        const int is_stuffed = mark && e->raw_end - mark > 1 && mark[1] == 0;
-        const size_t num = (size_t)((mark ? mark + is_stuffed : e->raw_end) - e->raw);
-        memcpy(to, e->raw, num);
-        to += num;
-        e->raw += num + (size_t)is_stuffed;
-        if (!is_stuffed)
-            break;
-    }
-    memset(to, 0, PADDING);
-    e->next = e->clean;
-    e->end = to;
+    Writer to = e->clean;
+    int is_stuffed;
+    do {
+        const size_t num = num_before(&e->raw, 0xFF);
+        Reader codes;
+        is_stuffed = byte_at(&e->raw, num) == 0xFF && byte_at(&e->raw, num + 1) == 0;
+        if (!take(&e->raw, num + (size_t)is_stuffed, &codes) || !put(&to, codes) || !pass(&e->raw, (uint64_t)is_stuffed))
+            return 0;
+    } while (is_stuffed);
+    e->next = e->clean.at;
+    e->end = to.at;
+    if (!put_zeros(&to, PADDING))
+        return 0;
     e->bits = 0;
     e->count = 0;
     memset(e->last_dc, 0, sizeof e->last_dc);
+    return 1;
 }
 
 /* Bits that are left of the segment; negative: it was overrun. */
@@ -255,7 +258,7 @@ static inline int64_t bits_left(const Entropy *e) { return (int64_t)(e->end - e-
 
 static int is_marker(const Entropy *e, int code)
 {
-    return bits_left(e) < 8 && e->raw_end - e->raw >= 2 && e->raw[0] == 0xFF && e->raw[1] == code;
+    return bits_left(e) < 8 && byte_at(&e->raw, 0) == 0xFF && byte_at(&e->raw, 1) == code;
 }
 
 static inline uint64_t load(const unsigned char *from)
@@ -435,8 +438,8 @@ INLINE int decode_blocks(Entropy *e, JBLOCKROW *blocks)
 /* The scan of which libjpeg is at the beginning, after jpeg_start_decompress, of a file of one baseline scan. */
 static void scan_of_libjpeg(j_decompress_ptr info, Scan *scan)
 {
-    *scan = (Scan){.data = info->src->next_input_byte, .columns = info->MCUs_per_row, .interval = info->restart_interval};
-    scan->end = scan->data + info->src->bytes_in_buffer;
+    *scan = (Scan){.columns = info->MCUs_per_row, .interval = info->restart_interval};
+    scan->codes = reader_of(info->src->next_input_byte, info->src->bytes_in_buffer);
     scan->num_mcus = (unsigned long)info->MCUs_per_row * info->MCU_rows_in_scan;
     scan->num_blocks = info->blocks_in_MCU;
     scan->places = NATURAL_PLACES;
@@ -448,30 +451,45 @@ static void scan_of_libjpeg(j_decompress_ptr info, Scan *scan)
     }
 }
 
-/* Whether the places of rows are those of this scan. Rows are opened when something is wanted of them. */
+/* Whether the places of rows are those of this scan: the codes have a restart marker before each of them, in turns, and
+ * no other marker up to the file's end. A place that is right for itself may still skip rows, or lie behind the end. */
 static int begin_seeking(const Entropy *e)
 {
-    return e->interval == e->columns && e->seek.num_rows * (unsigned long)e->columns == e->left &&
-           place_of_row(&e->seek, 0) == (size_t)(e->raw - e->seek.file);
+    const size_t before = e->seek.file.left - e->codes.left; /* places count from the file's first byte */
+    const size_t num_rows = num_rows_of(&e->seek);
+    uint64_t place;
+    Reader rest = e->codes;
+    if (e->interval != e->columns || (uint64_t)num_rows * e->columns != e->left ||
+        !place_of_row(&e->seek, 0, &place) || place != before)
+        return 0;
+    for (size_t row = 1; pass(&rest, num_before(&rest, 0xFF) + 1);) {
+        const int code = byte_at(&rest, 0);
+        if (!pass(&rest, 1))
+            return 0;
+        if (code == 0)
+            continue;
+        if (row == num_rows)
+            return code == JPEG_EOI && rest.left == 0;
+        if (code != (int)(JPEG_RST0 + (row - 1) % 8) || !place_of_row(&e->seek, row, &place) ||
+            place != e->seek.file.left - rest.left)
+            return 0;
+        row++;
+    }
+    return 0;
 }
 
-/* Goes to the beginning of a row. 0: its codes are not where they should be, between two markers. */
+/* Goes to the beginning of a row. 0: it is not within the codes. */
 static int open_row(Entropy *e)
 {
-    const unsigned char *file = e->seek.file, *raw_end = e->raw_end;
-    const size_t size = (size_t)(raw_end - file), from = place_of_row(&e->seek, e->row);
-    const size_t end = e->row + 1 < e->seek.num_rows ? place_of_row(&e->seek, e->row + 1) : size;
-    if (from < 2 || from > end || end > size || end - from < 2)
+    const uint64_t before = e->seek.file.left - e->codes.left;
+    uint64_t from, end = e->seek.file.left;
+    if (!place_of_row(&e->seek, e->row, &from) ||
+        (e->row + 1 < num_rows_of(&e->seek) && !place_of_row(&e->seek, e->row + 1, &end)) || from < before || end < from ||
+        !part_of(&e->codes, from - before, end - from, &e->raw) || !cut(&e->raw, 2) || /* the next marker's bytes */
+        !begin_segment(e))
         return 0;
-    if (e->row && (file[from - 2] != 0xFF || file[from - 1] != JPEG_RST0 + (e->row - 1) % 8))
-        return 0;
-    e->raw = file + from;
-    e->raw_end = file + end - 2; /* the marker's two bytes */
-    begin_segment(e);
-    const int is_whole = e->raw == e->raw_end;
-    e->raw_end = raw_end;
     e->open_row = e->row + 1;
-    return is_whole;
+    return e->raw.left == 0;
 }
 
 /* As next_mcu, of a seekable file: rows of which nothing is wanted are not read, nor is a row behind what is. */
@@ -501,12 +519,10 @@ static int next_seekable_mcu(Entropy *e, JBLOCKROW *blocks)
 /* Begins a scan, of which MCUs of other columns than these are skipped. Tables are built where they are not those of
  * the last image. clean: as many bytes as the scan has, and PADDING. 0: it cannot be. */
 static int begin_scan(
-    Entropy *e, HuffmanTables *tables, const Scan *scan, unsigned char *clean, JDIMENSION first_column,
-    JDIMENSION last_column)
+    Entropy *e, HuffmanTables *tables, const Scan *scan, Writer clean, JDIMENSION first_column, JDIMENSION last_column)
 {
     memset(e, 0, sizeof *e);
-    e->raw = scan->data;
-    e->raw_end = scan->end;
+    e->codes = e->raw = scan->codes;
     e->clean = clean;
     e->first_column = first_column;
     e->last_column = last_column;
@@ -524,14 +540,11 @@ static int begin_scan(
             !build(&tables->ac[block->ac], block->ac_codes, 0))
             return 0;
     }
-    e->by_pairs = scan->end - scan->data > MANY_BYTES;
+    e->by_pairs = scan->codes.left > MANY_BYTES;
     for (int number = 0; number < e->num_blocks && e->by_pairs; number++)
         join_pairs(&tables->ac[scan->blocks[number].ac]);
     e->seek = scan->seek;
-    if (e->seek.segment)
-        return begin_seeking(e);
-    begin_segment(e);
-    return 1;
+    return e->seek.checksum ? begin_seeking(e) : begin_segment(e);
 }
 
 /* 0: damage, or something unusual. */
@@ -539,15 +552,13 @@ INLINE int next_mcu(Entropy *e, JBLOCKROW *blocks)
 {
     if (e->left == 0)
         return 0;
-    if (e->seek.segment)
+    if (e->seek.checksum)
         return next_seekable_mcu(e, blocks);
     if (e->interval && e->until_restart == 0) {
-        if (!is_marker(e, JPEG_RST0 + e->restarts % 8))
+        if (!is_marker(e, JPEG_RST0 + e->restarts % 8) || !pass(&e->raw, 2) || !begin_segment(e))
             return 0;
-        e->raw += 2;
         e->restarts++;
         e->until_restart = e->interval;
-        begin_segment(e);
     }
     const int is_wanted = e->column >= e->first_column && e->column <= e->last_column;
     e->until_restart--;
@@ -560,7 +571,7 @@ INLINE int next_mcu(Entropy *e, JBLOCKROW *blocks)
  * told that already. */
 INLINE int end_scan(Entropy *e)
 {
-    if (e->seek.segment)
+    if (e->seek.checksum)
         return 1;
     while (e->left)
         if (!next_mcu(e, NULL))

@@ -254,7 +254,7 @@ AVX2 static void convert_row(const uint8_t *luma, const uint8_t *cb, const uint8
             store_rgb(y, y, y, into);
         }
         if (into == last)
-            memcpy(to + x * CHANNELS, last, (size_t)(width - x) * CHANNELS);
+            copy_row(to + x * CHANNELS, last, width - x);
     }
 }
 #endif

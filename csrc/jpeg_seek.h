@@ -16,61 +16,77 @@
 #ifndef RAYPIPE_JPEG_SEEK_H
 #define RAYPIPE_JPEG_SEEK_H
 
+#include "bounds.h"
 #include "crc32.h"
 
 #define SEEK_MARKER 0xE9
 #define SEEK_TAG "raypipe seekable"
 #define SEEK_TAG_BYTES 16
-#define SEEK_HEAD_BYTES (4 + SEEK_TAG_BYTES + 4) /* before the places */
-#define JFIF_BYTES 18                            /* as libjpeg writes it, without a thumbnail */
+#define CHECKSUM_BYTES 4
+#define PLACE_BYTES 4
+#define SEEK_HEAD_BYTES (4 + SEEK_TAG_BYTES + CHECKSUM_BYTES) /* before the places */
+#define JFIF_BYTES 18                                         /* as libjpeg writes it, without a thumbnail */
 
 typedef struct {
-    const uint8_t *file, *segment; /* NULL: a plain JPEG */
-    uint32_t num_rows;
+    Reader file;
+    size_t checksum; /* its place in the file; 0: a plain JPEG */
+    Reader places;
 } Seek;
 
-static inline uint32_t big_endian(const uint8_t *from)
+static inline size_t num_rows_of(const Seek *seek) { return seek->places.left / PLACE_BYTES; }
+
+/* 0: there is no such row. The place may be anywhere, or nowhere. */
+static inline int place_of_row(const Seek *seek, size_t row, uint64_t *place)
 {
-    return (uint32_t)from[0] << 24 | (uint32_t)from[1] << 16 | (uint32_t)from[2] << 8 | from[3];
+    Reader bytes;
+    return part_of(&seek->places, (uint64_t)row * PLACE_BYTES, PLACE_BYTES, &bytes) &&
+           take_big(&bytes, PLACE_BYTES, place);
 }
 
-static inline uint32_t place_of_row(const Seek *seek, uint32_t row)
-{
-    return big_endian(seek->segment + SEEK_HEAD_BYTES + 4 * (size_t)row);
-}
-
-static inline int is_seek_tag(const uint8_t *bytes)
+static inline int is_seek_tag(Reader tag)
 {
     int num_equal = 0;
     for (int i = 0; i < SEEK_TAG_BYTES; i++)
-        num_equal += bytes[i] == (uint8_t)SEEK_TAG[i];
+        num_equal += byte_at(&tag, (size_t)i) == SEEK_TAG[i];
     return 2 * num_equal >= SEEK_TAG_BYTES;
 }
 
-static inline Seek find_seek(const uint8_t *data, size_t size)
+static inline Seek find_seek(Reader file)
 {
     for (size_t at = 2; at <= 2 + JFIF_BYTES; at += JFIF_BYTES) {
-        if (size < at + SEEK_HEAD_BYTES)
+        Seek seek = {.file = file, .checksum = at + 4 + SEEK_TAG_BYTES};
+        Reader rest = file, tag;
+        uint64_t length;
+        if (!pass(&rest, at + 2) || !take_big(&rest, 2, &length) || !take(&rest, SEEK_TAG_BYTES, &tag) ||
+            !pass(&rest, CHECKSUM_BYTES))
             break;
-        if (is_seek_tag(data + at + 4)) {
-            const size_t length = (size_t)data[at + 2] << 8 | data[at + 3];
-            const size_t num = length + 2 < SEEK_HEAD_BYTES ? 0 : (length + 2 - SEEK_HEAD_BYTES) / 4;
-            const size_t most = (size - at - SEEK_HEAD_BYTES) / 4;
-            return (Seek){data, data + at, (uint32_t)(num < most ? num : most)};
-        }
+        if (!is_seek_tag(tag))
+            continue;
+        /* A damaged length reaches as far as the file does: the checksum will not fit. */
+        const uint64_t num_bytes = length + 2 < SEEK_HEAD_BYTES ? 0 : length + 2 - SEEK_HEAD_BYTES;
+        if (!take(&rest, num_bytes, &seek.places))
+            seek.places = rest;
+        return seek;
     }
-    return (Seek){NULL, NULL, 0};
+    return (Seek){0};
 }
 
-static inline uint32_t seek_checksum(const uint8_t *data, size_t size, const Seek *seek)
+/* 0: the file is too short to have one. */
+static inline int seek_checksum(const Seek *seek, uint32_t *checksum)
 {
-    const uint8_t *behind = seek->segment + SEEK_HEAD_BYTES;
-    const uint32_t crc = crc_of(0xFFFFFFFF, data, (size_t)(behind - 4 - data));
-    return ~crc_of(crc, behind, size - (size_t)(behind - data));
+    Reader before, rest = seek->file;
+    if (!take(&rest, seek->checksum, &before) || !pass(&rest, CHECKSUM_BYTES))
+        return 0;
+    *checksum = ~crc_of(crc_of(0xFFFFFFFF, before.at, before.left), rest.at, rest.left);
+    return 1;
 }
 
-static inline int is_undamaged(const uint8_t *data, size_t size, const Seek *seek)
+static inline int is_undamaged(const Seek *seek)
 {
-    return seek_checksum(data, size, seek) == big_endian(seek->segment + SEEK_HEAD_BYTES - 4);
+    uint32_t checksum;
+    uint64_t written;
+    Reader rest = seek->file;
+    return pass(&rest, seek->checksum) && take_big(&rest, CHECKSUM_BYTES, &written) && seek_checksum(seek, &checksum) &&
+           written == checksum;
 }
 #endif

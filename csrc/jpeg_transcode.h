@@ -2,25 +2,58 @@
  *
  * Pixels are those of the original, to the bit, and so is what stands in its application data and comments: EXIF,
  * ICC profiles. Refused is what decode_crop refuses, so that all others stay as they are.
+ *
+ * Behind setjmp, only the Transcoder is used, which holds the pointer to all that has to be freed.
  */
 #ifndef RAYPIPE_JPEG_TRANSCODE_H
 #define RAYPIPE_JPEG_TRANSCODE_H
 
 #include "jpeg_crop.h"
 
+#define FIRST_OUTPUT_BYTES 65536
+
+/* Where libjpeg writes to. Its own (jpeg_mem_dest) says only at the end where the bytes are, and frees those that the
+ * caller knows of before; so an error in between leaves nobody who knows what to free. */
+typedef struct {
+    struct jpeg_destination_mgr manager; /* first: libjpeg hands it back as its own */
+    uint8_t *bytes;
+    size_t size, used;
+} Output;
+
 typedef struct {
     struct jpeg_decompress_struct from;
     struct jpeg_compress_struct to;
     Trouble trouble;
-    unsigned char *plain; /* written by libjpeg, without the segment */
-    unsigned long plain_size;
-    unsigned char *result;
+    Output plain; /* without the segment */
+    uint8_t *result;
     size_t size;
+    int is_done;
 } Transcoder;
 
-static int is_tagged(const uint8_t *body, size_t size, const char *tag, size_t tag_bytes)
+/* Makes room for as many bytes as there are already, or the first ones. */
+static void grow_output(j_compress_ptr info)
 {
-    return size >= tag_bytes && memcmp(body, tag, tag_bytes) == 0;
+    Output *output = (Output *)info->dest;
+    const size_t used = output->size, size = used ? 2 * used : FIRST_OUTPUT_BYTES;
+    uint8_t *bytes = used > UINT32_MAX ? NULL : realloc(output->bytes, size);
+    if (!bytes)
+        refuse((Trouble *)info->err, "no memory");
+    output->bytes = bytes;
+    output->size = size;
+    output->manager.next_output_byte = bytes + used;
+    output->manager.free_in_buffer = size - used;
+}
+
+static boolean on_full_output(j_compress_ptr info)
+{
+    grow_output(info);
+    return TRUE;
+}
+
+static void end_output(j_compress_ptr info)
+{
+    Output *output = (Output *)info->dest;
+    output->used = output->size - output->manager.free_in_buffer;
 }
 
 /* Application data and comments, but for what libjpeg has written by itself, and an older segment of places. */
@@ -28,10 +61,10 @@ static void copy_markers(const struct jpeg_decompress_struct *from, struct jpeg_
 {
     for (jpeg_saved_marker_ptr saved = from->marker_list; saved; saved = saved->next) {
         const int marker = saved->marker;
-        const size_t size = saved->data_length;
-        if ((marker == JPEG_APP0 && to->write_JFIF_header && is_tagged(saved->data, size, "JFIF", 5)) ||
-            (marker == JPEG_APP0 + 14 && to->write_Adobe_marker && is_tagged(saved->data, size, "Adobe", 5)) ||
-            (marker == SEEK_MARKER && is_tagged(saved->data, size, SEEK_TAG, SEEK_TAG_BYTES)))
+        const Reader data = reader_of(saved->data, saved->data_length);
+        if ((marker == JPEG_APP0 && to->write_JFIF_header && begins_with(&data, "JFIF", 5)) ||
+            (marker == JPEG_APP0 + 14 && to->write_Adobe_marker && begins_with(&data, "Adobe", 5)) ||
+            (marker == SEEK_MARKER && begins_with(&data, SEEK_TAG, SEEK_TAG_BYTES)))
             continue;
         jpeg_write_marker(to, marker, saved->data, saved->data_length);
     }
@@ -39,6 +72,9 @@ static void copy_markers(const struct jpeg_decompress_struct *from, struct jpeg_
 
 static void write_plain(Transcoder *t, const unsigned char *data, size_t size)
 {
+    const Seek seek = find_seek(reader_of(data, size));
+    if (seek.checksum && !is_undamaged(&seek)) /* or damage would get a checksum that fits */
+        refuse(&t->trouble, "its checksum is wrong");
     jpeg_create_decompress(&t->from);
     jpeg_create_compress(&t->to);
     jpeg_mem_src(&t->from, data, (unsigned long)size);
@@ -48,13 +84,18 @@ static void write_plain(Transcoder *t, const unsigned char *data, size_t size)
     jpeg_read_header(&t->from, TRUE);
     if (!is_usual(&t->from))
         refuse(&t->trouble, "an unusual kind of JPEG");
+    if ((size_t)t->from.image_height * t->from.image_width > MAX_PIXELS) /* all coefficients are held at a time */
+        refuse(&t->trouble, "over the limit of pixels");
     jvirt_barray_ptr *coefficients = jpeg_read_coefficients(&t->from);
     if (!is_complete(&t->from))
         refuse(&t->trouble, "a progressive JPEG that lacks scans");
     jpeg_copy_critical_parameters(&t->from, &t->to);
     t->to.optimize_coding = TRUE;
     t->to.restart_in_rows = 1;
-    jpeg_mem_dest(&t->to, &t->plain, &t->plain_size);
+    t->plain.manager.init_destination = grow_output;
+    t->plain.manager.empty_output_buffer = on_full_output;
+    t->plain.manager.term_destination = end_output;
+    t->to.dest = &t->plain.manager;
     jpeg_write_coefficients(&t->to, coefficients);
     copy_markers(&t->from, &t->to);
     jpeg_finish_compress(&t->to);
@@ -62,62 +103,59 @@ static void write_plain(Transcoder *t, const unsigned char *data, size_t size)
 }
 
 /* Where the codes of the scan begin; 0: nowhere. */
-static size_t begin_of_codes(const unsigned char *data, size_t size)
+static size_t begin_of_codes(Reader file)
 {
-    for (size_t at = 2; at + 4 <= size;) {
-        const size_t end = at + 2 + ((size_t)data[at + 2] << 8 | data[at + 3]);
-        if (data[at + 1] == 0xDA)
-            return end;
-        at = end;
+    Reader rest = file;
+    uint64_t marker, length;
+    for (int is_going = pass(&rest, 2); is_going && take_big(&rest, 2, &marker) && take_big(&rest, 2, &length);) {
+        is_going = length >= 2 && pass(&rest, length - 2);
+        if (is_going && marker == 0xFFDA)
+            return file.left - rest.left;
     }
     return 0;
 }
 
-static void put_big_endian(uint8_t *to, size_t value)
+/* Where each row's codes begin in the file that has the segment, `length` bytes before them. 0: there are more rows, or
+ * fewer. */
+static int put_places(Writer *places, Reader file, size_t length)
 {
-    for (int i = 0; i < 4; i++)
-        to[i] = (uint8_t)(value >> (24 - 8 * i));
+    const size_t codes = begin_of_codes(file);
+    Reader rest = file;
+    if (!codes || !pass(&rest, codes) || !put_big(places, PLACE_BYTES, codes + length))
+        return 0;
+    while (pass(&rest, num_before(&rest, 0xFF) + 1)) {
+        const int marker = byte_at(&rest, 0);
+        if (marker >= JPEG_RST0 && marker <= JPEG_RST0 + 7 &&
+            !put_big(places, PLACE_BYTES, file.left - rest.left + 1 + length))
+            return 0;
+    }
+    return places->left == 0;
 }
 
 static void add_segment(Transcoder *t)
 {
-    const size_t size = t->plain_size, codes = begin_of_codes(t->plain, size);
-    const size_t num_rows = (t->from.image_height + 8 * (size_t)t->from.max_v_samp_factor - 1) /
-                            (8 * (size_t)t->from.max_v_samp_factor);
-    const size_t head = t->plain[3] == 0xE0 ? 2 + JFIF_BYTES : 2;
-    const size_t length = SEEK_HEAD_BYTES + 4 * num_rows;
-    t->size = size + length;
+    const Reader plain = reader_of(t->plain.bytes, t->plain.used);
+    const size_t mcu_height = 8 * (size_t)t->from.max_v_samp_factor;
+    const size_t num_rows = (t->from.image_height + mcu_height - 1) / mcu_height;
+    const size_t length = SEEK_HEAD_BYTES + PLACE_BYTES * num_rows;
+    const size_t head_bytes = byte_at(&plain, 3) == 0xE0 ? 2 + JFIF_BYTES : 2;
+    t->size = plain.left + length;
+    if (t->size > UINT32_MAX)
+        refuse(&t->trouble, "a JPEG of more than 4 GiB");
     t->result = malloc(t->size);
     if (!t->result)
         refuse(&t->trouble, "no memory");
-    if (t->size > UINT32_MAX)
-        refuse(&t->trouble, "a JPEG of more than 4 GiB");
-    memcpy(t->result, t->plain, head);
-    memcpy(t->result + head + length, t->plain + head, size - head);
-    uint8_t *segment = t->result + head, *place = segment + SEEK_HEAD_BYTES, *end = place + 4 * num_rows;
-    segment[0] = 0xFF;
-    segment[1] = SEEK_MARKER;
-    segment[2] = (uint8_t)((length - 2) >> 8);
-    segment[3] = (uint8_t)(length - 2);
-    memcpy(segment + 4, SEEK_TAG, SEEK_TAG_BYTES);
-    put_big_endian(place, codes + length);
-    place += 4;
-    for (size_t at = codes; at + 2 <= size; at++) {
-        const unsigned char *mark = memchr(t->plain + at, 0xFF, size - 1 - at);
-        if (!mark)
-            break;
-        at = (size_t)(mark - t->plain) + 1;
-        if (mark[1] < JPEG_RST0 || mark[1] > JPEG_RST0 + 7)
-            continue;
-        if (place == end)
-            refuse(&t->trouble, "libjpeg writes more rows than there are");
-        put_big_endian(place, at + 1 + length);
-        place += 4;
-    }
-    if (place != end)
-        refuse(&t->trouble, "libjpeg writes fewer rows than there are");
-    const Seek seek = find_seek(t->result, t->size);
-    put_big_endian(segment + SEEK_HEAD_BYTES - 4, seek_checksum(t->result, t->size, &seek));
+    Reader head, rest = plain;
+    Writer to = writer_of(t->result, t->size), checksum, places;
+    if (!take(&rest, head_bytes, &head) || !put(&to, head) || !put_big(&to, 2, 0xFF00 | SEEK_MARKER) ||
+        !put_big(&to, 2, length - 2) || !put(&to, reader_of(SEEK_TAG, SEEK_TAG_BYTES)) ||
+        !set_aside(&to, CHECKSUM_BYTES, &checksum) || !set_aside(&to, PLACE_BYTES * num_rows, &places) ||
+        !put(&to, rest) || !put_places(&places, plain, length))
+        refuse(&t->trouble, "libjpeg writes other rows than there are");
+    const Seek seek = find_seek(reader_of(t->result, t->size));
+    uint32_t crc;
+    if (!seek_checksum(&seek, &crc) || !put_big(&checksum, CHECKSUM_BYTES, crc))
+        refuse(&t->trouble, "libjpeg writes another header than it should");
 }
 
 /* Sets result and size; or returns -1, with trouble.message. The caller frees `result` in any case. */
@@ -128,14 +166,14 @@ static int transcode(Transcoder *t, const unsigned char *data, size_t size)
     t->trouble.manager.error_exit = on_error;
     t->trouble.manager.emit_message = on_message;
     t->trouble.manager.output_message = on_output;
-    const int failed = setjmp(t->trouble.escape);
-    if (!failed) {
+    if (setjmp(t->trouble.escape) == 0) {
         write_plain(t, data, size);
         add_segment(t);
+        t->is_done = 1;
     }
     jpeg_destroy_compress(&t->to);
     jpeg_destroy_decompress(&t->from);
-    free(t->plain);
-    return failed ? -1 : 0;
+    free(t->plain.bytes);
+    return t->is_done ? 0 : -1;
 }
 #endif

@@ -1,11 +1,11 @@
 /* The images of a micro-batch in one call: the optional extension behind raypipe/transform/kernel.py, jpeg.py and stores/lmdb_pages.py.
  *
  *     sizes(images) -> bytes
- *         int32 (B, 3): height, width, and 1 where there is EXIF; 0, 0, 0 of pixels, and what run() does not take, by
+ *         int32 (B, 3): height, width, and 1 where EXIF or XMP may turn it; 0, 0, 0 of pixels, and what run() does not take, by
  *         its header
  *     run(images, jobs, threads, to_end) -> bytes
  *         B statuses, see image.h. A job is (ops, params, out, chroma); each makes an image of each image.
- *             images   B objects: a JPEG (bytes-like), pixels (uint8, H x W x 3), or None
+ *             images   B objects: a JPEG (bytes-like), pixels (uint8, H x W x 3, up to MAX_PIXELS), or None
  *             ops      int32 (n, 2): a code, and where in a row of params its `apply` is
  *             params   int64 (B, P)
  *             out      uint8 (B, H, W, 3), writable, C-contiguous but for its first axis
@@ -27,6 +27,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include "bounds.h"
 #include "jpeg_transcode.h"
 #include "lmdb.h"
 #include "program.h"
@@ -34,7 +35,7 @@
 #include <pthread.h>
 
 /* Of the interface above; kernel.py and jpeg.py ask for it. */
-#define INTERFACE_VERSION 5
+#define INTERFACE_VERSION 6
 #define MAX_THREADS 256
 
 static int simd_level, most_simd;
@@ -59,11 +60,16 @@ static void give_worker_back(Worker *worker)
     idle_workers = worker;
 }
 
-/* What a call is given, and the views that keep it alive. */
+/* What a call is given, and what keeps it alive and as it was when it was checked: views of buffers, which cannot be
+ * resized meanwhile; tuples, since a list may grow or shrink while its own items are asked for their buffers; and copies
+ * of programs, which another thread could write to. */
 typedef struct {
     Call call;
+    PyObject *images, *jobs;
     Py_buffer *views;
-    Py_ssize_t num_views;
+    Py_ssize_t num_views, most_views;
+    void **copies;
+    Py_ssize_t num_copies;
     Worker *workers[MAX_THREADS];
     int num_workers;
 } Request;
@@ -74,6 +80,11 @@ static void release(Request *request)
         give_worker_back(request->workers[i]);
     for (Py_ssize_t i = 0; i < request->num_views; i++)
         PyBuffer_Release(&request->views[i]);
+    for (Py_ssize_t i = 0; i < request->num_copies; i++)
+        free(request->copies[i]);
+    Py_XDECREF(request->images);
+    Py_XDECREF(request->jobs);
+    free(request->copies);
     free(request->views);
     free(request->call.sources);
     free(request->call.jobs);
@@ -87,6 +98,10 @@ static int fail(PyObject *error, const char *message)
 
 static Py_buffer *view_of(Request *request, PyObject *object, int flags)
 {
+    if (request->num_views == request->most_views) {
+        fail(PyExc_RuntimeError, "a call has more arrays than it was made for");
+        return NULL;
+    }
     Py_buffer *view = &request->views[request->num_views];
     if (PyObject_GetBuffer(object, view, flags) < 0)
         return NULL;
@@ -94,10 +109,23 @@ static Py_buffer *view_of(Request *request, PyObject *object, int flags)
     return view;
 }
 
+/* A copy of a view's bytes; NULL: there is no memory. */
+static const void *copy_of(Request *request, const Py_buffer *view)
+{
+    Writer to = writer_of(malloc((size_t)view->len + 1), (size_t)view->len);
+    if (!to.at) {
+        fail(PyExc_MemoryError, "no memory for a call");
+        return NULL;
+    }
+    const void *copy = request->copies[request->num_copies++] = to.at;
+    put(&to, reader_of(view->buf, (size_t)view->len));
+    return copy;
+}
+
 /* Bytes, or pixels. An empty one, or one of another shape, is no image. */
 static int read_source(Request *request, PyObject *object, Source *source)
 {
-    memset(source, 0, sizeof *source);
+    *source = (Source){0};
     if (object == Py_None)
         return 0;
     const Py_buffer *view = view_of(request, object, PyBUF_ND);
@@ -109,30 +137,36 @@ static int read_source(Request *request, PyObject *object, Source *source)
     source->size = (size_t)view->len;
     if (view->ndim == 3) {
         const int is_image = view->shape[0] >= 1 && view->shape[0] <= MAX_SIDE && view->shape[1] >= 1 &&
-                             view->shape[1] <= MAX_SIDE && view->shape[2] == CHANNELS;
+                             view->shape[1] <= MAX_SIDE && view->shape[2] == CHANNELS &&
+                             (size_t)view->shape[0] * (size_t)view->shape[1] <= MAX_PIXELS;
         source->height = is_image ? (int)view->shape[0] : -1;
         source->width = is_image ? (int)view->shape[1] : -1;
     }
     return 0;
 }
 
-static int read_sources(Request *request, PyObject *images, Py_ssize_t other_views)
+#define VIEWS_OF_JOB 4
+#define COPIES_OF_JOB 2
+
+/* Makes room for all images and jobs, of which `jobs` may be NULL, and reads the images. */
+static int read_sources(Request *request, PyObject *images, PyObject *jobs)
 {
-    const Py_ssize_t num = PySequence_Size(images);
-    if (num < 0)
+    request->images = PySequence_Tuple(images);
+    request->jobs = !request->images ? NULL : jobs ? PySequence_Tuple(jobs) : PyTuple_New(0);
+    if (!request->jobs)
         return -1;
-    request->call.num_images = num;
-    request->call.sources = calloc((size_t)num + 1, sizeof(Source));
-    request->views = calloc((size_t)(num + other_views) + 1, sizeof(Py_buffer));
-    if (!request->call.sources || !request->views)
+    const size_t num_images = (size_t)PyTuple_Size(request->images), num_jobs = (size_t)PyTuple_Size(request->jobs);
+    request->call.num_images = (Py_ssize_t)num_images;
+    request->most_views = (Py_ssize_t)(num_images + VIEWS_OF_JOB * num_jobs);
+    request->call.sources = calloc(num_images + 1, sizeof(Source));
+    request->call.jobs = calloc(num_jobs + 1, sizeof(Job));
+    request->views = calloc((size_t)request->most_views + 1, sizeof(Py_buffer));
+    request->copies = calloc(COPIES_OF_JOB * num_jobs + 1, sizeof(void *));
+    if (!request->call.sources || !request->call.jobs || !request->views || !request->copies)
         return fail(PyExc_MemoryError, "no memory for a call");
-    for (Py_ssize_t i = 0; i < num; i++) {
-        PyObject *object = PySequence_GetItem(images, i);
-        const int failed = !object || read_source(request, object, &request->call.sources[i]) < 0;
-        Py_XDECREF(object); /* its view holds it */
-        if (failed)
+    for (Py_ssize_t i = 0; i < request->call.num_images; i++)
+        if (read_source(request, PyTuple_GetItem(request->images, i), &request->call.sources[i]) < 0)
             return -1;
-    }
     return 0;
 }
 
@@ -156,6 +190,8 @@ static int read_slots(Request *request, PyObject *object, Py_ssize_t channels, c
 static int read_job(Request *request, PyObject *object, Job *job)
 {
     PyObject *ops, *params, *out, *chroma;
+    if (!PyTuple_Check(object))
+        return fail(PyExc_TypeError, "a job is a tuple (ops, params, out, chroma)");
     if (!PyArg_ParseTuple(object, "OOOO;a job is (ops, params, out, chroma)", &ops, &params, &out, &chroma))
         return -1;
     const int is_rgb = chroma == Py_None;
@@ -169,9 +205,11 @@ static int read_job(Request *request, PyObject *object, Job *job)
     if (params_view->ndim != 2 || params_view->itemsize != sizeof(int64_t) ||
         params_view->shape[0] != request->call.num_images)
         return fail(PyExc_ValueError, "params must be int64 (B, P)");
-    *job = (Job){.ops = ops_view->buf, .num_ops = ops_view->shape[0], .params = params_view->buf,
-                 .num_params = params_view->shape[1], .out = out_view->buf, .slot_stride = out_view->strides[0],
+    *job = (Job){.ops = copy_of(request, ops_view), .num_ops = ops_view->shape[0],
+                 .params = copy_of(request, params_view), .num_params = params_view->shape[1], .out = out_view->buf, .slot_stride = out_view->strides[0],
                  .height = (int)out_view->shape[1], .width = (int)out_view->shape[2]};
+    if (!job->ops || !job->params)
+        return -1;
     if (chroma_view) {
         if (chroma_view->shape[1] != (job->height + 1) / 2 || chroma_view->shape[2] != (job->width + 1) / 2)
             return fail(PyExc_ValueError, "chroma must have half the sides of out, rounded up");
@@ -181,22 +219,12 @@ static int read_job(Request *request, PyObject *object, Job *job)
     return are_ops(job) ? 0 : fail(PyExc_ValueError, "ops name an unknown operation, or params that there are not");
 }
 
-static int read_jobs(Request *request, PyObject *jobs)
+static int read_jobs(Request *request)
 {
-    const Py_ssize_t num = PySequence_Size(jobs);
-    if (num < 0)
-        return -1;
-    request->call.jobs = calloc((size_t)num + 1, sizeof(Job));
-    if (!request->call.jobs)
-        return fail(PyExc_MemoryError, "no memory for a call");
-    for (; request->call.num_jobs < num; request->call.num_jobs++) {
-        PyObject *object = PySequence_GetItem(jobs, request->call.num_jobs);
-        const int failed =
-            !object || read_job(request, object, &request->call.jobs[request->call.num_jobs]) < 0;
-        Py_XDECREF(object);
-        if (failed)
+    Py_ssize_t *num = &request->call.num_jobs;
+    for (; *num < PyTuple_Size(request->jobs); ++*num)
+        if (read_job(request, PyTuple_GetItem(request->jobs, *num), &request->call.jobs[*num]) < 0)
             return -1;
-    }
     return 0;
 }
 
@@ -236,8 +264,7 @@ static PyObject *py_run(PyObject *self, PyObject *args)
     if (!PyArg_ParseTuple(args, "OOip", &images, &jobs, &num_threads, &to_end))
         return NULL;
     Request request = {.call = {.to_end = to_end, .simd = simd_level}};
-    const Py_ssize_t num_jobs = PySequence_Size(jobs);
-    if (num_jobs < 0 || read_sources(&request, images, 4 * num_jobs) < 0 || read_jobs(&request, jobs) < 0)
+    if (read_sources(&request, images, jobs) < 0 || read_jobs(&request) < 0)
         goto end;
     if (num_threads < 1 || num_threads > MAX_THREADS) {
         PyErr_Format(PyExc_ValueError, "threads must be 1 to %d, not %d", MAX_THREADS, num_threads);
@@ -268,7 +295,7 @@ static PyObject *py_sizes(PyObject *self, PyObject *images)
     (void)self;
     PyObject *result = NULL;
     Request request = {0};
-    if (read_sources(&request, images, 0) == 0)
+    if (read_sources(&request, images, NULL) == 0)
         result = PyBytes_FromStringAndSize(NULL, request.call.num_images * 3 * (Py_ssize_t)sizeof(int32_t));
     if (result) {
         int32_t *sizes = (int32_t *)PyBytes_AsString(result);
@@ -289,6 +316,7 @@ static PyObject *py_decode_crop(PyObject *self, PyObject *args)
         return NULL;
     PyObject *result = NULL;
     Worker *worker = take_worker();
+    Header header;
     /* Sizes that cannot overflow: JPEG_MAX_DIMENSION is 65,500. */
     if (!worker) {
         PyErr_NoMemory();
@@ -298,11 +326,14 @@ static PyObject *py_decode_crop(PyObject *self, PyObject *args)
         PyErr_SetString(PyExc_ValueError, "no such crop or scale");
     } else if ((unsigned long long)out.len != (unsigned long long)height * columns * 3) {
         PyErr_Format(PyExc_ValueError, "out has %zd bytes, not %u x %u x 3", out.len, height, columns);
+    } else if (!read_header(data.buf, (size_t)data.len, &header)) {
+        PyErr_SetString(PyExc_ValueError, "an unusual kind of JPEG, or over a limit");
     } else {
         const Crop crop = {left, top, width, height, eighths, to_end, columns};
+        const int simd = simd_level; /* which another thread may set once the interpreter is let go of */
         int first;
         Py_BEGIN_ALLOW_THREADS
-        first = decode_crop(&worker->decoder, data.buf, (size_t)data.len, crop, NULL, simd_level, out.buf);
+        first = decode_crop(&worker->decoder, &header, data.buf, (size_t)data.len, crop, NULL, simd, out.buf);
         Py_END_ALLOW_THREADS
         if (first < 0)
             PyErr_SetString(PyExc_ValueError, worker->decoder.trouble.message);

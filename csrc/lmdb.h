@@ -1,11 +1,11 @@
 /* Records of raypipe's own LMDB layout, many in one call: what raypipe/stores/lmdb_pages.py does, where all is sound.
  *
  *     lmdb_open(file, num_bytes, page_bytes, root, depth, last_page) -> reader
- *     lmdb_read(reader, keys, num_fixed, num_variable, wanted) -> (fixed, columns, done)
+ *     lmdb_read(reader, keys, num_fixed, wanted) -> (fixed, columns, done)
  *
- * `keys` are int64; `fixed` has num_fixed * 8 bytes of each, as they are stored; `columns` a list for each variable
- * column whose bit is set in `wanted`, of bytes or None; `done` a byte for each key. Where it is 0, anything was unusual
- * or damaged: the caller reads that key by its own way, which has the last word.
+ * `keys` are int64; `fixed` has num_fixed * 8 bytes of each, as they are stored; `wanted` has a byte for each variable
+ * column, and `columns` a list for each of those that are not 0, of bytes or None; `done` a byte for each key. Where it
+ * is 0, anything was unusual or damaged: the caller reads that key by its own way, which has the last word.
  *
  * One thread reads at a time; of a call beside it nothing is done.
  *
@@ -22,14 +22,17 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "bounds.h"
+
 #define PAGE_HEADER 16
 #define NODE_HEADER 8
 #define KEY_BYTES 8
 #define MAX_PAGE_BYTES 32768
 #define MAX_DEPTH 32
 #define MAX_RECORD (1u << 29)   /* MAX_SAMPLE_BYTES of raypipe/stores/base.py */
+#define MAX_FIXED (MAX_RECORD / 8)
 #define NO_VALUE 0xFFFFFFFFu    /* a length that says None */
-#define MAX_VARIABLE 64         /* bits of `wanted` */
+#define KEPT_RECORD_BYTES (4u << 20) /* from a call to the next: the largest record of a store may have half a GiB */
 enum { BRANCH_PAGE = 1, LEAF_PAGE = 2, OVERFLOW_PAGE = 4, LONG_VALUE = 1 };
 
 /* Branch pages that are kept: two levels of six million keys are 200 of them, see lmdb_pages.py. */
@@ -46,147 +49,164 @@ typedef struct {
     PyThread_type_lock lock; /* held by the call that reads */
 } LmdbReader;
 
-static inline uint64_t little(const uint8_t *bytes, int num)
-{
-    uint64_t value = 0;
-    for (int i = num - 1; i >= 0; i--)
-        value = value << 8 | bytes[i];
-    return value;
-}
-
+/* Bytes of the file from the beginning of a page on. */
 static int read_at(const LmdbReader *reader, uint64_t number, size_t num, uint8_t *bytes)
 {
     const uint64_t start = number * reader->page_bytes;
-    if (number < 2 || number > reader->last_page || start + num > reader->num_bytes)
+    if (number < 2 || number > reader->last_page || start > reader->num_bytes || num > reader->num_bytes - start)
         return 0;
     return pread(reader->file, bytes, num, (off_t)start) == (ssize_t)num;
 }
 
-/* The page's number of nodes; 0: it is not a sound page of this kind. */
-static int num_nodes_of(const LmdbReader *reader, const uint8_t *page, uint64_t number, unsigned kind)
+/* A page's header, as it begins in all kinds. 0: it is not a page of this number and kind. */
+static int pass_header(Reader *page, uint64_t number, unsigned kind)
 {
-    const unsigned lower = (unsigned)little(page + 12, 2), upper = (unsigned)little(page + 14, 2);
-    if (little(page, 8) != number || little(page + 10, 2) != kind || lower < PAGE_HEADER + 2 || lower > upper ||
-        upper > reader->page_bytes)
+    uint64_t own_number, pad, flags;
+    return take_little(page, 8, &own_number) && take_little(page, 2, &pad) && take_little(page, 2, &flags) &&
+           own_number == number && flags == kind;
+}
+
+/* The page's number of nodes; 0: it is not a sound page of this kind. */
+static int num_nodes_of(Reader page, uint64_t number, unsigned kind)
+{
+    const size_t page_bytes = page.left;
+    uint64_t lower, upper;
+    if (!pass_header(&page, number, kind) || !take_little(&page, 2, &lower) || !take_little(&page, 2, &upper) ||
+        lower < PAGE_HEADER + 2 || lower > upper || upper > page_bytes)
         return 0;
     return (int)(lower - PAGE_HEADER) / 2;
 }
 
-/* Where a node begins; 0: outside of its page. Its key may be of any length, and lies in the page. */
-static unsigned node_at(const LmdbReader *reader, const uint8_t *page, int slot)
+/* A node of a page: 4 bytes and the flags, which are its value's size or its child's number; its key, which may be of
+ * any length; and what stands behind that, up to the end of the page. */
+typedef struct {
+    uint64_t low, flags;
+    Reader key, behind;
+} Node;
+
+/* 0: it is not within its page. */
+static int read_node(Reader page, int slot, Node *node)
 {
-    const unsigned start = (unsigned)little(page + PAGE_HEADER + 2 * slot, 2);
-    if (start + NODE_HEADER > reader->page_bytes ||
-        start + NODE_HEADER + little(page + start + 6, 2) > reader->page_bytes)
+    Reader place, rest;
+    uint64_t start, key_bytes;
+    if (!part_of(&page, PAGE_HEADER + 2 * (uint64_t)slot, 2, &place) || !take_little(&place, 2, &start) || !start)
         return 0;
-    return start;
+    rest = page;
+    if (!pass(&rest, start) || !take_little(&rest, 4, &node->low) || !take_little(&rest, 2, &node->flags) ||
+        !take_little(&rest, 2, &key_bytes) || !take(&rest, key_bytes, &node->key))
+        return 0;
+    node->behind = rest;
+    return 1;
 }
 
 /* As bytes compare: a key that is the other's beginning comes first. */
-static int compare(const uint8_t *page, unsigned start, const uint8_t key[KEY_BYTES])
+static int compare(Reader one, Reader other)
 {
-    const size_t num = (size_t)little(page + start + 6, 2);
-    const int order = memcmp(page + start + NODE_HEADER, key, num < KEY_BYTES ? num : KEY_BYTES);
-    return order ? order : num < KEY_BYTES ? -1 : num > KEY_BYTES;
+    const size_t num = one.left < other.left ? one.left : other.left;
+    const int order = num ? memcmp(one.at, other.at, num) : 0;
+    return order ? order : (one.left > other.left) - (one.left < other.left);
 }
 
-/* A branch page, kept or read; NULL: it is not sound, and its keys do not ascend. */
-static const uint8_t *branch_page(LmdbReader *reader, uint64_t number)
+/* A branch page, kept or read. 0: it is not sound, or its keys do not ascend. */
+static int branch_page(LmdbReader *reader, uint64_t number, Reader *page)
 {
     const size_t place = number % NUM_KEPT;
-    if (number && reader->kept_numbers[place] == number)
-        return reader->kept[place];
     if (!reader->kept[place] && !(reader->kept[place] = malloc(reader->page_bytes)))
-        return NULL;
+        return 0;
+    *page = reader_of(reader->kept[place], reader->page_bytes);
+    if (number && reader->kept_numbers[place] == number)
+        return 1;
     reader->kept_numbers[place] = 0;
-    uint8_t *page = reader->kept[place];
-    if (!read_at(reader, number, reader->page_bytes, page))
-        return NULL;
-    const int num = num_nodes_of(reader, page, number, BRANCH_PAGE);
+    if (!read_at(reader, number, reader->page_bytes, reader->kept[place]))
+        return 0;
+    const int num = num_nodes_of(*page, number, BRANCH_PAGE);
+    Node before, node;
     for (int slot = 0; slot < num; slot++) {
-        const unsigned start = node_at(reader, page, slot);
-        if (!start)
-            return NULL;
-        if (slot > 1) { /* the first key says nothing */
-            const unsigned before = node_at(reader, page, slot - 1);
-            const size_t a = (size_t)little(page + before + 6, 2), b = (size_t)little(page + start + 6, 2);
-            const int order = memcmp(page + before + NODE_HEADER, page + start + NODE_HEADER, a < b ? a : b);
-            if (order > 0 || (order == 0 && a >= b))
-                return NULL;
-        }
+        if (!read_node(*page, slot, &node) || (slot > 1 && compare(before.key, node.key) >= 0))
+            return 0; /* the first key says nothing */
+        before = node;
     }
     if (!num)
-        return NULL;
+        return 0;
     reader->kept_numbers[place] = number;
-    return page;
+    return 1;
 }
 
-/* A value that has pages of its own, read into reader->record; NULL: it is not sound. */
-static const uint8_t *long_value(LmdbReader *reader, uint64_t number, size_t num)
+/* A value that has pages of its own, read into reader->record. 0: it is not sound. */
+static int long_value(LmdbReader *reader, uint64_t number, uint64_t num, Reader *value)
 {
     if (num > MAX_RECORD)
-        return NULL;
-    if (reader->record_bytes < PAGE_HEADER + num) {
+        return 0;
+    const size_t num_bytes = PAGE_HEADER + (size_t)num;
+    if (reader->record_bytes < num_bytes) {
         free(reader->record);
-        reader->record_bytes = PAGE_HEADER + num + num / 4;
+        reader->record_bytes = num_bytes + num_bytes / 4;
         if (!(reader->record = malloc(reader->record_bytes))) {
             reader->record_bytes = 0;
-            return NULL;
+            return 0;
         }
     }
-    if (!read_at(reader, number, PAGE_HEADER + num, reader->record))
-        return NULL;
-    const uint64_t num_pages = little(reader->record + 12, 4);
-    if (little(reader->record, 8) != number || little(reader->record + 10, 2) != OVERFLOW_PAGE ||
-        num_pages * reader->page_bytes < PAGE_HEADER + num || number + num_pages > reader->last_page + 1)
-        return NULL;
-    return reader->record + PAGE_HEADER;
+    if (!read_at(reader, number, num_bytes, reader->record))
+        return 0;
+    *value = reader_of(reader->record, num_bytes);
+    uint64_t num_pages;
+    return pass_header(value, number, OVERFLOW_PAGE) && take_little(value, 4, &num_pages) &&
+           num_pages * reader->page_bytes >= num_bytes && num_pages <= reader->last_page + 1 - number;
 }
 
-/* Finds a key's record. It lies in `leaf`, or is read into reader->record; NULL: there is none to be had here. */
-static const uint8_t *find_record(LmdbReader *reader, uint64_t index, uint8_t *leaf, size_t *num_bytes)
+/* The leaf page that has a key, if any has, read into `leaf`. 0: a page on the way is not sound. */
+static int find_leaf(LmdbReader *reader, Reader key, uint8_t *leaf, uint64_t *number)
 {
-    uint8_t key[KEY_BYTES];
-    for (int i = 0; i < KEY_BYTES; i++)
-        key[i] = (uint8_t)(index >> (8 * (KEY_BYTES - 1 - i)));
-    uint64_t number = reader->root;
+    *number = reader->root;
     for (int level = 1; level < reader->depth; level++) {
-        const uint8_t *page = branch_page(reader, number);
-        if (!page)
-            return NULL;
-        int low = 1, high = num_nodes_of(reader, page, number, BRANCH_PAGE); /* the first whose key is above */
+        Reader page;
+        Node node;
+        if (!branch_page(reader, *number, &page))
+            return 0;
+        int low = 1, high = num_nodes_of(page, *number, BRANCH_PAGE); /* the first whose key is above */
         while (low < high) {
             const int middle = (low + high) / 2;
-            if (compare(page, node_at(reader, page, middle), key) > 0)
+            if (!read_node(page, middle, &node))
+                return 0;
+            if (compare(node.key, key) > 0)
                 high = middle;
             else
                 low = middle + 1;
         }
-        number = little(page + node_at(reader, page, low - 1), 6);
+        if (!read_node(page, low - 1, &node))
+            return 0;
+        *number = node.low | node.flags << 32;
     }
-    if (!read_at(reader, number, reader->page_bytes, leaf))
-        return NULL;
-    const int num_nodes = num_nodes_of(reader, leaf, number, LEAF_PAGE);
+    return read_at(reader, *number, reader->page_bytes, leaf);
+}
+
+/* Finds a key's record. It lies in `leaf`, or is read into reader->record. 0: there is none to be had here. */
+static int find_record(LmdbReader *reader, uint64_t index, uint8_t *leaf, Reader *record)
+{
+    uint8_t key_bytes[KEY_BYTES];
+    const Reader key = reader_of(key_bytes, sizeof key_bytes), page = reader_of(leaf, reader->page_bytes);
+    Writer to = writer_of(key_bytes, sizeof key_bytes);
+    uint64_t number, first_page;
+    if (!put_big(&to, KEY_BYTES, index) || !find_leaf(reader, key, leaf, &number))
+        return 0;
+    Node node;
+    const int num_nodes = num_nodes_of(page, number, LEAF_PAGE);
     int low = 0, high = num_nodes; /* the first whose key is not below: in damaged order too, as Python's bisect_left */
     while (low < high) {
         const int middle = (low + high) / 2;
-        const unsigned start = node_at(reader, leaf, middle);
-        if (!start)
-            return NULL;
-        if (compare(leaf, start, key) < 0)
+        if (!read_node(page, middle, &node))
+            return 0;
+        if (compare(node.key, key) < 0)
             low = middle + 1;
         else
             high = middle;
     }
-    const unsigned start = low < num_nodes ? node_at(reader, leaf, low) : 0;
-    if (!start || compare(leaf, start, key) != 0)
-        return NULL;
-    const size_t num = (size_t)little(leaf + start, 4), value = start + NODE_HEADER + KEY_BYTES;
-    const unsigned flags = (unsigned)little(leaf + start + 4, 2);
-    *num_bytes = num;
-    if (flags == 0)
-        return value + num <= reader->page_bytes ? leaf + value : NULL;
-    return flags == LONG_VALUE && value + 8 <= reader->page_bytes ? long_value(reader, little(leaf + value, 8), num) : NULL;
+    if (low == num_nodes || !read_node(page, low, &node) || compare(node.key, key) != 0)
+        return 0;
+    if (node.flags == 0)
+        return take(&node.behind, node.low, record);
+    return node.flags == LONG_VALUE && take_little(&node.behind, 8, &first_page) &&
+           long_value(reader, first_page, node.low, record);
 }
 
 static void close_reader(PyObject *capsule)
@@ -228,98 +248,121 @@ static PyObject *py_lmdb_open(PyObject *self, PyObject *args)
 }
 
 /* Puts the wanted columns of a record into row `row`; 0: it is damaged, -1: a Python error. */
-static int unpack_record(const uint8_t *record, size_t num_bytes, int num_fixed, int num_variable, uint64_t wanted,
-                         uint8_t *fixed, PyObject *columns, Py_ssize_t row)
+static int unpack_record(Reader record, Reader wanted, Writer *fixed, PyObject *columns, Py_ssize_t row)
 {
-    size_t at = (size_t)num_fixed * 8;
-    if (num_bytes < at)
+    Reader numbers;
+    if (!take(&record, fixed->left, &numbers) || !put(fixed, numbers))
         return 0;
-    memcpy(fixed, record, at);
-    Py_ssize_t column = 0;
-    for (int number = 0; number < num_variable && wanted >> number; number++) {
-        if (num_bytes - at < 4)
+    const Py_ssize_t num_columns = PyList_Size(columns);
+    for (Py_ssize_t column = 0; column < num_columns; pass(&wanted, 1)) {
+        uint64_t length;
+        Reader content = {0};
+        if (!take_little(&record, 4, &length) || (length != NO_VALUE && !take(&record, length, &content)))
             return 0;
-        const uint64_t length = little(record + at, 4);
-        at += 4;
-        if (length != NO_VALUE && length > num_bytes - at)
-            return 0;
-        if (wanted >> number & 1) {
-            PyObject *value = length == NO_VALUE ? Py_NewRef(Py_None)
-                                                 : PyBytes_FromStringAndSize((const char *)record + at, (Py_ssize_t)length);
-            if (!value || PyList_SetItem(PyList_GetItem(columns, column), row, value) < 0)
-                return -1;
-            column++;
-        }
-        at += length == NO_VALUE ? 0 : length;
+        if (!byte_at(&wanted, 0))
+            continue;
+        PyObject *value = length == NO_VALUE
+                              ? Py_NewRef(Py_None)
+                              : PyBytes_FromStringAndSize((const char *)content.at, (Py_ssize_t)content.left);
+        if (!value || PyList_SetItem(PyList_GetItem(columns, column), row, value) < 0)
+            return -1;
+        column++;
     }
     return 1;
+}
+
+/* A list of None for each column that is wanted; NULL: a Python error. */
+static PyObject *new_columns(Reader wanted, Py_ssize_t num)
+{
+    PyObject *columns = PyList_New(0);
+    for (; columns && wanted.left; pass(&wanted, 1)) {
+        if (!byte_at(&wanted, 0))
+            continue;
+        PyObject *column = PyList_New(num);
+        for (Py_ssize_t row = 0; column && row < num; row++)
+            PyList_SetItem(column, row, Py_NewRef(Py_None));
+        if (!column || PyList_Append(columns, column) < 0)
+            Py_CLEAR(columns);
+        Py_XDECREF(column);
+    }
+    return columns;
+}
+
+static PyObject *zeros(Py_ssize_t num)
+{
+    PyObject *bytes = PyBytes_FromStringAndSize(NULL, num);
+    Writer to = writer_of(bytes ? PyBytes_AsString(bytes) : NULL, bytes ? (size_t)num : 0);
+    put_zeros(&to, to.left);
+    return bytes;
 }
 
 static PyObject *py_lmdb_read(PyObject *self, PyObject *args)
 {
     (void)self;
     PyObject *capsule;
-    Py_buffer keys;
-    int num_fixed, num_variable;
-    unsigned long long wanted;
-    if (!PyArg_ParseTuple(args, "Oy*iiK", &capsule, &keys, &num_fixed, &num_variable, &wanted))
+    Py_buffer keys, wanted;
+    int num_fixed;
+    if (!PyArg_ParseTuple(args, "Oy*iy*", &capsule, &keys, &num_fixed, &wanted))
         return NULL;
     const Py_ssize_t num = keys.len / 8;
+    const Reader columns_wanted = reader_of(wanted.buf, (size_t)wanted.len);
+    Reader rest = reader_of(keys.buf, (size_t)keys.len);
     LmdbReader *reader = PyCapsule_GetPointer(capsule, "raypipe.lmdb");
     PyObject *fixed = NULL, *columns = NULL, *done = NULL, *result = NULL;
     uint8_t *leaf = NULL;
     int is_ours = 0;
-    if (!reader || num_fixed < 0 || num_fixed > 1024 || num_variable < 0 || num_variable > MAX_VARIABLE) {
-        if (!PyErr_Occurred())
-            PyErr_SetString(PyExc_ValueError, "no such layout of records");
+    if (!reader)
+        goto end;
+    if (num_fixed < 0 || num_fixed > (int)MAX_FIXED || (num_fixed && num > PY_SSIZE_T_MAX / 8 / num_fixed)) {
+        PyErr_SetString(PyExc_ValueError, "no such layout of records");
         goto end;
     }
-    fixed = PyBytes_FromStringAndSize(NULL, num * num_fixed * 8);
-    done = PyBytes_FromStringAndSize(NULL, num);
-    columns = PyList_New(0);
+    fixed = zeros(num * num_fixed * 8);
+    done = zeros(num);
+    columns = fixed && done ? new_columns(columns_wanted, num) : NULL;
+    if (!columns)
+        goto end;
     leaf = malloc(reader->page_bytes);
-    if (!fixed || !done || !columns || !leaf) {
+    if (!leaf) {
         PyErr_NoMemory();
         goto end;
     }
-    memset(PyBytes_AsString(fixed), 0, (size_t)(num * num_fixed * 8));
-    for (uint64_t bits = wanted; bits; bits &= bits - 1) {
-        PyObject *column = PyList_New(num);
-        if (!column || PyList_Append(columns, column) < 0) {
-            Py_XDECREF(column);
-            goto end;
-        }
-        for (Py_ssize_t row = 0; row < num; row++)
-            PyList_SetItem(column, row, Py_NewRef(Py_None));
-        Py_DECREF(column);
-    }
-    memset(PyBytes_AsString(done), 0, (size_t)num);
+    Writer all_fixed = writer_of(PyBytes_AsString(fixed), (size_t)(num * num_fixed * 8)), row_fixed;
+    Writer all_done = writer_of(PyBytes_AsString(done), (size_t)num);
     /* Not waited for: in a forked child, the thread that held it in its parent does not exist. */
     is_ours = PyThread_acquire_lock(reader->lock, NOWAIT_LOCK) == PY_LOCK_ACQUIRED;
-    for (Py_ssize_t row = 0; row < num && is_ours; row++) {
-        int64_t index;
-        memcpy(&index, (const char *)keys.buf + 8 * row, sizeof index);
-        size_t num_bytes = 0;
-        const uint8_t *record = NULL;
+    for (Py_ssize_t row = 0; is_ours && row < num; row++) {
+        uint64_t index = 0;
+        Reader key, record;
+        int is_done = take(&rest, 8, &key) && set_aside(&all_fixed, (uint64_t)num_fixed * 8, &row_fixed);
+#if __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
+        is_done = is_done && take_little(&key, 8, &index);
+#else
+        is_done = is_done && take_big(&key, 8, &index);
+#endif
         Py_BEGIN_ALLOW_THREADS
-        if (index >= 0)
-            record = find_record(reader, (uint64_t)index, leaf, &num_bytes);
+        is_done = is_done && index <= INT64_MAX && find_record(reader, index, leaf, &record);
         Py_END_ALLOW_THREADS
-        const int is_done = record ? unpack_record(record, num_bytes, num_fixed, num_variable, wanted,
-                                                   (uint8_t *)PyBytes_AsString(fixed) + row * num_fixed * 8, columns, row)
-                                   : 0;
-        if (is_done < 0)
+        if (is_done)
+            is_done = unpack_record(record, columns_wanted, &row_fixed, columns, row);
+        if (is_done < 0 || !put_big(&all_done, 1, (uint64_t)is_done))
             goto end;
-        PyBytes_AsString(done)[row] = (char)is_done;
     }
     result = PyTuple_Pack(3, fixed, columns, done);
 end:
-    if (is_ours)
+    if (is_ours) {
+        if (reader->record_bytes > KEPT_RECORD_BYTES) {
+            free(reader->record);
+            reader->record = NULL;
+            reader->record_bytes = 0;
+        }
         PyThread_release_lock(reader->lock);
+    }
     free(leaf);
     Py_XDECREF(fixed);
     Py_XDECREF(columns);
     Py_XDECREF(done);
+    PyBuffer_Release(&wanted);
     PyBuffer_Release(&keys);
     return result;
 }

@@ -127,11 +127,11 @@ static int are_ops(const Job *job)
 static void describe(const Source *source, int32_t description[3])
 {
     Header header;
-    memset(description, 0, 3 * sizeof *description);
+    description[0] = description[1] = description[2] = 0;
     if (source->bytes && source->height == 0 && read_header(source->bytes, source->size, &header)) {
         description[0] = header.height;
         description[1] = header.width;
-        description[2] = header.has_exif;
+        description[2] = header.has_metadata;
     }
 }
 
@@ -172,7 +172,7 @@ static int decode(
         return NO_MEMORY;
     const uint8_t *rows = rows_read(call, number, first, (int)crop.height, &worker->rows);
     const int column =
-        decode_crop(&worker->decoder, source->bytes, source->size, crop, rows, worker->scratch.simd, pixels);
+        decode_crop(&worker->decoder, &header, source->bytes, source->size, crop, rows, worker->scratch.simd, pixels);
     if (column < 0)
         return UNREADABLE;
     *image = (Image){pixels + column * CHANNELS, stride, (int)crop.height, (int)crop.width, 1};

@@ -219,6 +219,12 @@ static int mark_rows(const int64_t *params, int height, uint8_t *rows)
     return 1;
 }
 
+/* Whether the sum of a block, of 8 bits each, has 31 bits: OpenCV's has no more. */
+static int is_summable(const Image *from, const Image *to)
+{
+    return (int64_t)(from->height / to->height) * (from->width / to->width) <= INT32_MAX / 255;
+}
+
 /* Means of blocks of rows x columns pixels. OpenCV multiplies by the rounded float 1 / area, but for 2 x 2. */
 static int mean_of_blocks(const Image *from, const Image *to, Scratch *scratch)
 {
@@ -286,7 +292,7 @@ static int resize(Image *image, const int64_t *params, Scratch *scratch)
     else if (is_half && interpolation == LINEAR)
         status = mean_of_blocks(image, &result, scratch);
     else if (interpolation == AREA && !enlarges)
-        status = is_whole ? mean_of_blocks(image, &result, scratch) : BAD_PARAMS;
+        status = is_whole && is_summable(image, &result) ? mean_of_blocks(image, &result, scratch) : BAD_PARAMS;
     else
         status = interpolate(image, &result, interpolation == CUBIC ? 4 : 2, interpolation == AREA, scratch);
     *image = result;

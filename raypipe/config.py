@@ -16,7 +16,7 @@ Mixture = dict[str, float] | dict[int, dict[str, float]]
 Shuffle = Literal["auto", "global", "window", "off"]
 CropDecode = Literal["off", "exact", "scaled"]
 
-_MAX_PIXELS = (1 << 30) // 6  # the most pixels of an image, before and after decoding
+_MAX_PIXELS = (5 << 28) // 6  # the most pixels of an image, before and after decoding
 
 AtLeast1 = Annotated[int, Limits(1, MAX_INT)]
 AtLeastMinus1 = Annotated[int, Limits(-1, MAX_INT)]
@@ -114,6 +114,11 @@ class StoreConfig(Section, prefix="store."):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.train == {}:
+            raise ConfigError(
+                "store.train names no store: give its address, or {NAME: ADDRESS, …}; leave it out to train on "
+                "the digits that raypipe ships"
+            )
         column_options(self.columns)
 
 
@@ -236,11 +241,14 @@ class TransformConfig(Section, prefix="transform."):
             crop at a reduced size; "off": decode the whole image.
         wire: how images travel to the device: "rgb", or "yuv420": in half the bytes, with color at half the
             resolution.
-        apply_exif: rotate images by their EXIF orientation; off = use the pixels as stored, as torchvision does.
+        apply_exif: rotate images by their EXIF orientation, or else by XMP's, as Pillow does; masks, boxes and
+            keypoints must then be those of the upright image; off = use the pixels as stored, as torchvision does.
         mask_column: column with a mask for each sample, a PNG of one channel, transformed together with the image;
             empty = none.
         boxes_column: column with boxes for each sample, `[x0, y0, x1, y1, label]` in pixels, transformed together
             with the image; empty = none.
+        boxes_format: "xyxy", corners, or "xywh", a corner, width and height, as COCO has them; empty = "xyxy",
+            except for Hugging Face's structs of lists, which may have either, so that it must be set for them.
         keypoints_column: column with keypoints for each sample, `[x, y, label]` in pixels, transformed together
             with the image; empty = none.
         max_targets: boxes, and keypoints, that a sample may have; a sample with more ends the run.
@@ -262,6 +270,7 @@ class TransformConfig(Section, prefix="transform."):
     apply_exif: bool = False
     mask_column: str = ""
     boxes_column: str = ""
+    boxes_format: Literal["", "xyxy", "xywh"] = ""
     keypoints_column: str = ""
     max_targets: Room = 100
     make_columns: str = ""
@@ -280,8 +289,6 @@ class TransformConfig(Section, prefix="transform."):
         if self.wire == "yuv420":  # it converts uint8 RGB
             ok = self.decode_as == "rgb"
             self._require(ok, "decode_as", self.decode_as, "'rgb' with transform.wire='yuv420'")
-        if self.target_columns:  # their pixels are those of the stored image
-            self._require(not self.apply_exif, "apply_exif", True, f"False with {self.target_settings}")
 
     @property
     def size_by_epoch(self) -> dict[int, int]:
@@ -428,7 +435,7 @@ class AugmentConfig(Section, prefix="augment."):
         return self.strength if isinstance(self.strength, tuple) else (0.0, self.strength, 0.0)
 
     def strength_at(self, progress: float) -> float:
-        """Return the strength at a share of the run, in [0, 1)."""
+        """Return the strength at a share of the run, in [0, 1]."""
         rise, peak, fall = self._ramps
         if progress < rise:
             return peak * progress / rise
@@ -451,7 +458,8 @@ class TrainConfig(Section, prefix="train."):
             steps, the number of warm-up steps, and `lr`.
         num_classes: classes, or outputs of the model; 0 = as many as the store's classes, or as the numbers in a
             target that is a list.
-        lr: peak learning rate.
+        lr: peak learning rate; 0 = in proportion to the samples of a step: 0.1 for 256 of them with sgd and your
+            own optimizers (Goyal et al. 2017), 0.0005 for 512 with adamw (Touvron et al. 2021).
         momentum: momentum of SGD.
         weight_decay: weight decay, of all parameters but biases and normalization layers.
         warmup_epochs: epochs in which the learning rate rises linearly, before it follows a cosine to 0.
@@ -469,6 +477,8 @@ class TrainConfig(Section, prefix="train."):
             (docs/reproducibility.md); "auto" = on CPUs.
         max_failures: restarts of the workers after a process or a node has died; -1 = no limit. Restarts after a
             notice that a trainer's node is about to go (Ray 2.60) do not count.
+        stop_grace_s: seconds for the current step after a request to stop (Ctrl-C, SIGTERM); then the run ends
+            without another checkpoint. Set it 15 s below the grace period of whoever sends SIGTERM.
         start_from: folder or URI of a run (from `raypipe train` or your own loop), or of one of its checkpoints.
             A run with the same plan, and without its own checkpoints, starts there with that model and
             optimizer.
@@ -484,7 +494,7 @@ class TrainConfig(Section, prefix="train."):
     optimizer: str = "sgd"
     lr_schedule: str = "cosine"
     num_classes: Annotated[int, Limits(0, 1 << 24)] = 0
-    lr: Positive = 0.1
+    lr: Annotated[float, Limits(0, 1e30)] = 0.0
     momentum: float = 0.9
     weight_decay: float = 5e-5
     warmup_epochs: Annotated[float, Limits(0, MAX_INT)] = 1.0
@@ -499,6 +509,7 @@ class TrainConfig(Section, prefix="train."):
     ema_decay: BelowOne = 0.0
     deterministic_reduce: bool | Literal["auto"] = "auto"
     max_failures: AtLeastMinus1 = 2
+    stop_grace_s: Seconds = 20.0  # within the 30 s of Kubernetes and Slurm, with the checkpoint and Ray's end
     start_from: str = ""
     checkpoint_interval: int | str = "10min"
     log_interval: AtLeast1 = 20
@@ -553,3 +564,12 @@ class RunConfig(Section, prefix=""):
     resume: str = ""
     trust_run_code: bool = False
     log_format: LogFormat = "text"
+
+    @property
+    def peak_lr(self) -> float:
+        """Return train.lr or, where it is 0, the rate for this optimizer and global batch.
+
+        The rules are those of Goyal et al. 2017 (arXiv:1706.02677) and Touvron et al. 2021 (arXiv:2012.12877).
+        """
+        per_sample = 0.0005 / 512 if self.train.optimizer == "adamw" else 0.1 / 256
+        return self.train.lr or per_sample * self.plan.micro_batch_size * self.plan.per_step

@@ -68,6 +68,9 @@ def import_name(address: str, setting: str) -> Any:
         ConfigError: it does not exist.
     """
     module_name, _, name = address.partition(":")
+    if not (module_name and name):
+        example = f"my_package.training:{name or 'make'}"
+        raise ConfigError(f"{setting} must be module:name, such as {example}, got {address!r}")
     is_open = search_here()
     try:
         value: Any = importlib.import_module(module_name)

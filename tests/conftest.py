@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import os
+import signal
 import tempfile
 import time
 from collections.abc import Iterator
@@ -12,9 +13,14 @@ from pathlib import Path
 
 from local_head import RAY_ON_THIS_MACHINE
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell ignores Ctrl-C for what it starts by `&` or nohup, and every child inherits that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 # All are read when Ray is imported. Metrics are exported every 10 s by default.
 os.environ |= {"RAY_metrics_report_interval_ms": "2000", **RAY_ON_THIS_MACHINE}
 
+import hypothesis
 import pytest
 import s3_server
 from full_disk import small_disk
@@ -23,6 +29,9 @@ from tiers import pytest_addoption, pytest_configure, select  # noqa: F401  the 
 
 import raypipe  # noqa: F401  first of all: it sets what Ray and Albumentations read at import
 from raypipe.stores.destination import write_atomically
+
+hypothesis.settings.register_profile("any pace", deadline=None)  # on a busy machine an example may take seconds
+hypothesis.settings.load_profile("any pace")
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups

@@ -122,6 +122,7 @@ def test_the_public_names_are_pinned() -> None:
         "open_stream",
         "plain_loaders",
         "preview",
+        "read_checkpoint",
         "verify",
     ]
 

@@ -18,7 +18,7 @@ from raypipe.config import (
     TransformConfig,
 )
 from raypipe.errors import ConfigError
-from raypipe.transform.image_header import MAX_PIXELS
+from raypipe.transform.limits import MAX_PIXELS
 
 SECTIONS = (StoreConfig, PlanConfig, TransformConfig, PoolConfig, AugmentConfig, TrainConfig, RunConfig)
 
@@ -41,7 +41,7 @@ BAD: list[tuple[type, str, Any]] = [
     (PoolConfig, "cpus_per_actor", 0.0),
     (PoolConfig, "max_in_flight", -1),
     (AugmentConfig, "std", (0.2, 0.0, 0.2)),
-    (TrainConfig, "lr", 0.0),
+    (TrainConfig, "lr", -0.1),
     (TrainConfig, "lr", float("nan")),
     (TrainConfig, "label_smoothing", 1.0),
     (TrainConfig, "num_workers", -1),
@@ -122,7 +122,7 @@ UNFIT = [
     Point(PlanConfig, {"weights": float("inf")}, "plan.weights must be a string or a number from 0 to 8, got inf"),
     Point(TransformConfig, {"size": "224"}, "transform.size must be a whole number .* or {.*}, got '224'"),
     Point(TransformConfig, {"size": 1.5}, "transform.size must be a whole number .*, got 1.5"),
-    Point(TransformConfig, {"size": {0: 10**6}}, r"transform.size\[0\] must be .* from 1 to 13377, got 1000000"),
+    Point(TransformConfig, {"size": {0: 10**6}}, r"transform.size\[0\] must be .* from 1 to 14956, got 1000000"),
     Point(AugmentConfig, {"mean": (float("nan"), 0, 0)}, r"augment.mean\[0\] must be a finite number, got nan"),
     Point(StoreConfig, {"columns": {"a": {"length": 10**12}}}, "columns.a.length must be .* from 0 to 16777216"),
     Point(StoreConfig, {"columns": "caption"}, r"store.columns must be \[string, …\] or .*, got 'caption'"),
@@ -162,3 +162,14 @@ def test_checkpoints_come_by_steps_or_by_the_clock(interval: int | str, steps: i
     config = TrainConfig(checkpoint_interval=interval)
     assert (config.checkpoint_steps, config.checkpoint_s) == (steps, seconds)
     assert TrainConfig().checkpoint_s == 600
+
+
+@pytest.mark.parametrize(
+    "optimizer, batch, expected", [("sgd", 256, 0.1), ("sgd", 32, 0.0125), ("adamw", 512, 5e-4)]
+)
+def test_the_default_learning_rate_follows_the_global_batch(optimizer: str, batch: int, expected: float) -> None:
+    train = TrainConfig(optimizer=optimizer)
+    for per_step in (1, 4):
+        plan = PlanConfig(micro_batch_size=batch // per_step, global_batch_size=batch)
+        assert RunConfig(plan=plan, train=train).peak_lr == pytest.approx(expected)
+    assert RunConfig(train=TrainConfig(lr=0.3)).peak_lr == 0.3

@@ -150,7 +150,7 @@ def test_the_code_of_docs_quickstart_trains_a_model_of_ones_own() -> None:
     """README.md's own code is run by tests/test_own_loop.py."""
     import torch
 
-    _, own = blocks("python", ROOT / "docs" / "quickstart.md")
+    *_, own = blocks("python", ROOT / "docs" / "quickstart.md")
     names: dict[str, Any] = {"raypipe": raypipe}
     exec(compile(own, "quickstart.md", "exec"), names)
     net = names["model"](5)

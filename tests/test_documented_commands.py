@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,10 @@ from raypipe.streaming.chronicle import Chronicle
 from raypipe.train.run_folder import CONFIG_HEAD
 from raypipe.transform.seekable import is_seekable
 
+import without_ray  # isort: skip
 from pictures import CLASSES, picture, samples, write_tar  # isort: skip
 from s3_server import environment, make_bucket, s3_server  # isort: skip
+from small_runs import small_run  # isort: skip
 
 pytestmark = [pytest.mark.cluster, pytest.mark.pages, pytest.mark.timeout(300)]
 
@@ -123,6 +126,19 @@ def test_docs_quickstart_converts_verifies_and_shows(capsys: pytest.CaptureFixtu
     assert run(preview, capsys)["samples"] == 6 and Path("grid.png").stat().st_size > 1000
     exec(blocks("python", ROOT / "docs" / "quickstart.md")[0], {})
     assert "torch.Size([16, 3, 64, 64])" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("folder")
+def test_docs_quickstart_uses_the_model_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+    write_stores("train.lmdb", "val.lmdb")
+    write_folder(Path("photos/val"), 1)
+    small = small_run("runs", "train.lmdb", "val.lmdb", 1, 1)
+    train = replace(small.train, model="resnet18")
+    without_ray.train(replace(small, name="first", train=train))
+    (code,) = (code for code in blocks("python", ROOT / "docs" / "quickstart.md") if "read_checkpoint" in code)
+    exec(compile(code, "quickstart.md", "exec"), {})
+    path, name = capsys.readouterr().out.split()[-2:]
+    assert path.startswith("photos/val/") and name in CLASSES
 
 
 @runs(("quickstart.md", "stop"), ("quickstart.md", "status"), ("failures.md", "status"))

@@ -26,7 +26,13 @@ def test_the_current_folder_is_searched_last_for_modules(tmp_path: Path, monkeyp
     del sys.modules["lies_here"]
 
 
-@pytest.mark.parametrize("address", ["no_such_module:name", "json:no_such_name", "json", ":loads"])
+@pytest.mark.parametrize("address", ["json", ":loads", "json:", ""])
+def test_an_address_without_both_parts_says_what_it_must_be(address: str) -> None:
+    with pytest.raises(ConfigError, match=r"augment\.module must be module:name, such as my_package\.training:"):
+        import_name(address, "augment.module")
+
+
+@pytest.mark.parametrize("address", ["no_such_module:name", "json:no_such_name"])
 def test_what_is_not_there_is_one_error_with_its_setting(address: str) -> None:
     with pytest.raises(ConfigError, match=f"store.layout '{address}' cannot be imported"):
         import_name(address, "store.layout")

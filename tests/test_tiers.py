@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ast
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -61,3 +64,17 @@ def test_a_slow_machine_fails_no_run() -> None:
     many = budget(("a", 1.0, "default", True, 10**6))
     many.pytest_sessionfinish(session)  # type: ignore[arg-type]
     assert session.exitstatus == pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.mark.system
+def test_programs_of_tests_end_at_ctrl_c_in_a_background_run_too() -> None:
+    command = [sys.executable, "-m", "pytest", "-n0", "-q", "tests/storage/test_patience.py", "-k", "ctrl_c"]
+    run = subprocess.run(
+        command,
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
+    )
+    assert run.returncode == 0 and "2 passed" in run.stdout, run.stdout

@@ -27,7 +27,7 @@ def inspect(run: RunConfig, target: str = "") -> dict[str, Any]:
 
     store, targets = open_train(run), run.transform.target_columns
     check_columns(store, targets)
-    return describe(store, targets)
+    return describe(store, targets, run.transform.boxes_format)
 
 
 def verify(run: RunConfig, target: str = "", *, output: str = "") -> dict[str, Any]:
@@ -47,7 +47,8 @@ def verify(run: RunConfig, target: str = "", *, output: str = "") -> dict[str, A
 
     store, targets = open_train(run), run.transform.target_columns
     check_columns(store, targets)
-    summary = inspection.verify(store, output, targets=targets, columns=run_columns(run, store))
+    columns, form = run_columns(run, store), run.transform.boxes_format
+    summary = inspection.verify(store, output, targets=targets, columns=columns, boxes_format=form)
     return {"store": store.address, **summary}
 
 

@@ -3,16 +3,19 @@
 A command prints text in a terminal. In a pipe, or with --json, the last line of its output is one JSON object.
 
 Exit codes: 0 done; 1 an error, a comparison that found a difference, or a failed check of doctor; 2 wrong usage;
-75 a run was stopped, and has a checkpoint to continue from; 130 interrupted.
+75 a run was stopped, and has a checkpoint to continue from, or found no room in time: the same command goes on;
+130 interrupted.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,9 +25,10 @@ from raypipe.commands import audit, bench, doctor, status
 from raypipe.commands.parser import error_text, fail, meant, printing, settings_text
 from raypipe.commands.settings import parse_command
 from raypipe.config import RunConfig
-from raypipe.errors import ConfigError, RaypipeError
+from raypipe.errors import ConfigError, NoRoomError, RaypipeError, without_credentials
 from raypipe.logs import configure_logs, is_json, phase, print_any_letter, table
 from raypipe.lookup import version_of
+from raypipe.storage.filesystem import is_remote
 from raypipe.stores import open_store, store_options
 from raypipe.train.interrupts import Stopped
 from raypipe.train.model_names import check_model
@@ -32,7 +36,9 @@ from raypipe.train.model_names import check_model
 if TYPE_CHECKING:
     from raypipe.streaming.spec import StreamSpec
 
-logger = logging.getLogger(__name__)
+_END_S = 20.0  # limit for the end of Ray after an error or a signal
+
+logger = logging.getLogger("raypipe.commands.cli")  # also where `python -m` runs it
 
 
 def train(run: RunConfig) -> dict[str, Any]:
@@ -50,8 +56,19 @@ def train(run: RunConfig) -> dict[str, Any]:
     if ":" not in run.train.model:
         check_model(run.train.model, len(run.augment.mean))  # before the seconds that Ray and torch take to load
     configure_logs(run.log_format)
+    _check_paths(run)
     phase(logger, "loading Ray and torch")
     return import_module("raypipe.train.launch").train(run)  # no other command needs the whole program
+
+
+def _check_paths(run: RunConfig) -> None:
+    """Raise StoreError if a local store does not exist, before the seconds that Ray and torch take to load."""
+    options = store_options(run.store.image_column, run.store.target_column)
+    train = run.store.train
+    training = list(train.values()) if isinstance(train, dict) else [train]
+    for address in filter(None, (*training, run.store.val)):
+        if not is_remote(address):
+            open_store(address, **options)
 
 
 def convert_store(
@@ -190,7 +207,7 @@ def main(args: list[str] | None = None) -> None:
             fail(f"unknown command {name!r}{meant(name, COMMANDS)}", "`raypipe --help` lists the commands")
         rest = [word for word in words[1:] if word != "--json"]
         show = None if "--json" in words else _PRINTED.get(name, print_result)
-        _finish(lambda: COMMANDS[name](**parse_command(name, COMMANDS[name], rest)), show)
+        _finish(lambda: COMMANDS[name](**parse_command(name, COMMANDS[name], rest)), show, is_run=name == "train")
     with printing():
         print(text, end="")
 
@@ -200,7 +217,7 @@ def run_job(job: Callable[..., dict[str, Any]], doc: str | None) -> None:
     print_any_letter()
     args = [word for word in sys.argv[1:] if word != "--json"]
     show = None if "--json" in sys.argv else print_result
-    _finish(lambda: job(**parse_command("", job, args, doc)), show)
+    _finish(lambda: job(**parse_command("", job, args, doc)), show, is_run=True)
 
 
 def overview() -> str:
@@ -213,28 +230,77 @@ def overview() -> str:
     return "\n".join([*lines, "", (__doc__ or "").partition("\n\n")[2]])
 
 
-def _finish(command: Callable[[], dict[str, Any]], show: Callable[[dict[str, Any]], None] | None = None) -> None:
-    """Run a command, show its result (as text, in a terminal and if `show` is given), and exit with its code."""
+def _finish(
+    command: Callable[[], dict[str, Any]],
+    show: Callable[[dict[str, Any]], None] | None = None,
+    is_run: bool = False,
+) -> None:
+    """Run a command, show its result (as text, in a terminal and if `show` is given), and exit with its code.
+
+    A run has done its work, and its folder has the result, so it keeps its code where standard output is full.
+    """
     try:
         result = command()
         _shutdown()
-        with printing():
+        code = _code_of(result)
+        with printing(code if is_run else 1):
             if show and _is_terminal() and not is_json():
                 show(result)
             else:
                 print(json.dumps(result))
-        if result.get("equal") is False or result.get("ok") is False:
-            sys.exit(1)
-        if result.get("stopped"):
-            sys.exit(os.EX_TEMPFAIL)
+        if code:
+            sys.exit(code)
     except RaypipeError as error:
-        _shutdown()
-        sys.stderr.write(error_text(str(error)))
-        sys.exit(1)
+        text = str(error)
+        code = os.EX_TEMPFAIL if is_run and isinstance(error, NoRoomError) else 1
+        with _ending(code, lambda: _tell(text)):
+            _shutdown()
+        _tell(text)
+        sys.exit(code)
     except Stopped:
+        with _ending(os.EX_TEMPFAIL):
+            _shutdown()
         sys.exit(os.EX_TEMPFAIL)
     except KeyboardInterrupt:
+        with _ending(130):
+            _shutdown()
         sys.exit(130)
+
+
+def _tell(error: str) -> None:
+    if is_json():
+        logger.error("%s", without_credentials(error))
+    else:
+        sys.stderr.write(error_text(error))
+
+
+@contextlib.contextmanager
+def _ending(code: int, tell: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Context manager for an end by an error or a signal; exits the process if Ray hangs, as without a head.
+
+    Args:
+        tell: tells the error before.
+    """
+
+    def leave() -> None:
+        tell()
+        sys.stderr.flush()
+        sys.stdout.flush()
+        os._exit(code)
+
+    timer = threading.Timer(_END_S, leave)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _code_of(result: dict[str, Any]) -> int:
+    if result.get("equal") is False or result.get("ok") is False:
+        return 1
+    return os.EX_TEMPFAIL if result.get("stopped") else os.EX_OK
 
 
 def _is_terminal() -> bool:

@@ -82,10 +82,10 @@ def convert(
         quality: JPEG quality for short_side, 1 to 100.
         shards: files of the new store, each with samples; 0 = 1 GiB each, and enough to use all CPUs on a large
             store.
-        on_bad_sample: "raise", or "skip" samples that have no bytes or, when re-encoded or made seekable, cannot
-            be decoded.
-        sizes: add int columns `width` and `height`, in pixels, from the images' headers; -1 = not in the header.
-            Columns of these names that the source has are kept as they are, unless `short_side` makes new images.
+        on_bad_sample: "raise", or "skip" samples that have no bytes, that no decoder reads by their header or,
+            when re-encoded or made seekable, that cannot be decoded.
+        sizes: add int columns `width` and `height`, in pixels, from the images' headers. Columns of these names
+            that the source has are kept as they are, unless `short_side` makes new images.
         exif: measure images after `transform.apply_exif` has turned them upright.
         seekable: store JPEGs so that a crop is decoded without what is above and below it, with the same pixels,
             EXIF and ICC profile; see docs/transforms.md. Other images stay as they are.
@@ -286,6 +286,7 @@ def write_shard(
                     sample["image"] = _checked(sample["image"], short_side, quality)
                     if seekable:
                         sample["image"] = _made_seekable(sample["image"])
+                    size = size_of(sample["image"], exif)
                 except SampleError as error:
                     if on_bad_sample == "raise":
                         raise SampleError(
@@ -294,10 +295,8 @@ def write_shard(
                         ) from None
                     skipped.append((index, f"sample {index}: {error}"))
                     continue
-                if sized:
-                    size = size_of(sample["image"], exif)
-                    sample |= {name: size[name] for name in sized}
-                    num_without_size += size == NO_SIZE
+                sample |= {name: size[name] for name in sized}
+                num_without_size += size == NO_SIZE
                 writer.append(sample)
                 num_bytes += len(sample["image"])
             yield len(samples), num_without_size, num_bytes, skipped
@@ -352,10 +351,16 @@ def _made_seekable(image: bytes) -> bytes:
     return seekable if np.array_equal(decode(seekable), pixels) else image
 
 
-def size_of(image: bytes | memoryview | None, exif: bool = False) -> dict[str, int]:
-    """Return `width` and `height`, in pixels, as decoding gives them, by the header; NO_SIZE without one."""
+def size_of(image: bytes, exif: bool = False) -> dict[str, int]:
+    """Return `width` and `height`, in pixels, as decoding gives them, by the header.
+
+    NO_SIZE if this machine lacks the image's decoder, which the readers of the copy may have.
+
+    Raises:
+        SampleError: no decoder reads the header.
+    """
     try:
         height, width = header_size(image, exif)
-    except SampleError:
+    except ConfigError:
         return NO_SIZE
     return {"width": width, "height": height}

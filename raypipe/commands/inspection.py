@@ -87,6 +87,7 @@ def check_samples(
     indices: np.ndarray,
     targets: Mapping[str, str] = NO_TARGETS,
     of_run: SampleColumns = NO_COLUMNS,
+    boxes_format: str = "",
 ) -> Iterator[CheckedSample]:
     """Read and decode samples of int64 indices (n,) in full, as a run does, targets and columns included."""
     maker = ColumnMaker(of_run) if of_run else None
@@ -105,7 +106,7 @@ def check_samples(
                     if maker:
                         maker.one({name: sample[f"column {name}"] for name in of_run.stored}, (index, 0))
                     height, width, _ = decode_any(sample["image"]).shape
-                    decode_targets(sample, {name: name for name in targets}, (height, width))
+                    decode_targets(sample, {name: name for name in targets}, (height, width), boxes_format)
                 except SampleError as error:
                     reason = str(error)
             image = bytes(sample["image"] or b"")
@@ -150,6 +151,7 @@ def check_range(
     num_samples: int,
     targets: Mapping[str, str] = NO_TARGETS,
     columns: SampleColumns = NO_COLUMNS,
+    boxes_format: str = "",
 ) -> Iterator[tuple[int, int, list[dict[str, Any]]]]:
     """A task: checks samples start … stop - 1.
 
@@ -168,7 +170,7 @@ def check_range(
     for first in range(start, stop, PART):
         indices = np.arange(first, min(stop, first + PART))
         num_bytes, bad = 0, []
-        for sample in check_samples(store, indices, targets, columns):
+        for sample in check_samples(store, indices, targets, columns, boxes_format):
             num_bytes += sample.num_bytes
             if sample.error:
                 name = name_of(store, sample.index)
@@ -176,12 +178,13 @@ def check_range(
         yield len(indices), num_bytes, bad
 
 
-def describe(store: Store, targets: Mapping[str, str] = NO_TARGETS) -> dict[str, Any]:
+def describe(store: Store, targets: Mapping[str, str] = NO_TARGETS, boxes_format: str = "") -> dict[str, Any]:
     """Describe a store.
 
     Args:
         store: to look at.
         targets: columns of targets that are decoded with the images, see `TransformConfig.target_columns`.
+        boxes_format: see `TransformConfig`.
 
     Returns:
         `store` (address), `kind`, `samples`, `bytes` (of the encoded images, by the mean of the sampled),
@@ -193,7 +196,7 @@ def describe(store: Store, targets: Mapping[str, str] = NO_TARGETS) -> dict[str,
     Raises:
         StoreError: it cannot be opened.
     """
-    samples = list(check_samples(store, spread(store, _NUM_SAMPLED), targets))
+    samples = list(check_samples(store, spread(store, _NUM_SAMPLED), targets, boxes_format=boxes_format))
     sizes = [sample.num_bytes for sample in samples]
     good = [sample for sample in samples if not sample.error]
     return {
@@ -240,6 +243,7 @@ def verify(
     *,
     targets: Mapping[str, str] = NO_TARGETS,
     columns: SampleColumns = NO_COLUMNS,
+    boxes_format: str = "",
 ) -> dict[str, Any]:
     """Read and decode every sample of a store on Ray: one on a local path by this node, one at a URI by all nodes.
 
@@ -247,7 +251,7 @@ def verify(
         store: to verify.
         output: where to write the list of bad samples, a local path or a URI, be it empty; "" = to
             `NAME.bad.json` in this folder, if any are bad.
-        targets: see `describe`.
+        targets, boxes_format: see `describe`.
         columns: columns of a run, to check as well.
 
     Returns:
@@ -268,7 +272,7 @@ def verify(
     here = not is_remote(store.address)
     bounds = task_bounds(store, count_cpus("the verification", here) * _PER_CPU).tolist()
     reader = store.forwards() if isinstance(store, ParquetStore) else store
-    calls = [(reader, *ends, num_samples, targets, columns) for ends in itertools.pairwise(bounds)]
+    calls = [(reader, *ends, num_samples, targets, columns, boxes_format) for ends in itertools.pairwise(bounds)]
     parts = list(run_tasks("the verification", here, check_range, calls, num_samples))
     seconds = time.perf_counter() - started
     bad = sorted(itertools.chain(*(of_part for *_, of_part in parts)), key=lambda entry: entry["index"])

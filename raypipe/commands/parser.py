@@ -14,6 +14,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from raypipe.config import RunConfig
@@ -29,6 +30,20 @@ _PLACES = {
 # Words for values that say more than the name of the parameter.
 _VALUES = {"target": "STORE", "folder": "RUN", "output": "FILE", "compare": "FILE"}
 _CONFIG = ("--config FILE", "YAML file with any settings of a run; may be repeated")
+# Settings as other programs call them: the last part of the name → the setting.
+_ELSEWHERE = {
+    "batch_size": "plan.micro_batch_size",
+    "batch": "plan.global_batch_size",
+    "dataset": "store.train",
+    "data": "store.train",
+    "devices": "train.num_workers",
+    "gpus": "train.num_workers",
+    "image_size": "transform.size",
+    "learning_rate": "train.lr",
+    "num_gpus": "train.num_workers",
+    "output_dir": "storage_path",
+    "workers": "train.num_workers",
+}
 _GENERAL = [
     ("--json", "print one JSON object, as in a pipe, instead of text"),
     ("-h, --help", "show this help"),
@@ -75,7 +90,7 @@ class Parser:
             option, equals, text = re.sub(r"^-o(?==|$)", "--output", word).partition("=")
             if not option.startswith("--"):
                 if not places:
-                    fail(f"unexpected argument {word!r}", self.usage)
+                    fail(f"unexpected argument {word!r}{self._instead(word)}", self.usage)
                 texts[places.pop(0)] = word
                 continue
             key = option[2:].replace("-", "_")
@@ -99,6 +114,13 @@ class Parser:
             fail(f"missing: {', '.join(map(_value, missing))}", self.usage)
         return texts, configs
 
+    def _instead(self, word: str) -> str:
+        """Return the advice about an unexpected word, if it looks like the address of a store."""
+        is_store = "://" in word or word.endswith((".lmdb", ".parquet", ".tar")) or Path(word).exists()
+        if "store.train" not in self.known or not is_store:
+            return ""
+        return f": if it is the training store, write --store.train {word}"
+
     def unknown(self, key: str) -> str:
         """The error about a setting that does not exist."""
         return f"unknown setting {key!r}{meant(key, self.known)}"
@@ -117,15 +139,24 @@ class Parser:
 
 
 def meant(name: str, known: Iterable[str]) -> str:
-    """The end of an error about a name: a known name that is near, or that has the same last part."""
-    same_end = [other for other in known if other.rpartition(".")[2] == name.rpartition(".")[2]]
-    near = get_close_matches(name, known, 1) or same_end
-    return did_you_mean(repr(other) for other in near[:1])
+    """The end of an error about a name: a known name that is near, that ends alike, or that means the same."""
+    by_end = {other.rpartition(".")[2]: other for other in known}
+    end = name.rpartition(".")[2]
+    means = _ELSEWHERE.get(end)
+    if means in known:
+        return did_you_mean([repr(means)])
+    if end in by_end:
+        return did_you_mean([repr(by_end[end])])
+    near = [by_end[close] for close in get_close_matches(end, by_end, 1)] or get_close_matches(name, known, 1)
+    return did_you_mean(map(repr, near))
 
 
 @contextlib.contextmanager
-def printing() -> Iterator[None]:
-    """Context manager for what a command prints: it does not fail if nobody reads on, as in `| head`."""
+def printing(code: int = 1) -> Iterator[None]:
+    """Context manager for what a command prints: it does not fail if nobody reads on, as in `| head`.
+
+    Where the output cannot be written, the program says so and ends with an exit code.
+    """
     try:
         yield
         print(end="", flush=True)
@@ -133,7 +164,7 @@ def printing() -> Iterator[None]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes the rest at its end
     except OSError as error:
         sys.stderr.write(error_text(f"the output cannot be written: {error}"))
-        os._exit(1)  # Python would try again at its end
+        os._exit(code)  # Python would try again at its end
 
 
 def fail(message: str, tip: str = "") -> NoReturn:

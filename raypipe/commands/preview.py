@@ -22,7 +22,7 @@ from raypipe.config import AugmentConfig
 from raypipe.device.augment import DeviceAugment
 from raypipe.device.mixing import Mix, check_mixable
 from raypipe.errors import ConfigError, SampleError
-from raypipe.plan.places import MicroBatchId
+from raypipe.plan.places import Cursor, MicroBatchId
 from raypipe.plan.schedule import Plan
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.spec import StreamSpec
@@ -68,14 +68,16 @@ class Preview:
             for row, (place, _) in zip(rows, places, strict=True):
                 if place is None:
                     num_draws = min(_MAX_DRAWS, self.plan.steps_per_epoch * self.plan.global_batch_size)
-                    reason = f"not among the first {num_draws:,} draws of this epoch"
+                    reason = "not drawn in this epoch"
+                    if num_draws == _MAX_DRAWS:
+                        reason = f"not among the first {num_draws:,} draws of this epoch"
                     row += [Tile(None, (), reason), *[Tile(None)] * (len(names) - 1)]
         return rows, names
 
     def stages(self, batch: MicroBatch) -> tuple[dict[str, np.ndarray], Mix | None]:
         """Images (B, H, W, C) of a micro-batch by stage or crop, and the other half of its targets if mixed."""
         at, batch = batch.position, batch.in_rgb()
-        strength = self.augment.strength_at(self.plan.progress(at.epoch, at.step))
+        strength = self.augment.strength_at(self.plan.progress(self.plan.global_step(at)))
         drawn: Any = {"seed": self.plan.micro_batch_seed(at), "strength": strength}
         if views := batch.arrays(VIEW):
             channels_first = {name: torch.from_numpy(view).movedim(-1, -3) for name, view in views.items()}
@@ -103,7 +105,8 @@ class Preview:
             else:
                 image = decode(sample.image, exif=self._config.apply_exif)
             height, width = image.shape[:2]
-            targets: Any = decode_targets(sample.columns, self._targets, (height, width))
+            form = self._config.boxes_format
+            targets: Any = decode_targets(sample.columns, self._targets, (height, width), form)
         except SampleError as error:
             return Tile(None, (name, f"sample {index}"), str(error))
         return Tile(image, (name, f"sample {index}, {width} x {height}"), targets=targets)
@@ -197,7 +200,8 @@ def preview(
         ", ".join(plan.buckets) or spec.transform.size_text,
     )
     title = f"{name}: {brief(spec.transforms['train'])}, {size_px} px; on the device: {_on_device(augment)}"
-    strengths = (augment.strength_at(shown.plan.progress(epoch, 0)) for epoch in numbers)
+    begins = (shown.plan.global_step(Cursor(epoch, 0, shown.plan.fingerprint)) for epoch in numbers)
+    strengths = (augment.strength_at(shown.plan.progress(begin)) for begin in begins)
     headers = [f"epoch {e}, seed {plan.seed}, strength {s:.2f}" for e, s in zip(numbers, strengths, strict=True)]
     rows, names = shown.tiles(indices, numbers)
     try:

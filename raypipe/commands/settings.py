@@ -129,7 +129,7 @@ def _with_base(own: dict[str, Any], parser: Parser) -> dict[str, Any]:
     if resume:
         check_owner(resume, values["trust_run_code"])
         base = read_config(as_uri(resume))
-    elif not (target or values["store.train"]):
+    elif not target and values["store.train"] == "":
         base = (files("raypipe") / "digits.yaml").read_text()
     values |= _flat(_loaded(base, resume), parser) | own
     values |= {"trust_run_code": own.get("trust_run_code", False), "resume": resume or values["resume"]}

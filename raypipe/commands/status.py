@@ -49,22 +49,26 @@ def status(folder: str) -> dict[str, Any]:
 
     Returns:
         What `standing` gives, and `run_dir`; `held_by`, the process that has the folder; `checkpoint`, the newest;
-        `stop_requested`; and `faults`, their texts.
+        `stop_requested`; `error`, the one that ended the run, empty if none did; and `faults`, their texts.
 
     Raises:
         ConfigError: the run is missing, or has not begun to train.
     """
-    from raypipe.train.run_folder import check_run_folder, stop_requested
+    from raypipe.train.run_folder import check_run_folder, read_error, stop_requested
 
     run_uri = as_uri(folder.rstrip("/"))
     if not exists(join(run_uri, STATUS)):
         check_run_folder(run_uri, resume=True)
-        raise ConfigError(f"{folder} has no {STATUS}: {holder(run_uri) or 'the run'} has not begun to train")
+        error = read_error(run_uri)
+        began = f"has failed before it began to train: {error}" if error else "has not begun to train"
+        raise ConfigError(f"{folder} has no {STATUS}: {holder(run_uri) or 'the run'} {began}")
     held_by, records = holder(run_uri), read_records(run_uri)
+    error = read_error(run_uri)
     died_at = max((record["time"] for record in records if "reason" in record), default=0.0)
     return {
         "run_dir": folder,
-        **standing(read_json(join(run_uri, STATUS)), time.time(), bool(held_by), died_at),
+        **standing(read_json(join(run_uri, STATUS)), time.time(), bool(held_by), died_at, error),
+        "error": error,
         "held_by": held_by,
         "checkpoint": newest_name(run_uri) or None,
         "stop_requested": stop_requested(run_uri),
@@ -73,7 +77,7 @@ def status(folder: str) -> dict[str, Any]:
 
 
 def print_status(run: dict[str, Any]) -> None:
-    """Print the result of `status` in five lines."""
+    """Print the result of `status` in five lines, and the error of a run that has failed."""
     waits = f"{run['waits_for']} for {run['since_s']:.0f} s: {run['whom']}"
     rows = {
         "state": run["state"],
@@ -81,26 +85,37 @@ def print_status(run: dict[str, Any]) -> None:
         "waits for": waits if run["waits_for"] else "nothing",
         "last checkpoint": run["checkpoint"] or "none",
         "last fault": run["faults"][-1] if run["faults"] else "none",
+        "error": run["error"] or None,
     }
     table(run["run_dir"], rows)
 
 
-def standing(status: dict[str, Any], now: float, is_held: bool, died_at: float) -> dict[str, Any]:
+def standing(status: dict[str, Any], now: float, is_held: bool, died_at: float, error: str = "") -> dict[str, Any]:
     """Interpret a run's status.json at a moment of time.time(), by this machine's clock. Pure.
 
     Args:
         is_held: whether a process has the run's folder.
         died_at: when its trainers last died, by time.time().
+        error: the error that ended the run; empty if none did.
 
     Returns:
         Its values, with ages instead of times, and `state`: "running"; "silent": rank 0 has not written for four
         of its periods, so it is stopped, dead, or cut off from the folder; "restarting": its trainers have ended
-        and the run has not; or "ended".
+        and the run has not; "failed": an error ended it; "stopped": it ended before its last step; or "ended".
     """
     times = {"time": "age_s", "step_at": "step_age_s", "since": "since_s", "begun": "begun_s"}
     ages = {name: max(0.0, now - status[moment]) for moment, name in times.items()}
     every_s = status["every_s"]
     state = "running" if ages["age_s"] <= _LATE * every_s else "silent"
     if died_at > status["begun"] or not every_s:
-        state = "restarting" if is_held else "ended"
+        state = "restarting" if is_held else _end_of(status, error)
+    elif error and not is_held:
+        state = "failed"
     return {"state": state, **{name: status[name] for name in status.keys() - {*times, "every_s"}}, **ages}
+
+
+def _end_of(status: dict[str, Any], error: str) -> str:
+    """Return how a run whose trainers have ended came to its end."""
+    if error:
+        return "failed"
+    return "ended" if status["step"] >= status["to_step"] else "stopped"

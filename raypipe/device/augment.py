@@ -7,8 +7,9 @@ largest of their dtype, floats are as they are. Operations of color need three c
 
 Each crop of a view is augmented by itself, with its own seed and without mixing.
 
-All random numbers are drawn on the host from the micro-batch's seed, so the result depends only on the pixels,
-the configuration, the seed and the strength, and nothing waits for the device. Without operations and module,
+All random numbers are drawn on the host from the micro-batch's seed, and `raypipe.device.ambient` pins torch's own
+settings, so the result depends only on the pixels, the configuration, the seed and the strength, and nothing waits
+for the device. Without operations and module,
 conversion and normalization are one kernel. `raypipe.device.fused` implements the presets.
 
 A configuration lists operations in order, each as `{op: NAME, parameter: value, …}`, where NAME is a 2D
@@ -22,18 +23,21 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from difflib import get_close_matches
 from typing import Any
 
 import numpy as np
 import torch
 
 from raypipe.config import AugmentConfig
-from raypipe.device.fused import Fused, apply, draw, pack
+from raypipe.device.ambient import pinned
+from raypipe.device.fused import Fused, addcmul, apply, draw, pack
 from raypipe.device.mixing import Mix, draw_mix, mix
 from raypipe.device.prefetcher import Batch
 from raypipe.device.ring import numbered
 from raypipe.errors import ConfigError
 from raypipe.lookup import import_name
+from raypipe.mistakes import did_you_mean
 from raypipe.plan.order import Domain
 from raypipe.transform.fields import IMAGE, VIEW
 from raypipe.transform.views import view_key
@@ -111,8 +115,7 @@ class Normalize:
         if image.dtype != torch.uint8:
             image = scaled(image)
         scale = self._scale if image.is_floating_point() else self._uint8_scale
-        out = torch.empty(image.shape, dtype=self._dtype, device=image.device, memory_format=torch.channels_last)
-        return torch.addcmul(self._shift, image, scale, out=out)
+        return addcmul(self._shift, image, scale, self._dtype)
 
 
 class DeviceAugment:
@@ -144,7 +147,8 @@ class DeviceAugment:
         if views:
             self._check_views()
         self.config, self.device = config, numbered(device)
-        self.normalize = Normalize(config, self.device, dtype)
+        with pinned(self.device):
+            self.normalize = Normalize(config, self.device, dtype)
         self._fused = PRESETS[config.preset]
         channels = len(config.mean)
         if channels != 3 and self._fused and self._fused.changes_color:
@@ -154,9 +158,11 @@ class DeviceAugment:
             )
         if targets and self._fused:
             raise _moves(f"the preset {config.preset}")
-        self._operations = [build_operation(entry, targets, channels) for entry in config.ops]
-        if config.module:
-            self._operations.append(_user_module(config.module))
+        with pinned(self.device):
+            self._operations = [build_operation(entry, targets, channels) for entry in config.ops]
+            if config.module:
+                with _seeded(0, self.device):  # its own weights may be drawn
+                    self._operations.append(_user_module(config.module))
 
     def __call__(
         self, image: torch.Tensor, target: torch.Tensor, counts: np.ndarray, *, seed: int, strength: float = 1.0
@@ -173,6 +179,12 @@ class DeviceAugment:
         Returns:
             Images of `dtype` (B, 3, h, w), channels_last, and the other half of the targets where it was mixed.
         """
+        with pinned(self.device):
+            return self._mixed(image, target, counts, seed, strength)
+
+    def _mixed(
+        self, image: torch.Tensor, target: torch.Tensor, counts: np.ndarray, seed: int, strength: float
+    ) -> tuple[torch.Tensor, Mix | None]:
         image = self._augmented(image, seed, strength)
         rng = np.random.Generator(np.random.Philox(key=[seed, Domain.MIXING]))
         plan = draw_mix(self.config, rng, image.shape[2], image.shape[3], strength)
@@ -191,6 +203,10 @@ class DeviceAugment:
             ConfigError: mixing is on.
         """
         self._check_views()
+        with pinned(self.device):
+            return self._views(views, seed, strength)
+
+    def _views(self, views: Mapping[str, torch.Tensor], seed: int, strength: float) -> dict[str, torch.Tensor]:
         if not (self._fused or self._operations):
             return {name: self.normalize(view) for name, view in views.items()}
         augmented = {}
@@ -205,14 +221,19 @@ class DeviceAugment:
 
     def of_batch(self, batch: Batch, strength: float) -> Batch:
         """Augment a training batch, or normalize a validation batch."""
+        with pinned(self.device):
+            return self._batch(batch, strength)
+
+    def _batch(self, batch: Batch, strength: float) -> Batch:
         named = {f"{VIEW}.{name}": view for name, view in batch.views.items()}
         if batch.position.split != "train":
             images = named or {IMAGE: batch.image}
             return batch.with_fields({name: self.normalize(image) for name, image in images.items()})
         if named:
-            views = self.of_views(batch.views, seed=batch.seed, strength=strength)
+            self._check_views()
+            views = self._views(batch.views, batch.seed, strength)
             return batch.with_fields({f"{VIEW}.{name}": view for name, view in views.items()})
-        image, mixed = self(batch.image, batch.target, batch.index >= 0, seed=batch.seed, strength=strength)
+        image, mixed = self._mixed(batch.image, batch.target, batch.index >= 0, batch.seed, strength)
         return batch.with_fields({IMAGE: image}, mix=mixed)
 
     def _check_views(self) -> None:
@@ -283,6 +304,21 @@ def _moves(what: str) -> ConfigError:
     )
 
 
+def _operations() -> dict[str, Any]:
+    """Return Kornia's operations on images, and its policies, by name."""
+    import kornia.augmentation
+    import kornia.augmentation.auto
+    from kornia.augmentation import AugmentationBase2D
+    from kornia.augmentation.auto.base import PolicyAugmentBase
+
+    found: dict[str, Any] = {}
+    for module in (kornia.augmentation.auto, kornia.augmentation):
+        for name, value in vars(module).items():
+            if inspect.isclass(value) and issubclass(value, AugmentationBase2D | PolicyAugmentBase):
+                found[name] = value
+    return found
+
+
 def _applied(module: Any, image: torch.Tensor) -> torch.Tensor:
     """Apply a module of Kornia's; it draws on the host, since it was never moved to the device.
 
@@ -294,18 +330,16 @@ def _applied(module: Any, image: torch.Tensor) -> torch.Tensor:
 def build_operation(entry: dict[str, Any], targets: bool = False, channels: int = 3) -> Operation:
     """Build one configured operation on images with this many channels; raises ConfigError as
     `DeviceAugment`."""
-    import kornia.augmentation
-    import kornia.augmentation.auto
-    from kornia.augmentation._2d.base import AugmentationBase2D
     from kornia.augmentation._2d.intensity.base import IntensityAugmentationBase2D
     from kornia.augmentation.auto.base import PolicyAugmentBase
 
     op = entry["op"]
-    operation: Any = getattr(kornia.augmentation, op, None) or getattr(kornia.augmentation.auto, op, None)
-    if not (inspect.isclass(operation) and issubclass(operation, AugmentationBase2D | PolicyAugmentBase)):
+    operation: Any = _operations().get(op)
+    if operation is None:
+        near = did_you_mean(map(repr, get_close_matches(op, _operations(), 1)))
         raise ConfigError(
             f"augment.ops: {op!r} is not a 2D operation of kornia.augmentation or kornia.augmentation.auto "
-            "(mixing has its own settings: augment.mixup_alpha and augment.cutmix_alpha)"
+            f"(mixing has its own settings: augment.mixup_alpha and augment.cutmix_alpha){near}"
         )
     # A policy has geometric operations among its own.
     if targets and (not issubclass(operation, IntensityAugmentationBase2D) or op == "RandomErasing"):

@@ -246,8 +246,7 @@ def _turned(image: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
     means = image.mean((2, 3), dtype=torch.float32)
     offset = (means * packed[:, _MEAN]).sum(1).view(-1, 1, 1, 1)
     color = packed[:, _COLOR].unflatten(1, (3, 3))[..., None, None]
-    out = torch.empty(image.shape, device=image.device, memory_format=torch.channels_last)
-    torch.addcmul(offset, image[:, 0:1], color[:, 0], out=out)
+    out = addcmul(offset, image[:, 0:1], color[:, 0])
     # Channel by channel: as a product of matrices it might be taken in TF32, of ten bits.
     return out.addcmul_(image[:, 1:2], color[:, 1]).addcmul_(image[:, 2:3], color[:, 2])
 
@@ -257,8 +256,18 @@ def _blended(image: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
     gray = (image[:, 0:1] * _RED).add_(image[:, 1:2], alpha=_GREEN).add_(image[:, 2:3], alpha=_BLUE)
     offset = gray.mean((2, 3), keepdim=True) * packed[:, _MEAN_GRAY].view(-1, 1, 1, 1)
     of_color, of_gray = packed[:, _BLEND, None, None, None].unbind(1)
-    out = torch.empty(image.shape, device=image.device, memory_format=torch.channels_last)
-    return torch.addcmul(torch.addcmul(offset, gray, of_gray), image, of_color, out=out)
+    return addcmul(torch.addcmul(offset, gray, of_gray), image, of_color)
+
+
+def addcmul(
+    offset: torch.Tensor, image: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """offset + image · factor of images, in one kernel: (B, C, H, W), channels_last, computed in float32."""
+    if torch.is_grad_enabled() and image.requires_grad:  # torch takes no gradient through `out`
+        return torch.addcmul(offset, image, factor).to(dtype).contiguous(memory_format=torch.channels_last)
+    shape = torch.broadcast_shapes(offset.shape, image.shape, factor.shape)
+    out = torch.empty(shape, dtype=dtype, device=image.device, memory_format=torch.channels_last)
+    return torch.addcmul(offset, image, factor, out=out)
 
 
 def _erased(out: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:

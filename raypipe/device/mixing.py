@@ -99,7 +99,9 @@ def mix(image: torch.Tensor, target: torch.Tensor, counts: np.ndarray, plan: Mix
     if box is None:
         # A row that is its own partner stays as it is, bit by bit: lerp of x with x adds λ·0. The rows that are
         # selected have lost the order of channels_last, which the result keeps.
-        image = torch.lerp(image.index_select(0, partner), image, lam, out=torch.empty_like(image))
+        has_gradient = torch.is_grad_enabled() and image.requires_grad  # torch takes none through `out`
+        out = None if has_gradient else torch.empty_like(image)
+        image = torch.lerp(image.index_select(0, partner), image, lam, out=out)
     else:
         top, bottom, left, right = box
         region = image[:, :, top:bottom, left:right]

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from raypipe.device.ambient import pinned
 from raypipe.device.mixing import Mix
 from raypipe.device.ring import OnCopied, Ring, uses_ring, view
 from raypipe.device.wire import rgb
@@ -58,6 +59,7 @@ class Batch(Unlike, instead=_INSTEAD):
         num_bad: samples replaced or left out.
         read_s: seconds that an actor spent reading it.
         work_s: seconds that an actor spent on it in all.
+        outage_s: seconds of read_s that object storage did not answer.
         mix: the other half of the targets, if MixUp or CutMix was applied.
         source: int64 (B,), on the host: each sample's store in a mixture, by the order of `plan.sources`; -1
             for padding; None without a mixture.
@@ -73,6 +75,7 @@ class Batch(Unlike, instead=_INSTEAD):
     ends_step: bool = False
     read_s: float = 0.0
     work_s: float = 0.0
+    outage_s: float = 0.0
     mix: Mix | None = None
     source: np.ndarray | None = None
 
@@ -153,19 +156,27 @@ def on_device(
     def arrays(host: MicroBatch) -> list[np.ndarray]:
         return [host.weight, *host.arrays().values()]
 
-    def batch(host: MicroBatch, tensors: Sequence[torch.Tensor]) -> Batch:
+    def made(host: MicroBatch, tensors: Sequence[torch.Tensor]) -> Batch:
         weight, *others = tensors
         return _batch(host, seed_of, weight, _whole(dict(zip(host.arrays(), others, strict=True))))
+
+    def of_ring(host: MicroBatch, tensors: Sequence[torch.Tensor]) -> Batch:
+        with pinned(through.device):
+            return made(host, tensors)
+
+    def of_host(host: MicroBatch) -> Batch:
+        with pinned(through.device):
+            return made(host, [view(array).to(through.device) for array in arrays(host)])
 
     through = Ring(batches, arrays, device, depth, keep, on_copied, _without_arrays)
 
     def from_ring() -> Iterator[Batch]:
         with closing(iter(through)) as pairs:
-            yield from starmap(batch, pairs)
+            yield from starmap(of_ring, pairs)
 
     if uses_ring(through.device) if ring is None else ring:
         return from_ring()
-    return (batch(host, [view(array).to(through.device) for array in arrays(host)]) for host in batches)
+    return (of_host(host) for host in batches)
 
 
 _ELSEWHERE = np.empty(0, np.uint8)
@@ -204,5 +215,5 @@ def _batch(
             fields[name] = tensors[name].movedim(-1, -3)  # NHWC in memory is channels_last as it stands
         elif name in tensors:
             fields[name] = tensors[name]
-    same = {name: getattr(host, name) for name in ("position", "index", "num_bad", "read_s", "work_s")}
+    same = {name: getattr(host, name) for name in ("position", "index", "num_bad", "read_s", "work_s", "outage_s")}
     return Batch(seed=seed_of(host.position), fields=fields, weight=weight, target_host=host[LABEL], **same)

@@ -70,6 +70,7 @@ _ALL = (
         "When the last checkpoint was written, or the run began.",
     ),
     Metric("raypipe_trainer_restarts_total", (*_RUN, "reason"), "How often all trainers were started again."),
+    Metric("raypipe_trainer_room_wait_seconds", _RUN, "How long trainers have found no free resources."),
     Metric("raypipe_run_info", (*_RUN, "version", "plan", "workers"), "1; what the run is, by its labels."),
     Metric("raypipe_trainer_step", _RUN, "Training steps done, through all epochs."),
     Metric("raypipe_trainer_epoch", _RUN, "The epoch that the run is in, from 0."),

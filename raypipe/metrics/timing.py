@@ -55,6 +55,7 @@ class StageTimes:
         micro_batches: delivered, but for the very first.
         drained: on CUDA, those before which the device had finished all its work when they were asked for.
         checkpoint_s: the device had nothing to do because of a checkpoint.
+        outage_s: of the actors' reading, waiting for object storage that did not answer.
     """
 
     images: int = 0
@@ -67,6 +68,7 @@ class StageTimes:
     micro_batches: int = 0
     drained: int = 0
     checkpoint_s: float = 0.0
+    outage_s: float = 0.0
 
     def __add__(self, other: StageTimes) -> StageTimes:
         return replace(self, **{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
@@ -127,15 +129,45 @@ _WAIT_IS_NOTHING = 0.10
 _DRAINED_IS_BEHIND = 0.5
 # Below this share of the time checkpoints are not worth a sentence.
 _CHECKPOINTS_ARE_NOTHING = 0.05
+# Above this share of an actor's time outages of storage are the cause, and not the store's kind or place.
+_OUTAGES_LIMIT = 0.25
+# Finished blocks that lie ready for this share of the time are made fast enough; they arrive late.
+_READY_IS_MADE = 0.5
 # A reader that reads for more of the time than this has no more to give.
 _READS_ALWAYS = 0.7
 # Actors to spare, so that a slow micro-batch does not show.
 _HEADROOM = 1.15
 
 
-def diagnose(
-    times: StageTimes, *, world_size: int, actors: int, device: str = "cpu", readers: int = 0
-) -> list[str]:
+@dataclass(frozen=True)
+class Situation:
+    """Circumstances of a rank's times.
+
+    Attributes:
+        world_size: W.
+        actors: transform actors that the pool has at most; 0 = the trainers make the stream themselves.
+        device: type of the training device.
+        readers: that read the store at one time; 0 = the actors do.
+        ready: share of the time for which a finished block lay ready for a rank.
+        spilled_bytes: that the cluster's object store has written to disk since the stream began.
+        is_run: whether `raypipe train` trains, which has settings for what a loop of one's own decides itself.
+    """
+
+    world_size: int
+    actors: int
+    device: str = "cpu"
+    readers: int = 0
+    ready: float = 0.0
+    spilled_bytes: int = 0
+    is_run: bool = True
+
+    @property
+    def name(self) -> str:
+        """The training device, in words."""
+        return "GPU" if self.device == "cuda" else "trainer"
+
+
+def diagnose(times: StageTimes, situation: Situation) -> list[str]:
     """Say what limits the run, how many actors would be enough, and what to change. Pure.
 
     Little's law, per micro-batch and rank: actors = work / (augment + compute), with 15 % to spare. A run that has
@@ -143,14 +175,10 @@ def diagnose(
 
     Args:
         times: of one rank; the others' are alike, since each step waits for all.
-        world_size: W.
-        actors: transform actors that the pool has at most; 0 = the trainers make the stream themselves.
-        device: type of the training device.
-        readers: that read the store at one time; 0 = the actors do.
     """
     if not times.images or not times.step_s:
         return ["Nothing was measured yet."]
-    name = "GPU" if device == "cuda" else "trainer"
+    name, world_size, actors = situation.name, situation.world_size, situation.actors
     busy_s = times.augment_s + times.compute_s
     needed = times.work_s / busy_s * _HEADROOM if busy_s else math.nan  # actors for each rank
     stages = ("wait", "augment", "compute", *(["checkpoint"] if times.checkpoint_s else []))
@@ -164,15 +192,14 @@ def diagnose(
         )
         return sentences
     if checkpoints > _CHECKPOINTS_ARE_NOTHING:
-        sentences.append(
-            f"Checkpoints hold up the run for {checkpoints:.0%} of its time: choose a faster storage_path, or "
-            "make them less often (train.checkpoint_interval)."
-        )
+        remedy = "choose a faster storage_path, or make them less often (train.checkpoint_interval)"
+        if not situation.is_run:
+            remedy = "write them to faster storage, or call loader.report less often"
+        sentences.append(f"Checkpoints hold up the run for {checkpoints:.0%} of its time: {remedy}.")
     if times.wait_fraction > _WAIT_IS_NOTHING:
-        reading = times.read_s * world_size / times.step_s / readers if readers else 0.0
-        sentences.append(_about_input(times, needed * world_size, actors, name, reading))
+        sentences.append(_about_input(times, needed * world_size, situation))
     elif times.drained_fraction > _DRAINED_IS_BEHIND:
-        sentences.append(_about_launches(times, name))
+        sentences.append(_about_launches(times, situation))
     elif checkpoints > max(shares["augment"], shares["compute"]):
         pass  # the sentence above says it
     elif shares["augment"] > shares["compute"]:
@@ -192,22 +219,36 @@ def diagnose(
     return sentences
 
 
-def _about_launches(times: StageTimes, name: str) -> str:
+def _about_launches(times: StageTimes, situation: Situation) -> str:
     """A micro-batch of the device's work takes the host longer to launch than the device to do."""
+    name = situation.name
     lighter = "choose a lighter augment.preset, " if times.augment_s > times.compute_s else ""
+    compiled = "train.compile=true" if situation.is_run else "torch.compile"
     return (
         f"The host limits the run, not the model: the {name} had finished its work before "
         f"{times.drained_fraction:.0%} of the micro-batches were asked for. Let nothing in the loop wait for the "
         f"{name} (loss.item(), print of a tensor); then {lighter}give each launch more to do (a larger "
-        "plan.micro_batch_size), or launch less (train.compile=true, or a step captured as a CUDA graph, "
+        f"plan.micro_batch_size), or launch less ({compiled}, or a step captured as a CUDA graph, "
         "docs/performance.md)."
     )
 
 
-def _about_input(times: StageTimes, needed: float, actors: int, name: str, reading: float) -> str:
-    """`reading` is the share of the time for which each reader reads; 0 = the actors read."""
+def _about_input(times: StageTimes, needed: float, situation: Situation) -> str:
+    """A rank waits for micro-batches; `needed` is the number of actors that would be enough."""
+    name, actors, readers = situation.name, situation.actors, situation.readers
+    reading = 0.0  # the share of the time for which each reader reads; 0 = the actors read
+    if readers:
+        reading = times.read_s * situation.world_size / times.step_s / readers
+    source_s = times.read_s if readers else times.work_s
     busy_s = times.augment_s + times.compute_s
-    if times.transfer_s > busy_s:
+    if source_s and times.outage_s > _OUTAGES_LIMIT * source_s:
+        what = f"Outages of object storage limit the run, with {times.outage_s / source_s:.0%} of the reading time"
+        if not readers:
+            what = (
+                f"Outages of object storage limit the run, with {times.outage_s / source_s:.0%} of an actor's time"
+            )
+        advice = "look at its status and its limits of requests, or keep the store on the nodes (RAYPIPE_CACHE)"
+    elif times.transfer_s > busy_s:
         what = "The copy to the device limits the run"
         advice = "send fewer bytes (a smaller transform.size), or have fewer ranks per host"
     elif not actors:
@@ -216,6 +257,21 @@ def _about_input(times: StageTimes, needed: float, actors: int, name: str, readi
     elif reading > _READS_ALWAYS:
         what = f"Reading the store limits the run: its reader reads for {min(1.0, reading):.0%} of the time"
         advice = "convert the store to LMDB, which the actors read, or keep it on a local disk"
+    elif situation.ready > _READY_IS_MADE and situation.spilled_bytes:
+        what = (
+            f"The object store is full, and Ray has written {situation.spilled_bytes / 1e9:.1f} GB to disk: "
+            "blocks are finished in time, and come back late"
+        )
+        advice = "give the nodes more of it (ray start --object-store-memory), or lower pool.max_in_flight"
+    elif situation.ready > _READY_IS_MADE:
+        what = (
+            "The network to the trainers limits the run: a finished block lay ready for "
+            f"{situation.ready:.0%} of the time"
+        )
+        advice = (
+            "send fewer bytes (transform.wire=yuv420, a smaller transform.size), run actors on the trainers' own "
+            "nodes, or give these a faster link"
+        )
     elif times.work_s and needed <= actors:
         what = "The stream brings micro-batches late although its actors could make them in time"
         advice = "raise pool.max_in_flight"

@@ -178,11 +178,12 @@ class Shuffle:
     def layout(self, lap: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Offsets of the groups (G + 1,); their order in a pass (G,), and their offsets by position (G + 1,)."""
         assert self.groups is not None, "windows are of groups"
-        if self._pass[0] != lap:
+        kept = self._pass  # read once, since threads share a plan, and may be in different passes
+        if kept[0] != lap:
             num_groups = len(self.groups) - 1
             order = permute(np.arange(num_groups), num_groups, _order_keys(self.seed, lap))
-            self._pass = lap, order, np.append(0, np.cumsum(np.diff(self.groups)[order]))
-        return self.groups, *self._pass[1:]
+            kept = self._pass = lap, order, np.append(0, np.cumsum(np.diff(self.groups)[order]))
+        return self.groups, *kept[1:]
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_pass": (-1, None, None)}

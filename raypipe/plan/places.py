@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NewType
 
 from raypipe.errors import CursorError
 
 Split = Literal["train", "val"]
 Sides = tuple[int, int]
 """Height and width of an image, pixels."""
+TrainStep = NewType("TrainStep", int)
+"""Training steps done, counted through all epochs: the clock of a run. Steps of a validation do not count."""
 PADDING = -1
 """The index of a padding row: zeros, weight 0."""
 
 
 @dataclass(frozen=True)
 class MicroBatchId:
-    """The place of one micro-batch in a run."""
+    """The place of one micro-batch in a run.
+
+    `step` counts within this pass over its split. `Plan.global_step` gives the run's clock for both splits.
+    """
 
     split: Split
     epoch: int

@@ -208,9 +208,10 @@ class Weighted(Lapped):
         """The order of a pass's draw numbers; the groups begin at different draws from pass to pass."""
         if self.shuffle.groups is None:
             return self.shuffle.of(self.size, None)
-        if self._lap_shuffle is None or self._lap_shuffle[0] != lap:
-            self._lap_shuffle = lap, self.shuffle.of(self.size, self._first_draws(lap, self.shuffle.groups))
-        return self._lap_shuffle[1]
+        kept = self._lap_shuffle  # read once, since threads share a plan, and may be in different passes
+        if kept is None or kept[0] != lap:
+            kept = self._lap_shuffle = lap, self.shuffle.of(self.size, self._first_draws(lap, self.shuffle.groups))
+        return kept[1]
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_lap_shuffle": None}

@@ -25,7 +25,7 @@ from raypipe.config import PlanConfig
 from raypipe.errors import ConfigError, CursorError
 from raypipe.plan.compose import Source, Training, compose_mixture, compose_one
 from raypipe.plan.order import Domain, derive_keys, mix64
-from raypipe.plan.places import PADDING, Cursor, MicroBatchId, Sides, Split
+from raypipe.plan.places import PADDING, Cursor, MicroBatchId, Sides, Split, TrainStep
 from raypipe.plan.samplers import Draws, Sampler, Sequential
 from raypipe.plan.selection import JoinedSelection, Selection
 
@@ -150,13 +150,22 @@ class Plan:
         """Number of steps of each validation; 0 = no validation."""
         return -(-self.num_val_rows // self.global_batch_size)
 
-    def progress(self, epoch: int, step: int) -> float:
-        """The share of the run's training steps, in [0, 1], that come before a step."""
-        return (epoch * self.steps_per_epoch + step) / (self.config.epochs * self.steps_per_epoch)
+    def progress(self, done: TrainStep) -> float:
+        """The share of the run's training, in [0, 1], after so many steps."""
+        return done / (self.config.epochs * self.steps_per_epoch)
 
-    def global_step(self, at: MicroBatchId) -> int:
-        """Training steps, through all epochs, before a micro-batch's step; during validation, its own steps."""
-        return at.step + (at.epoch * self.steps_per_epoch if at.split == "train" else 0)
+    def global_step(self, at: MicroBatchId | Cursor) -> TrainStep:
+        """Training steps, through all epochs, before a micro-batch or a cursor.
+
+        During a validation these are all steps of its epoch and of earlier ones.
+        """
+        if isinstance(at, MicroBatchId) and at.split == "val":
+            return TrainStep((at.epoch + 1) * self.steps_per_epoch)
+        return TrainStep(at.epoch * self.steps_per_epoch + at.step)
+
+    def step_of_split(self, at: MicroBatchId) -> int:
+        """Steps before a micro-batch on its split's own clock: of all training, or of this validation."""
+        return at.step if at.split == "val" else self.global_step(at)
 
     def has_val(self, epoch: int) -> bool:
         """True if a validation follows training epoch e."""
@@ -252,7 +261,7 @@ class Plan:
         return Draws(*(column.reshape(positions.shape) for column in draws))
 
     def _first_position(self, at: MicroBatchId) -> int:
-        return (self.global_step(at) * self.config.per_step + at.micro) * self.config.micro_batch_size
+        return (self.step_of_split(at) * self.config.per_step + at.micro) * self.config.micro_batch_size
 
     def _sampler(self, split: Split) -> Sampler:
         sampler = self.validation if split == "val" else self.training and self.training.sampler
@@ -295,6 +304,12 @@ class Plan:
         # The repeat is hashed by one bijection for each word, both of which leave 0 as it is.
         repeats = mix64(draws.repeats.astype(np.uint64))
         return mix64(keys ^ draws.indices.astype(np.uint64)[:, None] ^ np.stack([repeats, mix64(repeats)], axis=1))
+
+    def substitute_keys(self, split: Split, bad: Draws, index: int) -> np.ndarray:
+        """The keys, uint64 (1, 2), of a sample that replaces the one of a draw; its own draws have others."""
+        of_bad = self.sample_keys(split, bad)
+        own = self.sample_keys(split, bad._replace(indices=np.array([index])))
+        return mix64(own ^ mix64(of_bad ^ np.uint64(Domain.SUBSTITUTE)))
 
     def micro_batch_seed(self, at: MicroBatchId) -> int:
         """The seed, in [0, 2^63), of all that is drawn once per micro-batch: augmentation, dropout."""

@@ -12,7 +12,6 @@ busy too, so the cluster would get more nodes of every type (ray#45331).
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 import uuid
@@ -27,6 +26,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from raypipe.config import PoolConfig
 from raypipe.logs import LogFormat, configure_logs
 from raypipe.metrics.prometheus import StreamMetrics
+from raypipe.rayext.deliveries import Deliveries
 from raypipe.rayext.ours import KEY, take_process
 from raypipe.rayext.patches import install
 from raypipe.rayext.pool import PoolKeeper
@@ -121,6 +121,7 @@ class _Flow:
         (self.pool,) = (op for op in topology if op.get_autoscaling_actor_pools())
         (self.reader,) = self.pool.input_dependencies
         *_, (self._last, self._last_state) = topology.items()
+        self.deliveries = Deliveries(self._last_state.output_queue)
 
     @property
     def finished(self) -> int:
@@ -136,13 +137,24 @@ class _Flow:
         """Return the number of blocks that the reader has yielded and no actor has received."""
         return self.reader.metrics.num_task_outputs_generated - self.pool.metrics.num_tasks_submitted
 
-    def description(self, actors: Any) -> str:
-        """Describe the state of the blocks and of the pool's actors."""
+    def description(self, actors: Any, ranks: int, num_waiting: int) -> str:
+        """Describe the state of the blocks and of the pool's actors.
+
+        Args:
+            ranks: number of ranks.
+            num_waiting: ranks that say that they have waited for a second or more.
+        """
         active, queued, waiting = self.pool.num_active_tasks(), self.queued(), self.waiting()
+        if num_waiting and (lost := self.deliveries.lost()):
+            state = f"{actors.running} transform actors run, {actors.restarting} restart"
+            return f"a finished block is lost with its node, and is made again ({lost[0]}; {state})"
         if not actors.running:
             return f"no transform actor runs ({actors.pending} have not started, {actors.restarting} restart)"
         if waiting and not active:
-            return f"{waiting} finished blocks wait for other ranks"
+            others = ranks - num_waiting
+            if not others or self.waiting_of(ranks) * ranks < num_waiting:
+                return f"a rank fetches a finished block from its node, and {waiting} wait behind it"
+            return f"{waiting} finished blocks wait for {others} other ranks"
         if active or queued:
             return f"{actors.running} transform actors work on {active} blocks, and {queued} are queued"
         return f"{actors.running} transform actors are idle and wait for the reader"
@@ -218,32 +230,49 @@ class StreamAutoscaler:
         self._supervisor, self._name = settings.supervisor, f"execution {uuid.uuid4().hex}"
         # A process that is not a Ray worker belongs to a user, who may stop it with Ctrl-Z.
         self._process = this_process("coordinator") if in_worker() else None
-        self._answer: Any = None  # a reference to what the supervisor answers
         self._left, self._left_at = 0, time.monotonic() + _START_S
+        self._said: Any = None  # the Supervisor's answer to the last report
+        self._num_waiting = 0  # ranks that wait, as they say, whether or not a finished block is there for them
 
     def try_trigger_scaling(self) -> None:
         """Do the work of a turn: size the pool, record metrics, report to the supervisor."""
         now, flow = time.monotonic(), self._flow
-        waiting, ranks_waiting = flow.waiting(), flow.waiting_of(self._ranks)
-        self._keeper.keep(now, finished=flow.finished, waiting=waiting, ranks_waiting=ranks_waiting)
+        self._hear()
+        waiting = flow.waiting()
+        ranks_waiting = max(flow.waiting_of(self._ranks), min(1.0, self._num_waiting / self._ranks))
+        self._keeper.keep(
+            now,
+            finished=flow.finished,
+            waiting=waiting,
+            ranks_waiting=ranks_waiting,
+            fetches=self._num_waiting > 0,
+            makers=flow.deliveries.makers,
+        )
         if now - self._shown_at >= _METRICS_PERIOD_S:
             self._shown_at = now
             info = flow.pool.get_actor_info()
             self._metrics.show(flow.finished, flow.pool.num_active_tasks() + waiting, waiting, info)
             if flow.finished - waiting != self._left:
                 self._left, self._left_at = flow.finished - waiting, now
-            at = flow.description(info) if flow.finished else ""
-            self._give_way()
-            self._answer = self._supervisor.moves.remote(self._name, now - self._left_at, self._process, at)
+            at = flow.description(info, self._ranks, self._num_waiting) if flow.finished else ""
+            ready = 1.0 - flow.waiting_of(self._ranks)
+            said = self._supervisor.moves.remote(self._name, now - self._left_at, self._process, at, ready)
+            self._said = self._said or said
 
-    def _give_way(self) -> None:
-        """Do what the supervisor has answered, if it has."""
-        with contextlib.suppress(ray.exceptions.RayError):  # it may have been restarted
-            if self._answer is not None and ray.wait([self._answer], timeout=0)[0]:
-                self._keeper.give_way(ray.get(self._answer))
+    def _hear(self) -> None:
+        """Take the Supervisor's last answer; without one, nothing is known of the ranks."""
+        if self._said is not None and ray.wait([self._said], timeout=0)[0]:
+            said, self._said = self._said, None
+            try:
+                word = ray.get(said)
+                self._num_waiting = word.num_waiting
+                self._keeper.give_way(word.given_cpus)
+            except ray.exceptions.RayError:  # it may have been restarted
+                self._num_waiting = 0
 
     def on_executor_shutdown(self) -> None:
         """Record the final metrics, and report the end to the supervisor."""
+        self._flow.deliveries.drop()
         self._metrics.show(self._flow.finished)
         if ray.is_initialized():  # otherwise the call would start Ray again
             self._supervisor.left.remote(self._name)

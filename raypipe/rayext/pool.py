@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter, defaultdict
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +21,7 @@ import ray
 from ray.data._internal.actor_autoscaler import ActorPoolScalingRequest
 
 from raypipe.config import PoolConfig
-from raypipe.errors import RaypipeError, ResourceError
+from raypipe.errors import NoRoomError, RaypipeError, ResourceError
 from raypipe.rayext.limits import draining, resource_state
 from raypipe.rayext.placement import is_labelled, nodes, placement
 
@@ -61,19 +62,26 @@ class PoolSizer:
 
     def __init__(self, rules: PoolConfig, now: float) -> None:
         self._rules, self._observed_at = rules, now
-        # Sums over two windows of time: seconds, and seconds x waiting, active and running.
-        self._growth, self._calm = np.zeros(4), np.zeros(4)
+        # Sums over two windows of time: seconds, and seconds x waiting, active and running. Time in which no rank
+        # takes a block does not show what ranks need: it joins the calm window at the next block, up to a limit.
+        self._growth, self._calm, self._unmoved = np.zeros(4), np.zeros(4), np.zeros(4)
 
-    def observe(self, now: float, *, waiting: float, active: int, running: int, pending: int) -> Decision | None:
+    def observe(
+        self, now: float, *, waiting: float, active: int, running: int, pending: int, moved: bool = True
+    ) -> Decision | None:
         """Record an observation, which counts for the time since the last one; return a new size, or None.
 
         Args:
             waiting: share of the ranks without a finished micro-batch, in [0, 1].
             active, running, pending: actors that work, that have started, and that have not started yet.
+            moved: whether a rank has taken a block since the last observation.
         """
         sums = (now - self._observed_at) * np.array([1, waiting, active, running])
-        self._observed_at, self._growth, self._calm = now, self._growth + sums, self._calm + sums
+        self._observed_at, self._growth, self._unmoved = now, self._growth + sums, self._unmoved + sums
         rules, size = self._rules, running + pending
+        if moved:
+            self._calm += self._unmoved * min(1.0, rules.grow_after_s / max(self._unmoved[0], 1e-9))
+            self._unmoved = np.zeros(4)
         if self._growth[0] >= rules.grow_after_s:
             seconds, waited, worked, ran = self._growth.tolist()
             self._growth = np.zeros(4)
@@ -121,6 +129,7 @@ class PoolKeeper:
         # Times of the last watch, of the last finished block, and when an actor last ran or none waited for CPUs.
         self._watched_at = self._moved_at = self._queued_at = now
         self._finished, self._has_reported = 0, False
+        self._taken = 0  # blocks that ranks have taken
         self._room_at: dict[Any, float] = {}  # actor that died with blocks → time to make room for it
         self._room_made = set[Any]()  # actors for which room was made
         self._leaving = set[Any]()  # replaced actors on nodes that are about to go
@@ -140,26 +149,38 @@ class PoolKeeper:
         elif more < 0 and self._most is not None:
             self._most += int(-more / self._cpus + 1e-9)
 
-    def keep(self, now: float, *, finished: int, waiting: int, ranks_waiting: float) -> None:
+    def keep(
+        self,
+        now: float,
+        *,
+        finished: int,
+        waiting: int,
+        ranks_waiting: float,
+        fetches: bool = False,
+        makers: Callable[[], set[str]] = set,
+    ) -> None:
         """Check the pool; called at each turn of Ray Data's scheduler, about ten times a second.
 
         Args:
             finished: number of blocks that the pool has finished.
             waiting: number of them that no rank has taken yet.
-            ranks_waiting: share of the ranks without a finished block.
+            ranks_waiting: share of the ranks that wait: without a finished block, or, as they say, for its data.
+            fetches: whether a rank says that it waits.
+            makers: returns the ids of the actors whose finished blocks may not have reached their ranks.
 
         Raises:
             RaypipeError: the stream has stalled.
         """
-        self._size(now, finished, ranks_waiting)
+        self._size(now, finished, ranks_waiting, moved=finished - waiting != self._taken)
+        self._taken = finished - waiting
         if now - self._watched_at >= _WATCH_PERIOD_S:
             self._watched_at = now
             self._leave(draining())
-            self._make_room(now)
+            self._make_room(now, makers, fetches)
             self._report_no_actors(now)
             self._end_stall(now, finished, waiting, ranks_waiting)
 
-    def _size(self, now: float, finished: int, ranks_waiting: float) -> None:
+    def _size(self, now: float, finished: int, ranks_waiting: float, moved: bool = True) -> None:
         pool = self._pool
         if (missing := pool.min_size() - pool.current_size()) > 0:
             self._grow(missing, "the pool is below its minimum")
@@ -177,8 +198,12 @@ class PoolKeeper:
             active=min(running, pool.num_active_actors()),
             running=running,
             pending=pending,
+            moved=moved,
         )
         size = running + pending
+        restarting = any(state.is_restarting for state in pool._running_actors.values())
+        if decision is not None and decision.size > size and restarting:
+            decision = None  # new actors would take the CPUs of those that must make their blocks again
         if decision is not None and self._most is not None and decision.size > self._most:
             decision = replace(decision, size=self._most) if size < self._most else None
         if decision is not None:
@@ -214,17 +239,24 @@ class PoolKeeper:
         for *_, actor in sorted(idle, key=lambda place: place[:3])[: max(0, min(surplus, num_running - 1))]:
             self._pool._release_running_actor(actor)
 
-    def _release_lost(self, most: int) -> int:
+    def _release_lost(self, most: int, keep: Collection[Any] = ()) -> int:
         """Release dead actors without blocks, whose restart would be useless; return their number."""
         states = self._pool._running_actors.items()
-        lost = [actor for actor, state in states if state.is_restarting and not state.num_tasks_in_flight][:most]
+        lost = [actor for actor, state in states if state.is_restarting and not state.num_tasks_in_flight]
+        lost = [actor for actor in lost if actor not in keep][:most]
         for actor in lost:
             self._pool._release_running_actor(actor)
         return len(lost)
 
-    def _make_room(self, now: float) -> None:
+    def _make_room(self, now: float, makers: Callable[[], set[str]] = set, fetches: bool = False) -> None:
         states = self._pool._running_actors
         waiting = {actor: s for actor, s in states.items() if s.is_restarting and s.num_tasks_in_flight}
+        # If a rank waits for a block that was lost with its node, the same actor must make it again. Ray Data has
+        # counted the block as finished, so it sees an actor without work.
+        restarting = {actor: s for actor, s in states.items() if s.is_restarting} if fetches else {}
+        if restarting.keys() - waiting.keys():
+            owing = makers()
+            waiting |= {actor: s for actor, s in restarting.items() if _id_of(actor) in owing}
         new = waiting.keys() - self._room_at.keys()
         alive = {node["NodeID"] for node in nodes()} if new else set()
         for actor in new:
@@ -241,7 +273,7 @@ class PoolKeeper:
         late = late[int(_free_cpus() / self._cpus) :][: len(idle)]
         if not late:
             return
-        self._release_lost(len(states))  # otherwise these may take the CPUs
+        self._release_lost(len(states), keep=waiting.keys())  # otherwise these may take the CPUs
         for actor in idle[: len(late)]:
             self._pool._release_running_actor(actor)
         self._room_at |= dict.fromkeys(late, now + _PATIENCE_S)
@@ -303,18 +335,24 @@ class PoolKeeper:
             self._finished, self._moved_at = finished, now
         elif now - self._moved_at > timeout_s:
             stalled = f"the stream has stalled: no micro-batch was finished for {timeout_s:g} s"
-            if waiting and not self._op.num_active_tasks():
+            if waiting and not self._op.num_active_tasks() and ranks_waiting < 1:
                 raise RaypipeError(
                     f"{stalled} (pool.stall_timeout_s), while {waiting} finished blocks wait for other ranks than "
                     "the one that waits: each rank must take all of its batches, and report when the others do"
                 )
             info = self._op.get_actor_info()
-            raise ResourceError(
+            # Actors that wait for nodes, as for spot capacity, may start later.
+            raise (NoRoomError if info.pending and not info.running else ResourceError)(
                 f"{stalled} (pool.stall_timeout_s). Transform actors: {info.running} run, {info.restarting} died "
                 f"and have not restarted, {info.pending} have not started; the cluster has {_free_cpus():g} free "
                 "CPUs. Add CPU nodes, lower pool.min_actors or pool.cpus_per_actor, or inspect the actors with "
                 "`ray stack`"
             )
+
+
+def _id_of(actor: Any) -> str:
+    """Return the id of an actor by its handle."""
+    return actor._actor_id.hex()
 
 
 def _free_cpus() -> float:

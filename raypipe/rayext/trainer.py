@@ -5,6 +5,7 @@ and bounded waits with log lines.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import re
 import time
@@ -19,20 +20,23 @@ from ray.train.v2.api import config as ray_config
 from ray.train.v2.api.exceptions import ControllerError, TrainingFailedError, WorkerGroupError
 from ray.train.v2.torch.torch_trainer import TorchTrainer
 
-from raypipe.errors import ResourceError
+from raypipe.errors import NoRoomError, ResourceError
 from raypipe.logs import LogFormat, configure_logs
 from raypipe.metrics.prometheus import Recorder
 from raypipe.metrics.records import append_fault
 from raypipe.rayext.allocation import largest_divisor, worker_resources
 from raypipe.rayext.cluster import is_local
+from raypipe.rayext.controller import DriverWatch, introduce, wait_for_trainers
 from raypipe.rayext.failures import explanation, is_final, is_lost, own_error
+from raypipe.rayext.waiting import is_head_lost
 
 logger = logging.getLogger(__name__)
 
 # Two loggers of Ray Train's controller are silenced: on a busy machine, the first warns about retried requests,
 # with a traceback, and the second about each trainer that has died. The policies below log what a run waits for.
+# A filter, since Ray Train resets the levels of its loggers when a run begins.
 for _name in ("execution.scaling_policy.autoscaling_coordinator_client", "callbacks.backend_setup"):
-    logging.getLogger(f"ray.train.v2._internal.{_name}").setLevel(logging.ERROR)
+    logging.getLogger(f"ray.train.v2._internal.{_name}").addFilter(lambda record: record.levelno >= logging.ERROR)
 
 if is_local():
     # In the controller of each run of Ray Train, a user's included, this callback starts an actor that frees the
@@ -58,19 +62,24 @@ class BoundedScalingPolicy(scaling_policy.ScalingPolicy):
     """Base of Ray Train's policies below: logs once when trainers wait for resources.
 
     A run whose trainers have had no resources for `timeout_s` ends.
+
+    Args:
+        run: the run's name, for the metric of the wait; empty = none.
     """
 
-    def __init__(self, scaling_config: ray_config.ScalingConfig, timeout_s: float) -> None:
+    def __init__(self, scaling_config: ray_config.ScalingConfig, timeout_s: float, run: str = "") -> None:
         super().__init__(scaling_config)
-        self._timeout_s = timeout_s
+        self._timeout_s, self._run = timeout_s, run
         self._since: float | None = None
         self._has_logged = False
 
     def make_decision_for_non_running_worker_group(self) -> scaling_policy.ScalingDecision:
         self._since = self._since or time.monotonic()
         waited_s = time.monotonic() - self._since
+        if self._run:
+            Recorder(self._run).set({"trainer_room_wait_seconds": waited_s})
         if waited_s > self._timeout_s:
-            raise ResourceError(self._waiting(f"have had no room for {self._timeout_s:g} s"))
+            raise NoRoomError(self._waiting(f"have had no room for {self._timeout_s:g} s"))
         if waited_s > _LOG_AFTER_S and not self._has_logged:
             self._has_logged = True
             logger.warning(self._waiting(f"have no room; the run ends in {self._timeout_s - waited_s:.0f} s"))
@@ -98,8 +107,10 @@ class FixedPolicy(BoundedScalingPolicy, scaling_policy.FixedScalingPolicy):
 class DivisorScalingPolicy(BoundedScalingPolicy, scaling_policy.ElasticScalingPolicy):
     """Ray Train's elastic policy, limited to numbers of workers that divide the M micro-batches of a step."""
 
-    def __init__(self, scaling_config: ray_config.ScalingConfig, timeout_s: float, per_step: int) -> None:
-        super().__init__(scaling_config, timeout_s)
+    def __init__(
+        self, scaling_config: ray_config.ScalingConfig, timeout_s: float, per_step: int, run: str = ""
+    ) -> None:
+        super().__init__(scaling_config, timeout_s, run)
         self._per_step = per_step
 
     def _count_possible_workers(self, reserved_resources: Any) -> int:
@@ -163,10 +174,11 @@ class OnlyDeathsPolicy(failure_handling.DefaultFailurePolicy):
         return decision
 
 
-class FinalErrors(WorkerGroupCallback):
+class FinalErrors(ControllerCallback, WorkerGroupCallback):
     """Callback that ends any run of Ray Train at a final error of raypipe, and recognizes preemptions.
 
-    A death after a notice counts as a preemption.
+    A death after a notice counts as a preemption. The callback also publishes the controller's process, so that
+    the driver and the trainers can watch it.
 
     `raypipe` names the class in RAY_TRAIN_CALLBACKS, from which each `fit` makes an instance in Ray Train's
     controller. Errors of other code are retried according to `FailureConfig`.
@@ -175,6 +187,9 @@ class FinalErrors(WorkerGroupCallback):
     def __init__(self) -> None:
         self._has_failed = False
         self._notice: Any = None  # the current trainers' last notice
+
+    def after_controller_start(self, train_run_context: Any) -> None:
+        introduce()
 
     def after_worker_group_start(self, worker_group: Any) -> None:
         self._notice = None
@@ -216,6 +231,7 @@ class RunTrainer(TorchTrainer):
         log_format: format of log lines.
         timeout_s: longest wait of trainers for resources, after which the run ends.
         take_signals: called once the run can be stopped; replaces Ray Train's own handler of Ctrl-C.
+        give_up: called with the reason if the run must end although Ray does not answer.
         args, options: arguments of TorchTrainer.
     """
 
@@ -227,21 +243,48 @@ class RunTrainer(TorchTrainer):
         log_format: LogFormat = "text",
         timeout_s: float,
         take_signals: Callable[[], None],
+        give_up: Callable[[str], None] = lambda reason: None,
         **options: Any,
     ) -> None:
         super().__init__(*args, **options)
         self._per_step, self._timeout_s, self._take_signals = per_step, timeout_s, take_signals
         self._run_uri, self._log_format, self._run = run_uri, log_format, self.run_config.name or ""
+        self._give_up = give_up
         self._controller: Any = None
+        self._watch: DriverWatch | None = None
 
     def fit(self) -> Any:
+        """Train; if Ray Train's controller dies, begin again from the last checkpoint, `max_failures` times."""
+        failures = self.run_config.failure_config
+        most = failures.max_failures if failures else 0
+        for deaths in itertools.count(1):
+            try:
+                return self._fit()
+            except ray.exceptions.RayActorError as error:  # Ray Train raises its own errors for trainers
+                if 0 <= most < deaths or is_head_lost() or not wait_for_trainers():
+                    raise
+                cause = _DEAD_ACTOR.sub(r"process \1 on \2, \3", explanation(error))
+                text = f"restarting the trainers: Ray Train's controller died: {cause}"
+                logger.warning("%s", text, extra={"values": {"fault": "died"}})
+                Recorder(self._run).add({"trainer_restarts_total": 1}, reason="died")
+                self._record(text)
+        raise AssertionError("the loop above has no end")
+
+    def _record(self, text: str) -> None:
+        if self._run_uri:
+            append_fault(self._run_uri, text, "died")
+
+    def _fit(self) -> Any:
         try:
             return super().fit()
         finally:
+            is_silent = self._watch is not None and self._watch.is_head_silent()
+            if self._watch:
+                self._watch.stop()
             # After an interrupt in a process that stays, such as a notebook's, the run would continue. Even at a
             # normal end the controller must be killed: in half of all runs, one that exits by itself deadlocks in
             # Ray 2.60's Publisher, and outlives its cluster.
-            if self._controller:
+            if self._controller and not is_silent:
                 with contextlib.suppress(ray.exceptions.RayError):
                     ray.kill(self._controller)  # the trainers end with it
                     ray.get(self._controller.get_state.remote(), timeout=_KILL_S)
@@ -249,9 +292,9 @@ class RunTrainer(TorchTrainer):
     def _initialize_and_run_controller(self, **options: Any) -> Any:
         config: Any = self.scaling_config  # version 2's class, unlike its annotation
         options["scaling_policy"] = (
-            DivisorScalingPolicy(config, self._timeout_s, self._per_step)
+            DivisorScalingPolicy(config, self._timeout_s, self._per_step, self._run)
             if config.elasticity_enabled
-            else FixedPolicy(config, self._timeout_s)
+            else FixedPolicy(config, self._timeout_s, self._run)
         )
         options["failure_policy"] = OnlyDeathsPolicy(self.run_config.failure_config, self._run, self._run_uri)
         return super()._initialize_and_run_controller(**options)
@@ -264,4 +307,6 @@ class RunTrainer(TorchTrainer):
 
     def _register_sigint_handler(self, controller: Any) -> None:
         self._controller = controller
+        self._watch = DriverWatch(controller, self._timeout_s, self._give_up, self._record)
+        self._watch.start()
         self._take_signals()

@@ -15,8 +15,9 @@ from ray import _raylet
 from ray._private import services
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raypipe.errors import ResourceError
+from raypipe.errors import NoRoomError
 from raypipe.logs import progress
+from raypipe.rayext.watch import Process, is_stopped, this_process
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +26,7 @@ _CONNECT_S = 3.0  # timeout of a connection to a port
 _LOST_S = 5.0  # a living head answers at once
 
 _STARTING = "raypipe-start"
+_HOLDER_S = 2.0  # time for the other run's actor to answer
 
 
 class Wait:
@@ -34,23 +36,32 @@ class Wait:
         timeout_s: limit, after which the wait raises.
         check: called at each turn; may raise to end the wait.
         setting: setting of `timeout_s`, for messages.
+        tell: called with the thing when a line about it is logged.
     """
 
-    def __init__(self, timeout_s: float, check: Callable[[], None] = lambda: None, setting: str = "") -> None:
+    def __init__(
+        self,
+        timeout_s: float,
+        check: Callable[[], None] = lambda: None,
+        setting: str = "",
+        tell: Callable[[str], object] = lambda thing: None,
+    ) -> None:
+        self._tell = tell
         self._timeout_s, self._check, self._setting = timeout_s, check, f" ({setting})" if setting else ""
         self._begun = time.monotonic()
         self._line_at = self._begun + _FIRST_LINE_S - _LINE_EVERY_S
 
     def turn(self, thing: str, pause_s: float = 0.5) -> None:
-        """Wait a little longer for a thing; raise ResourceError at the limit."""
+        """Wait a little longer for a thing; raise NoRoomError at the limit."""
         self._check()
         now = time.monotonic()
         left_s = self._begun + self._timeout_s - now
         if left_s <= 0:
-            raise ResourceError(f"waited {self._timeout_s:g} s{self._setting} for {thing}")
+            raise NoRoomError(f"waited {self._timeout_s:g} s{self._setting} for {thing}")
         if now - self._line_at >= _LINE_EVERY_S:
             self._line_at = now
             progress(logger, f"waiting up to {left_s:.0f} s more{self._setting} for {thing}")
+            self._tell(thing)
         time.sleep(min(pause_s, left_s))
 
 
@@ -98,25 +109,63 @@ def is_head_lost() -> bool:
 
 
 class _Starting:
-    """Actor of a starting run, with a unique name; it ends with the run's process."""
+    """Actor of a starting run, with a unique name; it ends with the run's process.
+
+    Args:
+        run: name of the run.
+        driver: process of the run.
+    """
+
+    def __init__(self, run: str, driver: Process) -> None:
+        self._run, self._driver, self._thing = run, driver, ""
+
+    def tell(self, thing: str) -> None:
+        """The run waits for a thing."""
+        self._thing = thing
+
+    def state(self) -> str:
+        """Return who holds up the other runs, and why."""
+        why = f", which waits for {self._thing}" if self._thing else ""
+        if self._driver.node == ray.get_runtime_context().get_node_id() and is_stopped(self._driver):
+            why = ", which is stopped (SIGSTOP): continue or end it"
+        return f"run {self._run} ({self._driver}){why}"
 
 
 @contextlib.contextmanager
-def only_start(wait: Wait) -> Iterator[Any]:
+def only_start(wait: Wait, run: str = "") -> Iterator[Any]:
     """Context manager: let no other run start on the connected cluster. Killing the yielded actor ends this early.
 
-    Two runs that check for resources at the same time would both count on the same ones.
+    Two runs that check for resources at the same time would both count on the same ones. Runs that wait learn who
+    holds them up.
+
+    Args:
+        run: name of this run, for others.
     """
     own = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
     options = {"num_cpus": 0, "name": _STARTING, "namespace": "raypipe", "scheduling_strategy": own}
     while True:
         try:
-            actor: Any = ray.remote(_Starting).options(**options).remote()
+            actor: Any = ray.remote(_Starting).options(**options).remote(run, this_process("driver"))
             break
         except ValueError:  # the name is taken
-            wait.turn("another run, until its trainers and its pool have started")
+            wait.turn(f"another run, until its trainers and its pool have started{_holder()}")
     try:
         yield actor
     finally:
-        with contextlib.suppress(ray.exceptions.RayError, ConnectionError):
-            ray.kill(actor)
+        # In a thread, since without a head the call may never return.
+        killing = threading.Thread(target=_kill, args=(actor,), daemon=True, name="raypipe-kill")
+        killing.start()
+        killing.join(_LOST_S)
+
+
+def _kill(actor: Any) -> None:
+    with contextlib.suppress(ray.exceptions.RayError, ConnectionError):
+        ray.kill(actor)
+
+
+def _holder() -> str:
+    """Return who holds up the start of other runs, for a message; empty if unknown."""
+    with contextlib.suppress(ValueError, ray.exceptions.RayError):
+        actor: Any = ray.get_actor(_STARTING, namespace="raypipe")
+        return f": {ray.get(actor.state.remote(), timeout=_HOLDER_S)}"
+    return ""

@@ -79,6 +79,11 @@ def _stat(pid: int) -> tuple[str, str]:
     return fields[0], fields[19]
 
 
+def is_stopped(process: Process) -> bool:
+    """Return whether a process of this node is stopped."""
+    return bool(process.started) and _stat(process.pid) == ("T", process.started)
+
+
 def end_stopped(processes: list[tuple[int, str]]) -> list[int]:
     """Kill those of this node's processes that are stopped, now and a moment later; return their ids.
 
@@ -118,18 +123,39 @@ class Watch:
         """Start to watch, in a thread that ends with this process."""
         threading.Thread(target=self._run, name="raypipe-watch", daemon=True).start()
 
-    def add(self, key: str, process: Process) -> None:
-        """Add a process of the stream."""
+    def add(self, key: str, process: Process) -> bool:
+        """Add a process of the stream; return whether it is new."""
+        is_new = self._processes.get(key) != process
         self._processes[key] = process
+        return is_new
+
+    def state(self) -> tuple[dict[str, Process], list[str]]:
+        """Return the processes and the executions that are watched."""
+        return dict(self._processes), list(self._still)
+
+    def restore(self, state: tuple[dict[str, Process], list[str]]) -> None:
+        """Watch the processes of an earlier `state`. Its executions have stalled from now on, until they move."""
+        processes, executions = state
+        self._processes |= processes
+        self._still |= dict.fromkeys(executions, time.monotonic())
 
     def remove(self, key: str) -> None:
         """Remove a process or an execution that has ended."""
         self._processes.pop(key, None)
         self._still.pop(key, None)
 
-    def moves(self, execution: str, still_s: float) -> None:
-        """Record for how long no rank has taken a block from an execution; missing calls count as a stall."""
+    def moves(self, execution: str, still_s: float, process: Process | None = None) -> bool:
+        """Record for how long no rank has taken a block from an execution; missing calls count as a stall.
+
+        Args:
+            process: process of the execution, if it is one of Ray's.
+
+        Returns:
+            Whether the execution or its process is new.
+        """
+        is_new = execution not in self._still
         self._still[execution] = time.monotonic() - still_s
+        return (process is not None and self.add(execution, process)) or is_new
 
     def _run(self) -> None:
         while True:

@@ -30,7 +30,12 @@ _KINDS = {
 def check_regular(mode: int) -> None:
     """Raise OSError, which names the kind of file, unless the mode is a regular file's."""
     if not stat.S_ISREG(mode):
-        raise OSError(f"it is {_KINDS.get(stat.S_IFMT(mode), 'an unknown kind')}, not a regular file")
+        raise OSError(f"it is {kind_of(mode)}, not a regular file")
+
+
+def kind_of(mode: int) -> str:
+    """Return the kind of what is not a regular file, in words."""
+    return _KINDS.get(stat.S_IFMT(mode), "an unknown kind")
 
 
 def open_regular(path: str | Path, flags: int = os.O_RDONLY, mode: int = 0o777) -> int:
@@ -110,7 +115,12 @@ def cache_folder() -> Path:
 
 
 def make_cache_folder(name: str = "") -> Path:
-    """Return the cache, or a folder in it, made if needed; raise OSError if it belongs to another user."""
+    """Return the cache, or a folder in it, made if needed.
+
+    Raises:
+        OSError: it belongs to another user, or other users can write to the folder in it, and so decide which
+            samples a run trains on.
+    """
     cache = cache_folder()
     cache.mkdir(parents=True, exist_ok=True)
     if {cache.stat().st_uid, cache.lstat().st_uid} - {os.getuid(), 0}:  # another owner could replace it
@@ -121,6 +131,9 @@ def make_cache_folder(name: str = "") -> Path:
         status = folder.lstat()
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
             raise PermissionError(f"{folder} belongs to another user, or is a link: remove it")
+        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):  # its files may be somebody else's by now
+            mode = stat.S_IMODE(status.st_mode)
+            raise PermissionError(f"{folder} can be written to by other users (mode {mode:o}): remove it")
     return folder
 
 

@@ -96,6 +96,44 @@ def take_counts() -> dict[str, dict[str, float]]:
     return operations
 
 
+class _OutageClock:
+    """Clock of the time in which this process waits for storage that does not answer.
+
+    Several waits at one time count once.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_waits = 0
+        self._since = 0.0
+        self._ended_s = 0.0
+
+    def begin(self) -> None:
+        with self._lock:
+            if self._num_waits == 0:
+                self._since = time.monotonic()
+            self._num_waits += 1
+
+    def end(self) -> None:
+        with self._lock:
+            self._num_waits -= 1
+            if self._num_waits == 0:
+                self._ended_s += time.monotonic() - self._since
+
+    def seconds(self) -> float:
+        with self._lock:
+            running_s = time.monotonic() - self._since if self._num_waits else 0.0
+            return self._ended_s + running_s
+
+
+_outages = _OutageClock()
+
+
+def outages_s() -> float:
+    """Return for how many seconds this process has waited, in all, for storage that did not answer."""
+    return _outages.seconds()
+
+
 def count(operation: str, **amounts: float) -> None:
     with _counts_lock:
         for name, amount in amounts.items():
@@ -128,6 +166,20 @@ def impatient() -> Iterator[None]:
         yield
     finally:
         _impatient.reset(token)
+
+
+_lost = threading.Event()  # set while this process waits for no storage
+_LOST_S = 2.0  # limit of each request then
+
+
+def lose_patience() -> None:
+    """End all waits for storage in this process, and let none begin, until `be_patient`."""
+    _lost.set()
+
+
+def be_patient() -> None:
+    """Wait for storage again, as `patience_s` says."""
+    _lost.clear()
 
 
 def one_line(error: BaseException) -> str:
@@ -164,12 +216,17 @@ class Patience:
         try:
             while True:
                 try:
-                    answer = do() if waiting is None else _in_thread(do, waiting.tick)
+                    if waiting is None and not _lost.is_set():
+                        answer = do()
+                    else:
+                        answer = _in_thread(do, waiting.tick if waiting else progress)
                 except (OSError, pa.ArrowException) as error:
                     is_denied = renew is not None and bool(_DENIED.search(str(error)))
-                    if _impatient.get() or not (is_denied or _is_transient(error)):
+                    if _impatient.get() or _lost.is_set() or not (is_denied or _is_transient(error)):
                         raise
-                    waiting = waiting or _Wait(self, operation, address)
+                    if waiting is None:
+                        waiting = _Wait(self, operation, address)
+                        _outages.begin()
                     waiting.after(error, is_denied)
                     if renew and (is_denied or _HIDDEN in str(error)):
                         renew()
@@ -182,6 +239,8 @@ class Patience:
             count(operation, errors=not isinstance(error, FileNotFoundError))
             raise
         finally:
+            if waiting:
+                _outages.end()
             count(operation, requests=1, seconds=time.monotonic() - begun)
 
     def log(self, waiting: _Wait) -> None:
@@ -232,7 +291,7 @@ class _Wait:
         while (left := until - time.monotonic()) > 0:
             time.sleep(min(left, _TICK_S))
             self.tick()
-            if (given_up := _given_up.get()) and given_up.is_set():
+            if _lost.is_set() or ((given_up := _given_up.get()) and given_up.is_set()):
                 raise error
 
     def tick(self) -> None:
@@ -285,6 +344,9 @@ def _in_thread(do: Callable[[], T], tick: Callable[[], None]) -> T:
             outcome.set_exception(error)
 
     threading.Thread(target=run, daemon=True, name="raypipe-storage").start()
+    begun = time.monotonic()
     while not wait([outcome], _TICK_S).done:
         tick()
+        if _lost.is_set() and time.monotonic() - begun > _LOST_S:
+            raise TimeoutError(f"no answer within {_LOST_S:g} s, and the process is about to end")
     return outcome.result()

@@ -35,6 +35,11 @@ _STORES = {
     "parquet": ("parquet", "ParquetStore"),
     "tar": ("tar", "TarStore"),
 }
+# What to do where a kind of store lacks an option.
+_INSTEAD = {
+    "image_column": ": its images have no other name, so leave image_column out; give it to `raypipe convert`, "
+    "which copies another column's images as `image`"
+}
 _ENDS = ("lmdb", "parquet", "tar")  # suffix of a file's name = its kind
 
 __all__ = [
@@ -95,21 +100,29 @@ def open_store(address: str | Path, **options: Any) -> Store:
     module, name = _STORES[kind]
     make = getattr(import_module(f"raypipe.stores.{module}"), name)
     known = list(signature(make).parameters)
+    if "target_column" not in known and options.get("target_column") == "":  # nothing to be left out
+        del options["target_column"]
     for option, value in options.items():
         if option not in known:
-            raise ConfigError(f"{option}={value!r}: {address} is {kind}, which has no option {option!r}")
+            instead = _INSTEAD.get(option, "")
+            raise ConfigError(f"{option}={value!r}: {address} is {kind}, which has no option {option!r}{instead}")
     return make(text, **options)
 
 
 def store_options(image_column: str = "image", target_column: str = "label") -> dict[str, str]:
-    """Return the options for `open_store` that are neither '' nor the default: some kinds of store lack them.
+    """Return the options for `open_store` that are not the default: some kinds of store lack them.
 
     Args:
         image_column: name of the image column; for WebDataset, the suffix of the images.
-        target_column: name of the label column; for WebDataset, the suffix of the labels, or their JSON field.
+        target_column: name of the label column; for WebDataset, the suffix of the labels, or their JSON field;
+            "" = no label is needed.
     """
-    settings = {"image_column": (image_column, "image"), "target_column": (target_column, "label")}
-    return {name: value for name, (value, usual) in settings.items() if value not in (usual, "")}
+    options = {}
+    if image_column not in ("image", ""):
+        options["image_column"] = image_column
+    if target_column != "label":
+        options["target_column"] = target_column
+    return options
 
 
 def _near(missing: Path) -> str:
@@ -149,7 +162,9 @@ def _kind_of_name(name: str) -> str:
 
 
 def _kind_of_folder(address: str, names: set[str]) -> str:
-    from raypipe.stores.addresses import has_folders
+    from raypipe.stores.addresses import folders_at
+    from raypipe.stores.base import IMAGE_SUFFIXES
+    from raypipe.stores.class_folders import suffix_of
 
     suffixes = {Path(name).suffix[1:] for name in names}
     if {"lmdb", "parquet"} <= suffixes:
@@ -172,8 +187,11 @@ def _kind_of_folder(address: str, names: set[str]) -> str:
             f"{address} is MosaicML's MDS: read it with their library, and give the samples to `raypipe.convert`, "
             "as docs/moving.md shows"
         )
-    if has_folders(address):
+    folders = folders_at(address)
+    if any(not name.startswith("_") for name in folders):
         return "folder"
     if "tar" in suffixes:
         return "tar"
+    if folders or any(suffix_of(name) in IMAGE_SUFFIXES for name in names):
+        return "folder"
     raise StoreError(f"{address} contains no store; {_LAYOUTS}")

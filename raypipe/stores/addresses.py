@@ -27,6 +27,7 @@ import pyarrow.fs
 from raypipe.errors import ConfigError, StoreError
 from raypipe.storage.files import RemoteFile, read_json, write_json
 from raypipe.storage.filesystem import explained, is_remote, join, open_filesystem, split
+from raypipe.stores.class_folders import is_left_out
 
 MANIFEST = "_raypipe.json"
 VERSION = 1
@@ -108,14 +109,16 @@ def names_at(address: str) -> set[str] | None:
         return None if kind == pyarrow.fs.FileType.File else names_in(filesystem, place)
 
 
-def has_folders(address: str) -> bool:
-    """Return whether a folder contains visible folders; raises StoreError if it cannot be listed."""
+def folders_at(address: str) -> set[str]:
+    """Return the names of a folder's visible folders; raises StoreError if it cannot be listed."""
     with explained(StoreError, f"{address} cannot be opened"):
         if not is_remote(address):  # names that are not UTF-8 are unknown to pyarrow
-            return any(child.is_dir() and child.name[0] not in "._" for child in Path(address).iterdir())
-        filesystem, path = open_filesystem(address)
-        infos = filesystem.get_file_info(pyarrow.fs.FileSelector(path))
-        return any(info.type == pyarrow.fs.FileType.Directory and info.base_name[0] not in "._" for info in infos)
+            names = {child.name for child in Path(address).iterdir() if child.is_dir()}
+        else:
+            filesystem, path = open_filesystem(address)
+            infos = filesystem.get_file_info(pyarrow.fs.FileSelector(path))
+            names = {info.base_name for info in infos if info.type == pyarrow.fs.FileType.Directory}
+        return {name for name in names if not is_left_out(name)}
 
 
 def names_in(filesystem: pyarrow.fs.FileSystem, path: str) -> set[str]:

@@ -1,7 +1,8 @@
 """Columns of Arrow tables as columns of a store: which of them are image and label, and their values.
 
-Images have one of two layouts: binary, or Hugging Face's `struct{bytes: binary, path: string}`. Each image is a
-view of its column's buffer, so one image keeps the whole buffer in memory.
+An encoded file, such as an image or a mask, is bytes, of any of Arrow's physical types for bytes, or Hugging
+Face's `struct{bytes, path}` of such. Each image is a view of its column's buffer, so one image keeps the whole
+buffer in memory.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ import pyarrow.compute as pc
 from raypipe.errors import StoreError
 from raypipe.stores.base import MAX_SAMPLE_BYTES, by_part, stored_names
 from raypipe.stores.numbers import labels_of
+
+_LIST_SCALARS = pa.ListScalar | pa.LargeListScalar | pa.ListViewScalar | pa.LargeListViewScalar
 
 
 class StoredColumn(NamedTuple):
@@ -39,10 +42,12 @@ class TableColumns:
     Args:
         schemas: path, for errors, and schema of each file; at least one.
         image_column: the column that becomes `image`.
-        target_column: the column that becomes `label`.
+        target_column: the column that becomes `label`; empty = `label`, if it has the type of a target.
 
     Attributes:
         fields: name in the store → field in the files, `image` and `label` first.
+        leaves: name in the store → which part of a Hugging Face file, "bytes" or "path", the column is. The paths
+            of the files of column X, other than the image, are a column `X.path`.
 
     Raises:
         StoreError: schemas differ, or lack the image or the label column.
@@ -60,18 +65,40 @@ class TableColumns:
                     "schema"
                 )
         self.fields = _columns_of(first_path, first, image_column, target_column)
+        self.leaves: dict[str, str] = {}
+        for name, field in list(self.fields.items()):
+            if name == "image" and pa.types.is_struct(field.type):
+                self.leaves[name] = "bytes"
+            elif _is_file(field.type):
+                self.leaves[name] = "bytes"
+                if f"{name}.path" not in first.names:
+                    self.leaves[f"{name}.path"] = "path"
+                    self.fields[f"{name}.path"] = field
         self.columns = tuple(self.fields)
         self.label_is_class = "label" not in self.fields or pa.types.is_integer(self.fields["label"].type)
+        self._needs_labels = bool(target_column)
 
-    def is_hf_image(self, name: str) -> bool:
-        """Return whether the column is the image, and a struct with the bytes."""
-        return name == "image" and pa.types.is_struct(self.fields[name].type)
+    def stored_path(self, name: str) -> str:
+        """Return the path of a column in its file's schema: the field, or a part of its struct."""
+        return ".".join(filter(None, (self.fields[name].name, self.leaves.get(name))))
 
     def opened(self, name: str, column: pa.ChunkedArray, path: str) -> StoredColumn:
         """Return a file's column as one to take rows from."""
-        if self.is_hf_image(name):
-            column = pc.struct_field(column, "bytes")
+        if leaf := self.leaves.get(name):
+            column = pc.struct_field(column, leaf)
         return StoredColumn(self._taker(name, column, path), column.get_total_buffer_size())
+
+    def element_type(self, name: str) -> str | None:
+        """Return the type of a column's numbers, or of those in its lists, "int64", "float64" or "bool", by the
+        schema; None if it has others."""
+        kind = self.fields[name].type if name in self.fields and name not in self.leaves else pa.null()
+        while _is_list(kind):
+            kind = kind.value_type
+        if pa.types.is_boolean(kind):
+            return "bool"
+        if pa.types.is_integer(kind):
+            return "int64"
+        return "float64" if pa.types.is_floating(kind) else None
 
     def _taker(self, name: str, column: pa.ChunkedArray, path: str) -> Callable[[np.ndarray], Any]:
         """Return a function that takes rows of a column.
@@ -81,6 +108,9 @@ class TableColumns:
         """
         if name == "image":
             return _chunked_taker(column)
+        if self.leaves.get(name) == "bytes":
+            take = _chunked_taker(column)
+            return lambda rows: [None if view is None else bytes(view) for view in take(rows)]
         array_of = _array_of(column.type)
         if not _is_number(column.type) and array_of is None:
             return lambda rows: [_python_value(column[row]) for row in rows.tolist()]
@@ -97,10 +127,12 @@ class TableColumns:
     ) -> np.ndarray | list[Any]:
         """Return rows of a column of numbers, or of arrays of numbers."""
         column = column.take(pa.array(rows))
-        if name == "label" and column.null_count:
+        if name == "label" and column.null_count and self._needs_labels:
+            label = self.fields[name].name
             raise StoreError(
-                f"{path}, column {self.fields[name].name!r} has a null label; raypipe does not replace it, since "
-                "nobody would notice training on a made-up label"
+                f"{path}, column {label!r} has a null label, and raypipe makes up none: write the file again "
+                f"without such rows (table.filter(pyarrow.compute.is_valid(table[{label!r}]))), or set "
+                "target_column to '' if no labels are needed"
             )
         values = _flat(column.combine_chunks())
         if values is None:
@@ -109,7 +141,7 @@ class TableColumns:
 
     def join(self, name: str, parts: list[Any], places: np.ndarray) -> Any:
         """Join the parts and restore the requested order: value i is value places[i] of the joined parts."""
-        kind = self.fields[name].type
+        kind = pa.null() if name in self.leaves else self.fields[name].type
         array_of = _array_of(kind)
         if (not _is_number(kind) and array_of is None) or any(isinstance(part, list) for part in parts):
             values = list(itertools.chain.from_iterable(parts))
@@ -124,22 +156,46 @@ def _columns_of(path: str, schema: pa.Schema, image_column: str, target_column: 
     """Return name in the store → field in the file, image and label first; raise StoreError for wrong types."""
     if twice := sorted({name for name in schema.names if schema.names.count(name) > 1}):
         raise StoreError(f"{path} has several columns called {twice[0]!r}: write it with one name for each")
-    stored = stored_names(path, schema.names, {"image": image_column, "label": target_column})
+    stored = stored_names(path, schema.names, {"image": image_column, "label": target_column or "label"})
     columns = {name: schema.field(place) for name, place in stored.items()}
     image = columns["image"].type
     if pa.types.is_struct(image) and image.get_field_index("bytes") >= 0:
         image = image.field("bytes").type
-    if not (pa.types.is_binary(image) or pa.types.is_large_binary(image)):
+    if not _is_bytes(image):
         raise StoreError(
-            f"{path}, column {image_column!r} has type {columns['image'].type}; images must be binary, "
-            "large_binary or struct{bytes, path}"
+            f"{path}, column {image_column!r} has type {columns['image'].type}; images must be bytes (binary, "
+            "large_binary, binary_view, fixed_size_binary, or a dictionary of these) or struct{bytes, path}"
         )
     if "label" in columns and not is_target(columns["label"].type):
+        if not target_column:
+            del columns["label"]
+            return columns
         raise StoreError(
             f"{path}, column {target_column!r} has type {columns['label'].type}; labels must be numbers, or lists "
-            "of numbers: set target_column, or number the classes"
+            "of numbers: set target_column to another column, or to '' for batches without a target, or number "
+            "the classes"
         )
     return columns
+
+
+def _is_bytes(kind: pa.DataType) -> bool:
+    """Return whether values are bytes, in any of Arrow's physical types."""
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    views = pa.types.is_binary_view(kind) or pa.types.is_fixed_size_binary(kind)
+    return pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or views
+
+
+def _is_file(kind: pa.DataType) -> bool:
+    """Return whether a type is Hugging Face's of an encoded file, struct{bytes, path}."""
+    if not pa.types.is_struct(kind) or {field.name for field in kind} != {"bytes", "path"}:
+        return False
+    return _is_bytes(kind.field("bytes").type)
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    views = pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind)
+    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind) or views
 
 
 def class_names(schema: pa.Schema, target_column: str) -> tuple[str, ...] | None:
@@ -159,7 +215,7 @@ def _is_number(kind: pa.DataType) -> bool:
 
 def is_target(kind: pa.DataType) -> bool:
     """Return whether labels may have this type."""
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+    if _is_list(kind):
         return is_target(kind.value_type)
     return _is_number(kind) or pa.types.is_boolean(kind) or _array_of(kind) is not None
 
@@ -197,7 +253,11 @@ def _chunked_taker(column: pa.ChunkedArray) -> Callable[[np.ndarray], list[memor
 
 
 def image_taker(images: pa.Array) -> Callable[[np.ndarray], list[memoryview | None]]:
-    """Return a function that takes images of an array of binaries, as views; None for nulls."""
+    """Return a function that takes images of an array of bytes, as views; None for nulls."""
+    if pa.types.is_dictionary(images.type):  # decoded, it might take far more memory than the file
+        return _dictionary_taker(images)
+    if pa.types.is_binary_view(images.type) or pa.types.is_fixed_size_binary(images.type):
+        images = images.cast(pa.large_binary())
     _, offset_buffer, contents = images.buffers()
     content = memoryview(contents or b"").cast("B").toreadonly()
     dtype = np.dtype(np.int64 if pa.types.is_large_binary(images.type) else np.int32)
@@ -211,6 +271,21 @@ def image_taker(images: pa.Array) -> Callable[[np.ndarray], list[memoryview | No
         if is_null is not None:
             for position in np.flatnonzero(is_null[rows]).tolist():
                 views[position] = None
+        return views
+
+    return take
+
+
+def _dictionary_taker(images: pa.DictionaryArray) -> Callable[[np.ndarray], list[memoryview | None]]:
+    is_null = np.asarray(images.indices.is_null())
+    places = images.indices.fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
+    take_value = image_taker(images.dictionary)
+
+    def take(rows: np.ndarray) -> list[memoryview | None]:
+        views: list[memoryview | None] = [None] * len(rows)
+        positions = np.flatnonzero(~is_null[rows])
+        for position, view in zip(positions.tolist(), take_value(places[rows[positions]]), strict=True):
+            views[position] = view
         return views
 
     return take
@@ -246,7 +321,7 @@ def _holds_none(value: Any) -> bool:
 
 def _python_value(scalar: pa.Scalar) -> Any:
     """Return the value; None for text that is not UTF-8, as in a damaged record, and for a list over 512 MiB."""
-    if isinstance(scalar, pa.ListScalar | pa.LargeListScalar) and _num_bytes_of(scalar.values) > MAX_SAMPLE_BYTES:
+    if isinstance(scalar, _LIST_SCALARS) and _num_bytes_of(scalar.values) > MAX_SAMPLE_BYTES:
         return None
     try:
         return scalar.as_py()

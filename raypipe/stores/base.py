@@ -29,9 +29,14 @@ one known shape are a numpy array (n, …). All other columns, and numbers with 
 objects."""
 
 IMAGE_SUFFIXES = frozenset(
-    {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".avif", ".heic", ".heif"}
+    {
+        *(".jpg", ".jpeg", ".jpe", ".jfif", ".jif", ".jfi", ".pjpeg", ".pjp", ".mpo"),
+        *(".png", ".apng", ".webp", ".gif", ".tif", ".tiff", ".bmp"),
+        *(".avif", ".avifs", ".heic", ".heics", ".heif", ".heifs", ".hif"),
+    }
 )
-"""Suffixes, in lower case, of the samples in folder and tar stores."""
+"""Suffixes, in lower case, of the samples in folder and tar stores: all of those of the formats that
+`raypipe.transform.image_header` knows."""
 
 ARRAY_SUFFIX = ".npy"
 """Suffix of numpy arrays, which are samples only in a store without images: next to images they are something
@@ -52,7 +57,8 @@ class Store(Protocol):
 
     A store may also have a method `sample_name(index: int) -> str`, which returns a sample's name at its source,
     such as file and key, for errors and records; see `name_of`. It may also have an attribute `label_is_class:
-    bool`, False if labels are floats or arrays; see `is_class`.
+    bool`, False if labels are floats or arrays; see `is_class`; and a method `element_type(name: str) -> str |
+    None`, see `FileStore.element_type`.
 
     Attributes:
         address: the path or URI that the store was opened with, as a string.
@@ -172,6 +178,12 @@ class FileStore(ABC, Generic[C]):
     def fingerprint(self) -> str:
         return self._contents.fingerprint
 
+    def element_type(self, name: str) -> str | None:
+        """Return the type of the numbers in a column, or in its lists, "int64", "float64" or "bool"; None if the
+        format has no schema, or the values are not numbers."""
+        of_contents = getattr(self._contents, "element_type", None)
+        return of_contents(name) if of_contents else None
+
     def __len__(self) -> int:
         return len(self._contents)
 
@@ -290,15 +302,6 @@ def stored_names(where: object, present: Collection[str], renamed: Mapping[str, 
             raise StoreError(missing(where, place, present, RENAMED[name]))
     others = (name for name in present if name not in renamed and name not in renamed.values())
     return stored | {name: name for name in others}
-
-
-def refuse_splits(where: object, classes: Collection[str]) -> None:
-    """Raise StoreError if the class folders are the splits of a dataset, which would be learned as classes."""
-    if "train" in classes and not {"val", "valid", "validation", "test"}.isdisjoint(classes):
-        raise StoreError(
-            f"{where} has the folders {', '.join(classes):.300}, which are splits, not classes: choose one, such "
-            "as the folder train"
-        )
 
 
 def hash_of_facts(facts: object) -> str:

@@ -1,62 +1,162 @@
-"""Samples of a tar of class folders, `class/image.jpg`, as `tar -c` makes it of a folder of images."""
+"""Samples of a tar of class folders, `class/image.jpg`, as `tar -c` makes it of a folder of images.
+
+The rules are those of a folder, see `raypipe.stores.class_folders`.
+"""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from raypipe.errors import StoreError
-from raypipe.stores.base import ARRAY_SUFFIX, IMAGE_SUFFIXES
-from raypipe.stores.webdataset import Place, is_visible
+from raypipe.stores.base import ARRAY_SUFFIX, IMAGE_SUFFIXES, hash_of_facts
+from raypipe.stores.class_folders import (
+    Layout,
+    LeftOut,
+    Tree,
+    find_classes,
+    is_left_out,
+    refuse_files_of_images,
+    refuse_splits,
+    suffix_of,
+)
+from raypipe.stores.memory_tree import File, Link, MemoryTree, Special
+
+Member = File | Link | Special | None
+"""What a member of a tar is; None = a folder. The value of a file is position, num_bytes, mtime."""
+
+About = dict[str, Any]
+"""What a tar is by itself, or among others, as JSON: `root`, `classes`, `left_out`, `of_images`, `has_images` of
+its `Layout`; `nums`, samples by class; `places`, position and num_bytes of each sample, as a flat list; and
+`is_plain`, whether the samples are in the order of their names' parts, which the tar's digest shows."""
 
 
-def find_files(entries: Sequence[tuple[str, Place | None]]) -> dict[str, Any] | None:
-    """Find the images of a tar's folders or, if there are none, the arrays; None without either.
+class Indexed(NamedTuple):
+    """The samples of several tars of class folders.
+
+    Attributes:
+        columns: image, places (N, 2), and label.
+        classes: class names.
+        nums: samples of each tar.
+        left_out: see `raypipe.stores.class_folders`.
+        facts: a hash of what the tars' own digests do not tell; empty if there is nothing.
+    """
+
+    columns: dict[str, np.ndarray]
+    classes: tuple[str, ...]
+    nums: list[int]
+    left_out: LeftOut
+    facts: str
+
+
+def find_files(name: str, members: Sequence[tuple[str, Member]], tree: Tree) -> dict[str, Any] | None:
+    """Find the samples of a tar of class folders; None if no folder has images or arrays.
 
     Args:
-        entries: its members in order: names, and the places of regular files. The last of equal names counts.
+        name: name of the tar, for errors.
+        members: names and nodes, in the tar's order. The last of equal names counts.
+        tree: the same as a tree.
 
     Returns:
-        JSON values: `files`, the names, sorted by their parts; `places`, position and num_bytes of each, as a flat
-        list; `num`; and `digest`, a hash over the names, sizes and modification times.
+        JSON values: `about`; `digest`, a hash over the samples' names, sizes and modification times; and all that
+        `_tree_of` needs: `files`, names of members; `places` of each, -1 for all but files; and `others`, by
+        number, ["link", target] or ["special", kind], and [] for folders.
     """
-    files: dict[str, Place] = {}
-    for name, place in entries:
-        path = PurePosixPath(name)
-        files.pop(str(path), None)
-        if place and len(path.parts) > 1 and is_visible(path):
-            files[str(path)] = place
-    for suffixes in (IMAGE_SUFFIXES, {ARRAY_SUFFIX}):
-        names = [name for name in files if PurePosixPath(name).suffix.lower() in suffixes]
-        if names:
-            break
-    else:
+    layout = find_classes([tree], name)
+    if not any(map(any, layout.samples)):
         return None
-    names.sort(key=lambda name: name.split("/"))
-    digest, places = hashlib.blake2b(digest_size=16), list[int]()
-    for name in names:
-        start, num_bytes, mtime = files[name]
-        places += start, num_bytes
-        digest.update(f"{name}\0{num_bytes}\0{mtime}\n".encode(errors="surrogateescape"))
-    return {"files": names, "places": places, "num": len(names), "digest": digest.hexdigest()}
+    last = dict(members)
+    files = {path: node.value for path, node in last.items() if isinstance(node, File) and _may_count(path)}
+    links = {path: node.target for path, node in last.items() if isinstance(node, Link)}
+    images = [path for path in files if suffix_of(path) in IMAGE_SUFFIXES]
+    samples = images or [path for path in files if suffix_of(path) == ARRAY_SUFFIX]
+    digest = hashlib.blake2b(digest_size=16)
+    for path in sorted(samples, key=lambda path: path.split("/")):
+        _, num_bytes, mtime = files[path]
+        digest.update(f"{path}\0{num_bytes}\0{mtime}\n".encode(errors="surrogateescape"))
+    for path, target in sorted(links.items()):
+        digest.update(f"{path}\0->{target}\n".encode(errors="surrogateescape"))
+    places, others = list[int](), dict[str, list[str]]()
+    for number, node in enumerate(last.values()):
+        places += node.value[:2] if isinstance(node, File) else (-1, -1)
+        if not isinstance(node, File):
+            others[str(number)] = _described(node)
+    (about,) = _about(layout)
+    return {
+        "about": about,
+        "digest": digest.hexdigest(),
+        "files": list(last),
+        "places": places,
+        "others": others,
+    }
 
 
-def index_files(scans: Sequence[dict[str, Any]]) -> tuple[dict[str, np.ndarray], tuple[str, ...]]:
-    """Return the columns of several tars, and the class names; see `raypipe.stores.webdataset.index_samples`.
+def _may_count(path: str) -> bool:
+    parts = path.split("/")
+    return len(parts) > 1 and not any(map(is_left_out, parts))
 
-    A folder that all samples share, such as `train/`, is not a class if a class folder remains below it.
+
+def _described(node: Link | Special | None) -> list[str]:
+    if isinstance(node, Link):
+        return ["link", node.target]
+    return ["special", node.kind] if isinstance(node, Special) else []
+
+
+def index_files(names: Sequence[str], scans: Sequence[dict[str, Any]], refuse_others: bool) -> Indexed:
+    """Return the samples of several tars, each in the order of a folder; names are for errors.
+
+    Args:
+        refuse_others: files that belong to images by their names are an error.
+
+    Raises:
+        StoreError: see `find_classes`.
     """
-    paths = [name.split("/") for scan in scans for name in scan["files"]]
-    depth = 0
-    while len({path[depth] for path in paths}) == 1 and min(map(len, paths)) > depth + 2:
-        depth += 1
-    classes, labels = np.unique([path[depth] for path in paths], return_inverse=True)
-    places = np.concatenate([np.array(scan["places"], np.int64) for scan in scans]).reshape(-1, 2)
-    return {"image": places, "label": labels.astype(np.int64)}, tuple(classes.tolist())
+    each: list[About] = [scan["about"] for scan in scans]
+    if len({(about["root"], about["has_images"]) for about in each}) > 1:  # together they are something else
+        each = _about(find_classes(list(map(_tree_of, scans)), names[0]))
+    if refuse_others:
+        refuse_files_of_images(names[0], sorted(path for about in each for path in about["of_images"]))
+    classes = tuple(sorted({name for about in each for name in about["classes"]}))
+    refuse_splits(names[0], classes)
+    number_of = {name: number for number, name in enumerate(classes)}
+    labels = [np.repeat([number_of[name] for name in about["classes"]], about["nums"]) for about in each]
+    places = [np.array(about["places"], np.int64).reshape(-1, 2) for about in each]
+    columns = {"image": np.concatenate(places), "label": np.concatenate(labels).astype(np.int64)}
+    left_out = sum((LeftOut(about["left_out"]) for about in each), LeftOut())
+    are_plain = [about["is_plain"] for about in each]
+    is_known = all(are_plain) and len(np.unique(columns["label"])) == len(classes)
+    facts = "" if is_known else hash_of_facts((classes, are_plain))
+    return Indexed(columns, classes, [len(part) for part in places], left_out, facts)
+
+
+def _about(layout: Layout) -> list[About]:
+    """Return what is known of each tree of a layout; the first has what is known of all."""
+    every: list[About] = []
+    for by_class in layout.samples:
+        paths = [path for files in by_class for path, _ in files]
+        about: About = {"root": layout.root, "classes": layout.classes, "has_images": layout.has_images}
+        about |= {"nums": list(map(len, by_class)), "left_out": {}, "of_images": []}
+        about["places"] = [number for files in by_class for _, place in files for number in place[:2]]
+        about["is_plain"] = paths == sorted(paths, key=lambda path: path.split("/"))
+        every.append(about)
+    every[0] |= {"left_out": layout.left_out, "of_images": layout.of_images}
+    return every
+
+
+def _tree_of(scan: dict[str, Any]) -> MemoryTree:
+    """Return the tree that `find_files` was given."""
+    tree = MemoryTree(missing=(-1, -1))
+    others, places = scan["others"], scan["places"]
+    for number, path in enumerate(scan["files"]):
+        node: Member = File((places[2 * number], places[2 * number + 1]))
+        if (other := others.get(str(number))) is not None:
+            kind, text = other or ("", "")
+            node = Link(text) if kind == "link" else Special(text) if kind == "special" else None
+        tree.add(path, node)
+    return tree
 
 
 def have_class_folders(names: Sequence[str], scans: Sequence[dict[str, Any]]) -> bool:

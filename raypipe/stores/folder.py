@@ -6,18 +6,17 @@ import hashlib
 import io
 import itertools
 import os
-import stat
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from functools import cached_property
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import numpy as np
 import pyarrow.fs
 
-from raypipe.errors import StoreError
+from raypipe.errors import ConfigError, StoreError
 from raypipe.storage.filesystem import explained, is_remote, join, open_filesystem
-from raypipe.storage.local_file import check_regular, open_regular
+from raypipe.storage.local_file import kind_of, open_regular
 from raypipe.storage.patience import in_threads, progress
 from raypipe.stores.base import (
     ARRAY_SUFFIX,
@@ -26,23 +25,32 @@ from raypipe.stores.base import (
     Columns,
     FileStore,
     hash_of_facts,
-    refuse_splits,
 )
+from raypipe.stores.class_folders import (
+    BY_FOLDER,
+    FILE,
+    FOLDER,
+    Entry,
+    Layout,
+    Tree,
+    find_classes,
+    is_left_out,
+    refuse_files_of_images,
+    tell_left_out,
+    words_of,
+)
+from raypipe.stores.memory_tree import File, MemoryTree
 
-_SUFFIXES = {*IMAGE_SUFFIXES, ARRAY_SUFFIX}
+_DEFAULT = "label"
 
 _File = tuple[str, int]
 """Path of a file from the root, and its size; -1 for a local file, whose size is read only when needed."""
 
 
 class FolderStore(FileStore["_Images"]):
-    """A store in `root/class/**/file`.
+    """A store in `root/class/**/file`, by the rules of `raypipe.stores.class_folders`.
 
-    Every folder in the root is a class, in the order of names. A folder without images is a class too, so a split
-    that lacks a class keeps the labels of the others. Samples are sorted by class, then by path. Hidden files and
-    folders do not count, nor do files in the root. Links are followed; a folder at the end of several links counts
-    once per class, under its shortest and then first path. An image that cannot be read, or is over 512 MiB, is
-    None. If no folder has an image, arrays (*.npy) are the samples.
+    Links are followed. An image that cannot be read, or is over 512 MiB, is None.
 
     In an object store, the process that opens the store first lists the folder and sends the listing to the
     others; an object whose size has changed since then raises StoreError. The fingerprint is a hash over the class
@@ -50,42 +58,71 @@ class FolderStore(FileStore["_Images"]):
 
     Args:
         address: the root, a path or a URI.
+        target_column: "label" = the class folders, unless other files belong to images by their names; "folder" =
+            the class folders in any case; empty = no label is needed, so images may also be in no folder.
     """
+
+    def __init__(self, address: str | Path, target_column: str = _DEFAULT) -> None:
+        super().__init__(address, target_column)
+        if target_column not in (_DEFAULT, BY_FOLDER, ""):
+            raise ConfigError(
+                f"target_column={target_column!r}: {address} is a folder of images, whose labels are its class "
+                "folders: leave target_column out, or set it to '' for no target"
+            )
 
     def _open(self) -> _Images:
         if not is_remote(self.address):
-            return _Images(self.address, *_samples_of(self.address, _scan_disk(self.address)))
-        self._listing = self._listing or _packed(*_samples_of(self.address, _list_objects(self.address)))
+            return _Images(self.address, *self._samples(_Disk(self.address)))
+        self._listing = self._listing or _packed(*self._samples(_list_objects(self.address)))
         return _Images(self.address, *_unpacked(self._listing))
 
+    def _samples(self, tree: Tree) -> tuple[tuple[str, ...] | None, list[int], list[_File]]:
+        """Return class names, the number of samples of each, and the samples in order."""
+        (target_column,) = self._options
+        try:
+            layout = find_classes([tree], self.address)
+        except OSError as error:
+            raise StoreError(f"{self.address} cannot be scanned: {error}") from error
+        if target_column == _DEFAULT:
+            refuse_files_of_images(self.address, layout.of_images)
+        (by_class,) = layout.samples
+        samples = list(itertools.chain.from_iterable(by_class))
+        if not samples and layout.flat and not target_column:
+            return None, [len(layout.flat)], layout.flat
+        if not samples:
+            raise StoreError(_nothing(self.address, layout))
+        if not self._identity:  # other processes were sent the store by one that said so
+            tell_left_out(self.address, len(samples), layout.left_out)
+        return layout.classes, list(map(len, by_class)), samples
 
-def _samples_of(root: str, files: dict[str, list[_File]]) -> tuple[tuple[str, ...], list[int], list[_File]]:
-    """Return class names, the number of samples of each, and the samples in order, from the files by class."""
-    by_class = [sorted(class_files) for class_files in files.values()]
-    images = [[file for file in class_files if _suffix(file[0]) in IMAGE_SUFFIXES] for class_files in by_class]
-    samples = images if any(images) else by_class
-    if not any(samples):
-        raise StoreError(
-            f"{root} has no class folders with images ({', '.join(sorted(IMAGE_SUFFIXES))}), nor with "
-            f"arrays ({ARRAY_SUFFIX}): the layout is root/class/image.jpg"
+
+def _nothing(address: str, layout: Layout) -> str:
+    """Return the error about a folder without class folders."""
+    if layout.flat:
+        return (
+            f"{address} has {len(layout.flat):,} images and no class folders with images: put the images of each "
+            f"class into a folder of its own, such as {address}/cat/{layout.flat[0][0]}, or set "
+            "store.target_column to '' to read them without labels"
         )
-    refuse_splits(root, files)
-    return tuple(files), list(map(len, samples)), list(itertools.chain.from_iterable(samples))
-
-
-def _suffix(path: str) -> str:
-    return PurePosixPath(path).suffix.lower()
+    found = f"; it has {words_of(layout.left_out)}" if layout.left_out else ""
+    tars = f". A store in its tars is {address}/*.tar, in quotes" if layout.has_tars else ""
+    return (
+        f"{address} has no class folders with images ({', '.join(sorted(IMAGE_SUFFIXES))}), nor with "
+        f"arrays ({ARRAY_SUFFIX}): the layout is root/class/image.jpg{found}{tars}"
+    )
 
 
 class _Images:
     """Contents of a folder: class names, and each sample's path from the root, size and label."""
 
-    columns = ("image", "label")
     groups = None
 
-    def __init__(self, root: str, classes: tuple[str, ...], num: Sequence[int], files: Sequence[_File]) -> None:
+    def __init__(
+        self, root: str, classes: tuple[str, ...] | None, num: Sequence[int], files: Sequence[_File]
+    ) -> None:
         self._root, self.classes = root, classes
-        self._labels = np.repeat(np.arange(len(classes)), num)
+        self.columns: tuple[str, ...] = ("image",) if classes is None else ("image", "label")
+        self._labels = np.repeat(np.arange(len(num)), num)
         self._paths = [path for path, _ in files]
         self._sizes = np.array([num_bytes for _, num_bytes in files], np.int64)
 
@@ -141,51 +178,31 @@ class _Images:
 # On a disk
 
 
-def _scan_disk(root: str) -> dict[str, list[_File]]:
-    try:
-        entries = sorted(_visible(root), key=lambda entry: entry.name)
-        classes = [entry.name for entry in entries if stat.S_ISDIR(_mode(entry))]
-        return {name: [(path, -1) for path in _files(root, name)] for name in classes}
-    except OSError as error:
-        raise StoreError(f"{root} cannot be scanned: {error}") from error
+class _Disk:
+    """The tree of a local folder; see `raypipe.stores.class_folders.Tree`."""
+
+    def __init__(self, root: str) -> None:
+        self._root = root
+
+    def entries(self, folder: str) -> Iterator[Entry]:
+        with os.scandir(f"{self._root}/{folder}") as entries:
+            for entry in entries:
+                yield Entry(entry.name, _kind(entry), -1)
+
+    def identity(self, folder: str) -> Hashable:
+        status = Path(f"{self._root}/{folder}").stat()
+        return status.st_dev, status.st_ino
 
 
-def _visible(folder: str) -> Iterator[os.DirEntry[str]]:
-    with os.scandir(folder) as entries:
-        yield from (entry for entry in entries if not entry.name.startswith("."))
-
-
-def _files(root: str, name: str) -> Iterator[str]:
-    """Yield the paths of all images and arrays of a class from the root, unordered."""
-    folders, visited = [name], set[tuple[int, int]]()
-    for folder in folders:  # the loop appends to the list
-        status = Path(f"{root}/{folder}").stat()
-        if (status.st_dev, status.st_ino) in visited:
-            continue
-        visited.add((status.st_dev, status.st_ino))
-        within = []
-        for entry in _visible(f"{root}/{folder}"):
-            path, mode = f"{folder}/{entry.name}", _mode(entry)
-            if stat.S_ISDIR(mode):
-                within.append(path)
-            elif _suffix(entry.name) in _SUFFIXES:
-                try:
-                    check_regular(mode)
-                except OSError as error:
-                    raise StoreError(f"{root}/{path} is not an image: {error}; remove it") from None
-                yield path
-        folders += sorted(within)
-
-
-def _mode(entry: os.DirEntry[str]) -> int:
+def _kind(entry: os.DirEntry[str]) -> str:
     """Return the kind of a folder's entry, or of a link's target."""
     try:
         # The listing has the kind, which saves a system call for each of a million files.
         if entry.is_file():
-            return stat.S_IFREG
-        return stat.S_IFDIR if entry.is_dir() else entry.stat().st_mode
+            return FILE
+        return FOLDER if entry.is_dir() else kind_of(entry.stat().st_mode)
     except OSError:  # a broken link is a sample that cannot be read
-        return stat.S_IFREG
+        return FILE
 
 
 def _size_of(path: str) -> int:
@@ -208,40 +225,45 @@ def _bytes_of(path: str) -> bytes | None:
 # In an object store
 
 
-def _list_objects(address: str) -> dict[str, list[_File]]:
-    """List the classes in the object store, then the objects of several classes at a time."""
+def _list_objects(address: str) -> MemoryTree:
+    """List a folder of the object store: its top, then the objects of several of its folders at a time."""
+    tree = MemoryTree(missing=0)
     with explained(StoreError, f"{address} cannot be listed"):
         filesystem, root = open_filesystem(address)
-        infos = filesystem.get_file_info(pyarrow.fs.FileSelector(root))
-        folders = (info.base_name for info in infos if info.type == pyarrow.fs.FileType.Directory)
-        classes = sorted(name for name in folders if not name.startswith("."))
-        files = in_threads(lambda name: _objects(filesystem, root, name), classes)
-    return dict(zip(classes, files, strict=True))
+        top, folders = root, [root]
+        while len(folders) == 1:  # a folder around the classes, such as train/
+            (top,) = folders
+            infos = filesystem.get_file_info(pyarrow.fs.FileSelector(top))
+            _add(tree, root, infos)
+            is_folder = (info for info in infos if info.type == pyarrow.fs.FileType.Directory)
+            folders = [info.path for info in is_folder if not is_left_out(info.base_name)]
+        for infos in in_threads(lambda folder: _objects(filesystem, folder), folders):
+            _add(tree, root, infos)
+    return tree
 
 
-def _objects(filesystem: pyarrow.fs.FileSystem, root: str, name: str) -> list[_File]:
-    """Return the images and arrays of a class."""
-    infos = filesystem.get_file_info(pyarrow.fs.FileSelector(f"{root}/{name}", recursive=True))
+def _objects(filesystem: pyarrow.fs.FileSystem, folder: str) -> list[pyarrow.fs.FileInfo]:
+    infos = filesystem.get_file_info(pyarrow.fs.FileSelector(folder, recursive=True))
     progress()
-    objects = (info for info in infos if info.type == pyarrow.fs.FileType.File)
-    files = ((info.path.removeprefix(f"{root}/"), info.size) for info in objects)
-    return [
-        (path, size)
-        for path, size in files
-        if _suffix(path) in _SUFFIXES and not any(part.startswith(".") for part in path.split("/"))
-    ]
+    return infos
 
 
-_Packed = tuple[tuple[str, ...], list[int], bytes, bytes]
+def _add(tree: MemoryTree, root: str, infos: Sequence[pyarrow.fs.FileInfo]) -> None:
+    for info in infos:
+        is_file = info.type == pyarrow.fs.FileType.File
+        tree.add(info.path.removeprefix(f"{root}/"), File(info.size) if is_file else None)
+
+
+_Packed = tuple[tuple[str, ...] | None, list[int], bytes, bytes]
 """Class names, the number of samples of each, and their paths and sizes, compressed for sending."""
 
 
-def _packed(classes: tuple[str, ...], num: list[int], files: list[_File]) -> _Packed:
+def _packed(classes: tuple[str, ...] | None, num: list[int], files: list[_File]) -> _Packed:
     paths, sizes = "\0".join(path for path, _ in files), np.array([size for _, size in files], "<i8")
     return classes, num, zlib.compress(paths.encode()), zlib.compress(sizes.tobytes())
 
 
-def _unpacked(packed: _Packed) -> tuple[tuple[str, ...], list[int], list[_File]]:
+def _unpacked(packed: _Packed) -> tuple[tuple[str, ...] | None, list[int], list[_File]]:
     classes, num, paths, sizes = packed
     names, numbers = zlib.decompress(paths).decode().split("\0"), np.frombuffer(zlib.decompress(sizes), "<i8")
     return classes, num, list(zip(names, numbers.tolist(), strict=True))

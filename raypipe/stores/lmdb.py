@@ -38,14 +38,15 @@ class LMDBStore(FileStore["_Shards"]):
 
     Args:
         address: see above.
-        target_column: the column of numbers, or arrays, that becomes `label`; integers are classes.
+        target_column: the column of numbers, or arrays, that becomes `label`; integers are classes. Empty =
+            `label`, if there is one.
     """
 
     def __init__(self, address: str | Path, target_column: str = "label") -> None:
         super().__init__(address, target_column)
 
     def _open(self) -> _Shards:
-        (target_column,) = self._options
+        target_column = self._options[0] or "label"
         if self._listing is None:
             files = list_files(self.address, lambda name: name.endswith(".lmdb"), "*.lmdb")
             if not is_remote(self.address):

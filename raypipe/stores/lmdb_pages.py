@@ -66,7 +66,7 @@ _MAX_DEPTH = 32  # liblmdb's limit, far above any tree that fits on a disk
 # with six million keys, has 200 branch pages.
 _MAX_CACHED_BRANCHES = 1024
 
-Layout = tuple[int, int, int]
+Layout = tuple[int, bytes]
 """See `LMDBFile.records`."""
 
 
@@ -134,7 +134,7 @@ class LMDBFile:
 
         Args:
             keys: int64 (n,).
-            layout: the number of fixed columns, of variable columns, and a bit for each requested variable column.
+            layout: the number of fixed columns, and a byte for each variable one: 1 if it is requested, else 0.
 
         Returns:
             The fixed columns, 8 bytes each; for each requested variable column a list of n values, None for a

@@ -1,7 +1,7 @@
 """Parquet stores: a file, or a folder of files, local or on any of pyarrow's file systems.
 
-The image column has one of two layouts: `binary`, or Hugging Face's `struct{bytes: binary, path: string}`. A row
-group is the unit of reading, so a store keeps the last used row groups decoded.
+The image column has one of two layouts: bytes, or Hugging Face's `struct{bytes, path}`. A row group is the unit of
+reading, so a store keeps the last used row groups decoded.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class ParquetStore(FileStore["_Groups"]):
         address: path or URI of a file or folder.
         image_column: the column that becomes `image`.
         target_column: the column of numbers, or of lists of numbers, that becomes `label`; integers are classes.
-            The store has no labels if its files lack `label`; a column of any other name must exist.
+            The store has no labels if its files lack `label`; a column of any other name must exist. Empty = no
+            label is needed: one of another type is left out, and null labels are None.
         cache_bytes: size of the decoded row groups that this object keeps; the last used always stays. Images of
             one read, while in use, may keep up to a quarter of it in addition.
     """
@@ -111,13 +112,31 @@ class _Groups(TableColumns):
         digest = hashlib.blake2b(digest_size=16)
         for footer in footers:
             digest.update(len(footer).to_bytes(8, "little") + footer)
-        if (image_column, target_column) != ("image", "label"):  # other columns make other contents
+        if (image_column, target_column or "label") != ("image", "label"):  # other columns make other contents
             digest.update(repr((image_column, target_column)).encode())
         self.fingerprint = digest.hexdigest()
+        self._check_bytes(address, image_column)
         self.groups = np.cumsum([0, *(group.num_rows for group in self._groups)], dtype=np.int64)
         self._cache_bytes = cache_bytes
         self._cache: OrderedDict[tuple[int, str], StoredColumn] = OrderedDict()
         self._lock = threading.Lock()
+
+    def _check_bytes(self, address: str, image_column: str) -> None:
+        """Raise StoreError if, by the footers, images of Hugging Face's layout are only named, by their paths."""
+        if "image" not in self.leaves or not self._groups:
+            return
+        path_in_schema = self.stored_path("image")
+        for group in self._groups:
+            row_group = group.metadata.row_group(group.number)
+            columns = map(row_group.column, range(row_group.num_columns))
+            statistics = next(column.statistics for column in columns if column.path_in_schema == path_in_schema)
+            if statistics is None or not statistics.has_null_count or statistics.null_count < group.num_rows:
+                return
+        raise StoreError(
+            f"{address}, column {image_column!r} names its images by path, without their bytes, as to_parquet of "
+            "the datasets library writes a dataset of image files: call dataset.save_to_disk(FOLDER) first, and "
+            "then datasets.load_from_disk(FOLDER).to_parquet(FILE), which has the bytes"
+        )
 
     def __len__(self) -> int:
         return int(self.groups[-1])
@@ -164,11 +183,14 @@ class _Groups(TableColumns):
         group = self._groups[number]
         stored = {name: self.fields[name].name for name in names}
         # Only the bytes of a Hugging Face image are read, not its path.
-        leaves = [f"{stored[name]}.bytes" if self.is_hf_image(name) else stored[name] for name in names]
+        leaves = [self.stored_path(name) for name in names]
         _check_size(group, leaves)
 
         def read(file: pa.NativeFile) -> pa.Table:
-            reader = pq.ParquetFile(file, metadata=group.metadata, pre_buffer=True)
+            # Pages that have a checksum are compared with it; pyarrow's default leaves damage unnoticed.
+            reader = pq.ParquetFile(
+                file, metadata=group.metadata, pre_buffer=True, page_checksum_verification=True
+            )
             # One thread, since a reader inside an actor only has that actor's CPUs.
             return reader.read_row_group(group.number, columns=leaves, use_threads=False)
 

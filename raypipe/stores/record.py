@@ -121,10 +121,9 @@ class RecordLayout:
             parts += (_LENGTH.pack(len(encoded)), encoded)
         return b"".join(parts)
 
-    def native(self, wanted: Collection[str]) -> tuple[int, int, int]:
-        """Return the numbers of fixed and variable columns, and a bit for each requested variable column."""
-        bits = (1 << number for number, name in enumerate(self._variable_names) if name in wanted)
-        return len(self._fixed_names), len(self._variable_names), sum(bits)
+    def native(self, wanted: Collection[str]) -> tuple[int, bytes]:
+        """Return the number of fixed columns, and a byte for each variable one: 1 if it is requested, else 0."""
+        return len(self._fixed_names), bytes(name in wanted for name in self._variable_names)
 
     def columns(
         self, fixed: bytes, variable: Sequence[Sequence[bytes | None]], wanted: Collection[str]

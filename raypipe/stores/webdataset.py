@@ -2,13 +2,13 @@
 
     000123.jpg    the image: the first member with an image suffix
     000123.cls    the label, an integer in ASCII; without it, the field `label` of 000123.json, which may also be
-                  a float, or a list of numbers
+                  a float, or a list of numbers; without both, 000123.label, an integer in ASCII
     000123.txt    a column `txt` of strings; the same for text, transcript, html, htm, json and jsn
     000123.npy    the image, as an array, if no sample of the tar has an image of another suffix
     000123.npy    a column `npy` of bytes; the same for any other suffix
 
 A suffix is everything after the first dot, in lower case, as in WebDataset. A suffix that all samples have becomes
-a column. A key that appears again after a different key starts a new sample.
+a column; others are left out and counted. A key that appears again after a different key starts a new sample.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import json
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any
@@ -28,6 +29,7 @@ import numpy as np
 
 from raypipe.errors import StoreError
 from raypipe.stores.base import ARRAY_SUFFIX, IMAGE_SUFFIXES, RENAMED, missing
+from raypipe.stores.class_folders import LeftOut, is_left_out
 from raypipe.stores.numbers import exactly
 
 TEXT_SUFFIXES = frozenset({"txt", "text", "transcript", "html", "htm", "json", "jsn"})
@@ -48,18 +50,18 @@ def _label(key: str, members: Mapping[str, Place], column: str, descriptor: int)
     """Return a sample's label, a number or a list, or None; raise ValueError if it is anything else."""
     suffix = _label_suffix(column)
     label: Any = None
-    if suffix in members:
+    content = {} if suffix in members else _json_of(members, descriptor)
+    if column not in content:
+        suffix = suffix if suffix in members else column.lower()
+        if suffix not in members:
+            return None
         position, num_bytes, _ = members[suffix]
         text = os.pread(descriptor, min(num_bytes, _MAX_LABEL_BYTES), position).strip()
         if _INTEGER.fullmatch(text) and num_bytes <= _MAX_LABEL_BYTES:
             label = int(text)
         if not _is_number(label):
             raise ValueError(f"the label {key}.{suffix} must be an integer of 64 bits, got {text!r}")
-        return label
     else:
-        content = _json_of(members, descriptor)
-        if column not in content:
-            return None
         label = content[column]
         if isinstance(label, list) and label and all(map(_is_number, label)):
             return label
@@ -104,7 +106,12 @@ def _label_suffix(column: str) -> str:
 
 
 def find_samples(
-    name: str, entries: Sequence[tuple[str, Place | None]], descriptor: int, image_column: str, target_column: str
+    name: str,
+    entries: Sequence[tuple[str, Place | None]],
+    descriptor: int,
+    image_column: str,
+    target_column: str,
+    needs_labels: bool = True,
 ) -> Scan | None:
     """Group a tar's members into samples; None if it is no WebDataset: no label, and not every image has text.
 
@@ -113,19 +120,23 @@ def find_samples(
         entries: its members in order: names, and the places of regular files.
         descriptor: file descriptor of the tar.
         image_column: the suffix of the images; "image" = any image suffix.
-        target_column: the suffix of the labels, or their field in the JSON; "label" = as above.
+        target_column: the suffix of the labels, or their field in the JSON; "label" = as above; empty = as
+            "label", but wrong and missing labels are allowed.
+        needs_labels: whether images need labels or texts to be a WebDataset.
 
     Returns:
         labels: the label of each sample; None without labels.
         places: suffix → position and num_bytes of each sample's member, as a flat list, -1 for no member; "" is
             the image.
         num, first_key: number of samples, and key of the first, for errors.
+        left_out: how many members are neither, by suffix.
         digest: hash over the members' names, sizes and modification times, and the labels.
 
     Raises:
         StoreError: samples lack labels or a requested column, or have a member twice.
     """
-    problem = ""
+    problem, is_needed = "", bool(target_column)
+    target_column = target_column or "label"
     samples: list[tuple[str, dict[str, Place]]] = []
     for key, group in itertools.groupby(_parts(entries), key=lambda part: part[0]):
         members: dict[str, Place] = {}
@@ -140,14 +151,18 @@ def find_samples(
     try:
         labels = [_label(key, members, target_column, descriptor) for key, members in samples]
     except ValueError as error:
-        raise _bad(name, str(error), target_column) from None
+        if is_needed:
+            raise _bad(name, str(error), target_column) from None
+        labels = [None] * len(samples)
+    if not is_needed and None in labels:
+        labels = [None] * len(samples)
     labelled = any(label is not None for label in labels)
     for column, usual, is_there in ((image_column, "image", any(images)), (target_column, "label", labelled)):
         if samples and column != usual and not is_there:
             _, members = samples[0]
             raise StoreError(missing(name, column, [*members, *_json_of(members, descriptor)], RENAMED[usual]))
     texts = {not TEXT_SUFFIXES.isdisjoint(members) for (_, members), i in zip(samples, images, strict=True) if i}
-    if not labelled and texts != {True}:
+    if not labelled and texts != {True} and (needs_labels or not any(images)):
         return None
     if labelled and None in labels and not problem:
         problem = f"sample {samples[labels.index(None)][0]!r} has no label, but others have one"
@@ -158,7 +173,10 @@ def find_samples(
     suffixes = [suffix for suffix in samples[0][1] if suffix in others]
     digest = hashlib.blake2b(digest_size=16)
     places: dict[str, list[int]] = {suffix: [] for suffix in ("", *suffixes)}
+    left_out: Counter[str] = Counter(_uncounted(entries))
     for (key, members), image, label in zip(samples, images, labels, strict=True):
+        used = {image, *suffixes, *(_used_for_label(members, target_column) if labelled else ())}
+        left_out.update(f".{suffix}" for suffix in members if suffix not in used)
         for suffix, flat_places in places.items():
             flat_places += members.get(suffix or image or "", (-1, -1))[:2]
         parts = [f"\0{suffix}\0{num_bytes}\0{mtime}" for suffix, (_, num_bytes, mtime) in members.items()]
@@ -168,23 +186,47 @@ def find_samples(
         "labels": labels if labelled else None,
         "places": places,
         "first_key": samples[0][0],
+        "left_out": left_out,
         "digest": digest.hexdigest(),
     }
+
+
+def _used_for_label(members: Mapping[str, Place], column: str) -> set[str]:
+    suffixes = {_label_suffix(column), column.lower()} & members.keys()
+    return suffixes or {"json"}
+
+
+def _uncounted(entries: Sequence[tuple[str, Place | None]]) -> Iterator[str]:
+    """Yield why a member belongs to no sample, for each that does not."""
+    for name, place in entries:
+        if not place:
+            continue
+        if not is_visible(PurePosixPath(name)):
+            yield "hidden or of the system"
+        elif not _part_of(name):
+            yield "without a key and a suffix"
 
 
 def _parts(entries: Sequence[tuple[str, Place | None]]) -> Iterator[tuple[str, str, Place]]:
     """Yield key, suffix and place of each member that counts."""
     for name, place in entries:
-        folder, slash, file = name.rpartition("/")
-        stem, _, suffix = file.partition(".")
-        counts = place and stem and suffix and not _WEBDATASET_SKIPS.match(name)
-        if place and counts and is_visible(PurePosixPath(name)):
-            yield folder + slash + stem, suffix.lower(), place
+        part = _part_of(name)
+        if place and part and is_visible(PurePosixPath(name)):
+            yield *part, place
+
+
+def _part_of(name: str) -> tuple[str, str] | None:
+    """Return a member's key and suffix; None if it belongs to no sample."""
+    folder, slash, file = name.rpartition("/")
+    stem, _, suffix = file.partition(".")
+    if not stem or not suffix or _WEBDATASET_SKIPS.match(name):
+        return None
+    return folder + slash + stem, suffix.lower()
 
 
 def is_visible(name: PurePosixPath) -> bool:
-    """Return whether a member counts: hidden ones, absolute names and names that leave the folder do not."""
-    return not name.is_absolute() and not any(part.startswith(".") or part == "__MACOSX" for part in name.parts)
+    """Return whether a member counts: hidden ones do not, nor those that systems add."""
+    return not any(map(is_left_out, name.parts))
 
 
 def _image_of(members: Mapping[str, Place], suffix: str) -> str | None:
@@ -202,8 +244,9 @@ def _bad(name: str, problem: str, target_column: str) -> StoreError:
     )
 
 
-def index_samples(names: Sequence[str], scans: Sequence[Scan]) -> dict[str, np.ndarray]:
-    """Return the columns of several tars, image and label first; names are for errors.
+def index_samples(names: Sequence[str], scans: Sequence[Scan]) -> tuple[dict[str, np.ndarray], LeftOut]:
+    """Return the columns of several tars, image and label first, and what only some of the tars have; names are
+    for errors.
 
     Labels are numbers, (N,) or (N, …). Other columns are places, int64 of shape (N, 2): position and num_bytes of
     each sample's member, -1 for no member. A suffix that all tars have is a column.
@@ -218,7 +261,12 @@ def index_samples(names: Sequence[str], scans: Sequence[Scan]) -> dict[str, np.n
         for suffix in scans[0]["places"]
         if all(suffix in scan["places"] for scan in scans)
     }
+    left_out = LeftOut()
+    for scan in scans:
+        left_out.update(
+            {f".{suffix}": scan["num"] for suffix in scan["places"] if (suffix or "image") not in columns}
+        )
     places = {name: flat.reshape(-1, 2) for name, flat in columns.items()}
     if not labelled[0]:
-        return places
-    return {"image": places.pop("image"), "label": _labels_of(names[0], scans), **places}
+        return places, left_out
+    return {"image": places.pop("image"), "label": _labels_of(names[0], scans), **places}, left_out

@@ -15,8 +15,9 @@ from raypipe.config import AugmentConfig
 from raypipe.logs import STAGES
 from raypipe.metrics.prometheus import TrainerMetrics
 from raypipe.metrics.records import Folder
-from raypipe.metrics.timing import StageClock, StageTimes, diagnose, has_drained, mark
-from raypipe.plan.places import Cursor, Split
+from raypipe.metrics.timing import Situation, StageClock, StageTimes, diagnose, has_drained, mark
+from raypipe.plan.places import Cursor, Split, TrainStep
+from raypipe.rayext.object_store import spilled_bytes
 from raypipe.streaming.chronicle import Chronicle
 from raypipe.streaming.spec import StreamSpec
 
@@ -37,6 +38,7 @@ class Account:
         chronicle: console lines and records of rank 0.
         actors: transform actors that the pool has at most; 0 = trainers make the stream themselves.
         readers: number of readers at one time; 0 = the actors read the store.
+        is_run: whether `raypipe train` trains, and no loop of the user's own.
     """
 
     def __init__(
@@ -54,19 +56,18 @@ class Account:
         self.exported = TrainerMetrics(spec.run, rank, **info)
         self.chronicle = Chronicle(world_size, rank, folder)
         self.actors = self.readers = 0
+        self.is_run = False
+        self._spilled_before = 0
         self._plan, self._device, self._world_size, self._augment = spec.plan, device, world_size, augment
         # Where the compute of the micro-batch that was handed out last began, and its split.
         self._computing: tuple[Split, Any] | None = None
         self.begin_interval()
 
-    def step_of(self, cursor: Cursor) -> int:
-        """The training steps, through all epochs, up to a cursor."""
-        return cursor.epoch * self._plan.steps_per_epoch + cursor.step
-
     def begin(self, cursor: Cursor) -> None:
         """Begin the stream at a place, possibly again."""
-        self._start_step = self.step_of(cursor)
+        self._start_step = self._plan.global_step(cursor)
         self._created, self.first_batch_s = time.perf_counter(), 0.0
+        self._spilled_before = spilled_bytes() if self.chronicle.log else 0
         self.exported.begin()
 
     def times(self, split: Split) -> StageTimes:
@@ -122,20 +123,20 @@ class Account:
         if computing:
             self._computing = computing[0], ended
 
-    def strength(self, epoch: int, step: int) -> float:
-        """The strength of the augmentation at a training step."""
-        return self._augment.strength_at(self._plan.progress(epoch, step)) if self._augment else 0.0
+    def strength(self, done: TrainStep) -> float:
+        """The strength of the augmentation after so many training steps."""
+        return self._augment.strength_at(self._plan.progress(done)) if self._augment else 0.0
 
     def export(self, cursor: Cursor) -> None:
         """Export where the rank stands, after the step of a cursor."""
-        step = self.step_of(cursor)
+        step = self._plan.global_step(cursor)
         self.exported.record(
             {split: self.times(split) for split in self.clocks},
             first_batch_s=self.first_batch_s,
             steps=step - self._start_step,
             trainer_step=step,
             trainer_epoch=cursor.epoch,
-            trainer_augment_strength=self.strength(cursor.epoch, cursor.step),
+            trainer_augment_strength=self.strength(step),
         )
 
     def begin_interval(self) -> None:
@@ -160,6 +161,7 @@ class Account:
         times, seconds, plan = self.times("train") - self._before, self.interval_age_s, self._plan
         self.begin_interval()
         images, wait = times.images * self._world_size, min(1.0, times.wait_s / seconds)
+        last = TrainStep(plan.global_step(cursor) - 1)
         line = (
             f"epoch {cursor.epoch + 1}/{plan.config.epochs}  step {cursor.step}/{plan.steps_per_epoch}  "
             f"loss {learnt.get('loss', 0.0):.4f}  {images / seconds:,.0f} images/s  waiting for data {wait:.0%}"
@@ -172,7 +174,7 @@ class Account:
             images_per_s=images / seconds,
             wait_fraction=wait,
             **{f"{stage}_s": getattr(times, f"{stage}_s") for stage in STAGES if stage != "wait"},
-            **({"strength": self.strength(cursor.epoch, cursor.step - 1)} if self._augment else {}),
+            **({"strength": self.strength(last)} if self._augment else {}),
             num_bad=self.num_bad,
         )
         return {"images": images, "train_s": seconds, "wait_s": times.wait_s}
@@ -183,10 +185,15 @@ class Account:
         text = " ".join(
             diagnose(
                 times,
-                world_size=self._world_size,
-                actors=self.actors,
-                device=self._device.type,
-                readers=self.readers,
+                Situation(
+                    world_size=self._world_size,
+                    actors=self.actors,
+                    device=self._device.type,
+                    readers=self.readers,
+                    ready=self.chronicle.ready(),
+                    spilled_bytes=spilled_bytes() - self._spilled_before,
+                    is_run=self.is_run,
+                ),
             )
         )
         is_last = epoch + 1 == self._plan.config.epochs

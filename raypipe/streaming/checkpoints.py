@@ -3,7 +3,8 @@
     RUN/checkpoint_EEEE_SSSSSSS_TOKEN/    epoch and step of the cursor; Ray Train names its folders by the time
         state.pt           state_dict of each part, by its name: model, optimizer, …
         cursor.json        the run's place
-        checkpoint.json    sizes and hashes of these files, and the run's metrics; written last
+        checkpoint.json    sizes and hashes of these files, the run's metrics, and the model's input: names of
+                           classes, transform, normalization (see `saved_model.input_of`); written last
 
 A folder without checkpoint.json is incomplete. No other file lists a run's checkpoints, so none can contradict
 them.
@@ -51,6 +52,7 @@ class Checkpoint(NamedTuple):
         cursor: the run's place.
         metrics: the run's metrics up to there; empty if another run made it.
         digest: the hash of state.pt.
+        input: description of the model's input, see `saved_model.input_of`; empty if there is none.
         state: content of state.pt, verified; empty if it was not requested.
     """
 
@@ -58,6 +60,7 @@ class Checkpoint(NamedTuple):
     cursor: Cursor
     metrics: dict[str, Any]
     digest: str
+    input: dict[str, Any] = {}  # noqa: RUF012  no code changes it
     state: bytes = b""
 
     @property
@@ -93,7 +96,12 @@ def cursor_of(folder: Folder) -> Cursor | None:
 
 
 def write_checkpoint(
-    run_uri: str, cursor: Cursor, state: bytes | memoryview, metrics: dict[str, Any], before: str = ""
+    run_uri: str,
+    cursor: Cursor,
+    state: bytes | memoryview,
+    metrics: dict[str, Any],
+    before: str = "",
+    described: Mapping[str, Any] | None = None,
 ) -> str:
     """Write a checkpoint and, once it is on the disk, remove the older ones.
 
@@ -103,6 +111,7 @@ def write_checkpoint(
         state: the trainer's state.
         metrics: the run's metrics up to there.
         before: name of the checkpoint that the run wrote or read last, which is kept.
+        described: the model's input, see `saved_model.input_of`.
 
     Returns:
         The name of its folder.
@@ -117,7 +126,7 @@ def write_checkpoint(
     with explained(ConfigError, f"checkpoint {name} of {run_uri} cannot be written (mend that, and --resume)"):
         try:
             filesystem.create_dir(folder, recursive=True)
-            write_files((filesystem, folder), cursor, state, metrics)
+            write_files((filesystem, folder), cursor, state, metrics, described)
             sync_folder(filesystem, path)
         except BaseException:
             with contextlib.suppress(pa.ArrowException, OSError), impatient():
@@ -130,12 +139,19 @@ def write_checkpoint(
     return name
 
 
-def write_files(folder: Folder, cursor: Cursor, state: bytes | memoryview, metrics: Mapping[str, Any]) -> None:
+def write_files(
+    folder: Folder,
+    cursor: Cursor,
+    state: bytes | memoryview,
+    metrics: Mapping[str, Any],
+    described: Mapping[str, Any] | None = None,
+) -> None:
     """Write a checkpoint's files into its folder, by its file system and path; see `write_checkpoint`."""
     filesystem, path = folder
     contents = {STATE_FILE: state, CURSOR_FILE: cursor.to_json().encode()}
     files = {file: {"bytes": len(content), "blake2b": _hash(content)} for file, content in contents.items()}
-    contents[_MANIFEST] = json.dumps({"files": files, "metrics": metrics}).encode()
+    manifest = {"files": files, "metrics": metrics, "input": described or {}}
+    contents[_MANIFEST] = json.dumps(manifest).encode()
     for file, content in contents.items():
         write_synced(filesystem, f"{path}/{file}", content)
         sync_folder(filesystem, path)
@@ -239,7 +255,7 @@ def _look(folder: Folder) -> Checkpoint:
         raise _DamageError(_CUT_OFF) from None
     try:
         manifest = json.loads(content)
-        files, metrics = manifest["files"], dict(manifest["metrics"])
+        files, metrics, described = manifest["files"], dict(manifest["metrics"]), dict(manifest.get("input", {}))
         expected = {file: (files[file]["bytes"], files[file]["blake2b"]) for file in (STATE_FILE, CURSOR_FILE)}
     except (KeyError, TypeError, ValueError):
         raise _DamageError(f"its {_MANIFEST} is {'damaged' if content else 'empty'}") from None
@@ -250,7 +266,7 @@ def _look(folder: Folder) -> Checkpoint:
         cursor = Cursor.from_json(_content(folder, CURSOR_FILE, expected[CURSOR_FILE][1]).decode(errors="replace"))
     except CursorError as error:
         raise _DamageError(str(error)) from error
-    return Checkpoint("", cursor, metrics, expected[STATE_FILE][1])
+    return Checkpoint("", cursor, metrics, expected[STATE_FILE][1], described)
 
 
 def _content(folder: Folder, name: str, digest: str) -> bytes:

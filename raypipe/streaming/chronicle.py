@@ -51,6 +51,7 @@ class _Wait(NamedTuple):
     thing: str
     whom: Callable[[], str]
     since: float
+    is_batch: bool = False
 
     def told(self, now: float) -> str:
         """Write a line about it."""
@@ -128,14 +129,19 @@ class Chronicle:
                 progress(logger, line, step=self.step, kind=kind, **values)
 
     @contextlib.contextmanager
-    def waiting(self, thing: str, whom: Callable[[], str]) -> Iterator[None]:
+    def waiting(self, thing: str, whom: Callable[[], str], is_batch: bool = False) -> Iterator[None]:
         """Context manager: the loop waits for a thing. A line now and then names it and the cause."""
         self._begin_looking()
-        self._wait = _Wait(thing, whom, time.time())
+        self._wait = _Wait(thing, whom, time.time(), is_batch)
         try:
             yield
         finally:
             self._wait = _Wait("", lambda: "the loop computes, or waits for other ranks", time.time())
+
+    def waited_s(self) -> float:
+        """Return for how long the loop has waited for a batch; 0 = it does not."""
+        wait = self._wait
+        return time.time() - wait.since if wait and wait.is_batch else 0.0
 
     def _begin_looking(self) -> None:
         if self._is_first and self._looks is None:
@@ -207,6 +213,14 @@ class Chronicle:
             return ray.get(supervisor.awaited.remote(), timeout=_ANSWER_S)
         except ray.exceptions.RayError as error:
             return f"the stream's supervisor does not answer ({type(error).__name__})"
+
+    def ready(self) -> float:
+        """Return the share of the time for which a finished block lay ready for a rank; 0 if nobody knows."""
+        if self._supervisor is None or not ray.is_initialized():
+            return 0.0
+        with contextlib.suppress(ray.exceptions.RayError):
+            return ray.get(self._supervisor.ready.remote(), timeout=_ANSWER_S)
+        return 0.0
 
     def _tell_events(self, timeout_s: float) -> None:
         """Record and print what has happened to the stream since the last call."""

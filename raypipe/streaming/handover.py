@@ -27,7 +27,8 @@ from raypipe.metrics.records import Folder
 from raypipe.mistakes import checks_keywords
 from raypipe.plan.places import Cursor
 from raypipe.plan.schedule import Segment
-from raypipe.rayext.console import quiet_broadcasts
+from raypipe.rayext.console import quiet_broadcasts, take_console
+from raypipe.rayext.controller import own_controller, process_of
 from raypipe.rayext.iteration import begun, stop_execution
 from raypipe.rayext.watch import in_worker, this_process
 from raypipe.section import MAX_INT, Limits, check
@@ -240,6 +241,7 @@ def check_resources(spec: StreamSpec, scaling_config: ScalingConfig) -> None:
         workers = min(workers)  # elastic
     if not ray.is_initialized():
         ray.init()
+    take_console()
     pool, per_worker, offer = spec.pool, worker_resources(config), cluster_resources()
     cpus = per_worker.get("CPU", 0.0)
     check_own(offer.cpus, workers, cpus, pool, offer.gpus, per_worker.get("GPU", 0.0))
@@ -300,6 +302,8 @@ def _handed_round(
         )
     if in_train and in_worker():
         stream[1].joined.remote(f"trainer {rank}", this_process(f"trainer {rank}"))
+        if rank == 0 and (controller := own_controller()) and (process := process_of(controller)):
+            stream[1].joined.remote("controller", process)
     return stream
 
 

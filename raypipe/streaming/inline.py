@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import islice
 from queue import SimpleQueue
 
 from raypipe.plan.places import Cursor, MicroBatchId
 from raypipe.streaming.maker import MicroBatchMaker
+from raypipe.streaming.remake import copied
 from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.fields import MicroBatch
 
@@ -39,8 +41,8 @@ def _by_threads(spec: StreamSpec, maker: MicroBatchMaker, places: Iterator[Micro
     """Micro-batches in order, made ahead."""
     makers = SimpleQueue[MicroBatchMaker]()  # those at rest: one serves a thread at a time
     makers.put(maker)
-    for _ in range(spec.pool.max_actors - 1):
-        makers.put(MicroBatchMaker(spec))
+    for _ in range(spec.pool.max_actors - 1):  # each with its own copy of the user's code, as actors have
+        makers.put(MicroBatchMaker(replace(spec, transforms=copied(spec.transforms))))
 
     def batch(at: MicroBatchId) -> MicroBatch:
         maker = makers.get()

@@ -29,8 +29,9 @@ from raypipe.logs import configure_logs, log_place
 from raypipe.metrics.records import Folder
 from raypipe.metrics.timing import StageTimes
 from raypipe.mistakes import Unlike
-from raypipe.plan.places import CURSOR_FILE, Cursor, MicroBatchId, Split
+from raypipe.plan.places import CURSOR_FILE, Cursor, MicroBatchId, Split, TrainStep
 from raypipe.plan.schedule import Plan, Segment
+from raypipe.rayext.sentry import Sentry
 from raypipe.rayext.trainer_notice import Notice
 from raypipe.storage.files import write_text
 from raypipe.storage.filesystem import join
@@ -40,6 +41,7 @@ from raypipe.streaming.digest import settings_of
 from raypipe.streaming.epochs import Epoch, Pass
 from raypipe.streaming.moves import END, Move, place_of
 from raypipe.streaming.running import EXHAUSTED, GOES_ON, LEFT, Feed, Running
+from raypipe.streaming.saved_model import input_of
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.stateful import Stateful, latest_of_train, numbers_in, report, restore
 from raypipe.transform.columns import SampleColumns
@@ -117,6 +119,7 @@ class Loader(Unlike, instead=_INSTEAD):
         self.augment: DeviceAugment | None = None
         self.rank, self.world_size = rank, world_size
         self._spec, self._open_at, self._start_from = spec, open_at, start_from
+        self._described = input_of(spec, augment)
         self._lacks_weights = start_from is not None
         self._prefetch_factor, self.keep_batches = prefetch_factor, keep_batches
         self.account = Account(spec, self.device, rank, world_size, augment, folder)
@@ -189,10 +192,13 @@ class Loader(Unlike, instead=_INSTEAD):
         )
         close = functools.partial(_close, self._running, feed.stop)
         closes = (functools.partial(close, generator) for generator in (feed.batches, self._batches))
-        self._running.begin(
-            feed.supervisor, feed.end, self.account.exported.end, self.account.chronicle.unfollow, *closes
-        )
-        self.account.chronicle.follow(self._supervisor)
+        ends: list[Callable[[], object]] = [feed.end, account.exported.end, account.chronicle.unfollow, *closes]
+        if feed.supervisor is not None:
+            sentry = Sentry(feed.supervisor, self.rank, account.chronicle.waited_s)
+            sentry.start()
+            ends.insert(1, sentry.stop)  # before its Supervisor ends, and after the last wait for a batch
+        self._running.begin(feed.supervisor, *ends)
+        account.chronicle.follow(self._supervisor)
 
     def epochs(self) -> Epochs:
         """Iterate once over the remaining epochs; the first may be the rest of one.
@@ -337,7 +343,7 @@ class Loader(Unlike, instead=_INSTEAD):
         # Ray Train refuses a tensor, and its controller would end the run at a number of NumPy's.
         metrics = {name: value.item() if hasattr(value, "item") else value for name, value in metrics.items()}
         with self.account.saving(lambda: "Ray Train writes it, or other ranks have not reported yet"):
-            report(metrics, parts, self.rank, self.place)
+            report(metrics, parts, self.rank, self.place, self._described)
         if self._lacks_weights and self.rank == 0:
             _logger.warning(
                 "the stream continued from a checkpoint, and loader.restore was not called: unless you loaded its "
@@ -402,9 +408,9 @@ class Loader(Unlike, instead=_INSTEAD):
         return self.plan.config.epochs
 
     @property
-    def global_step(self) -> int:
+    def global_step(self) -> TrainStep:
         """Training steps done, through all epochs, according to the cursor."""
-        return self.account.step_of(self.cursor)
+        return self.plan.global_step(self.cursor)
 
     def close(self) -> None:
         """End the stream and its record now. One whose loop was left, or that was dropped, needs no closing."""
@@ -509,7 +515,7 @@ class Loader(Unlike, instead=_INSTEAD):
         thing = str(expected) if self.first_batch_s else "the first batch"
         # It is kept a little longer than the wait, and must not hold the loader.
         awaited = functools.partial(Loader._awaited, weakref.proxy(self))
-        with self.account.chronicle.waiting(thing, awaited):
+        with account.chronicle.waiting(thing, awaited, is_batch=True):
             self._reach(expected, goes_on)
             batch = next(self._batches, None)
         if batch is None:
@@ -521,16 +527,23 @@ class Loader(Unlike, instead=_INSTEAD):
                 f"rank {self.rank} expected {expected}, the stream {got}: please report this as a bug"
             )
         self._course.take()
-        log_place(split=expected.split, epoch=expected.epoch, step=self.plan.global_step(expected))
+        log_place(split=expected.split, epoch=expected.epoch, step=self.plan.step_of_split(expected))
         if self.account.exported.is_due():
             account.export(self.cursor)
         account.num_bad += batch.num_bad
         if self.plan.sources:
             batch = replace(batch, source=self.plan.source_of(batch.index))
         if self.augment is not None:
-            batch = self.augment.of_batch(batch, account.strength(expected.epoch, expected.step))
+            batch = self.augment.of_batch(batch, account.strength(self.plan.global_step(expected)))
         num_images = int((batch.index >= 0).sum())
-        account.handed_out(expected.split, arrived, images=num_images, read_s=batch.read_s, work_s=batch.work_s)
+        account.handed_out(
+            expected.split,
+            arrived,
+            images=num_images,
+            read_s=batch.read_s,
+            work_s=batch.work_s,
+            outage_s=batch.outage_s,
+        )
         return batch
 
     def _awaited(self) -> str:

@@ -10,18 +10,20 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from raypipe.config import TransformConfig
-from raypipe.errors import ConfigError
+from raypipe.errors import ConfigError, SampleError
 from raypipe.logs import log_place
 from raypipe.plan.places import PADDING, MicroBatchId, Split
 from raypipe.plan.samplers import Draws
+from raypipe.storage.patience import outages_s
 from raypipe.stores.base import name_of, title_of
 from raypipe.streaming.bad_samples import BadSampleBudget, record_bad
+from raypipe.streaming.remake import NUM_REMADE, Probe, check_probe, check_remade, copied, digest_of
 from raypipe.transform.batch import (
     FIRST_ATTEMPT,
     NUM_SUBSTITUTES,
@@ -29,12 +31,14 @@ from raypipe.transform.batch import (
     Candidate,
     MicroBatchTransform,
 )
+from raypipe.transform.columns import SampleColumns
 from raypipe.transform.contents import Content
-from raypipe.transform.fields import IMAGE, LABEL, BlockMemory, Field, MicroBatch
-from raypipe.transform.presets import is_preset
+from raypipe.transform.fields import IMAGE, LABEL, BlockMemory, Field, MicroBatch, Rows
+from raypipe.transform.presets import build_transform, is_preset
 from raypipe.transform.process_state import process_kept
 from raypipe.transform.samples import NO_LABEL, EncodedSample, Samples, read_samples
 from raypipe.transform.sizes import Size, has_sizes, sides_of, size_in
+from raypipe.transform.transform_steps import brief
 
 if TYPE_CHECKING:
     from raypipe.streaming.spec import StreamSpec
@@ -59,14 +63,29 @@ class Outcome:
     bad: list[dict[str, Any]]
 
 
+class _Reading(NamedTuple):
+    """Seconds that samples took to read, and those of them in which object storage did not answer."""
+
+    seconds: float = 0.0
+    outage_s: float = 0.0
+
+
 class MicroBatchMaker:
-    """Reads, decodes and transforms the micro-batches of a stream. No result depends on its state."""
+    """Reads, decodes and transforms the micro-batches of a stream. No result depends on its state.
+
+    Attributes:
+        probes: samples by the user's code, one of each split, for other processes to compare.
+    """
 
     def __init__(self, spec: StreamSpec) -> None:
         self.plan, self._spec, self._stores = spec.plan, spec, spec.stores
         self._budget = BadSampleBudget(spec.transform.max_bad_fraction)
         self._attempt = FIRST_ATTEMPT
         self._transforms: dict[tuple[Split, Size], MicroBatchTransform] = {}
+        # Copies of splits whose code is the user's, until their first samples were made twice, see `remake`.
+        self._unchecked: dict[Split, Callable[[], Content]] = {}
+        self._checked: set[Split] = set()
+        self.probes: list[Probe] = []
         for split in spec.stores:
             at = MicroBatchId(split, 0, 0, 0)
             self._transform(at, self.plan.draw(at))
@@ -77,18 +96,26 @@ class MicroBatchMaker:
         bucket = buckets[draws.buckets[0]] if buckets else None
         size = size_in(spec.transform, split, at.epoch, bucket)
         if (split, size) not in self._transforms:
-            store = spec.stores[split]
+            store, code, columns = spec.stores[split], spec.transforms[split], spec.columns
             sides = sides_of(size) if has_sizes(spec.transform, split, buckets) else None
-            self._transforms[split, size] = MicroBatchTransform(
-                Content(
-                    spec.transforms[split], spec.transform, spec.columns, size, sides, spec.pool.kernel_threads
-                ),
+
+            def content(code: Any, columns: SampleColumns) -> Content:
+                return Content(code, spec.transform, columns, size, sides, spec.pool.kernel_threads)
+
+            made = self._transforms[split, size] = MicroBatchTransform(
+                content(code, columns),
                 tolerant=spec.transform.max_bad_fraction > 0,
                 exact=split == "val",
                 store_address=store.address,
                 sample_name=functools.partial(name_of, store),
                 probe=functools.partial(self._first_samples, split),
             )
+            if made.content.has_user_code and split not in (*self._unchecked, *self._checked):
+                if isinstance(code, str) and ":" in code:  # it may name an object
+                    code = build_transform(code, size)
+                # Before its first use, of which it may keep something.
+                code, columns = copied(code), replace(columns, function=copied(columns.function))
+                self._unchecked[split] = lambda: content(copied(code), columns)
         return self._transforms[split, size]
 
     @property
@@ -109,6 +136,7 @@ class MicroBatchMaker:
         reads: Sequence[Samples] | None = None,
         read_s: float = 0.0,
         attempt: Callable[[MicroBatchId], Attempt] = lambda _: FIRST_ATTEMPT,
+        outage_s: float = 0.0,
     ) -> tuple[list[Outcome], BlockMemory | None]:
         """Make the micro-batches of a block.
 
@@ -116,6 +144,7 @@ class MicroBatchMaker:
             reads, read_s: samples that a reader has read for each, and its seconds for all; None = read the
                 store here.
             attempt: called before each one; returns knowledge from earlier attempts.
+            outage_s: of read_s, waiting for object storage that did not answer.
 
         Returns:
             The micro-batches, and the memory of them all; None = each has its own, since images differ in size.
@@ -129,8 +158,9 @@ class MicroBatchMaker:
             knowledge = attempt(places[len(outcomes)])
             part = slice(len(outcomes), len(outcomes) + (at_once if knowledge is FIRST_ATTEMPT else 1))
             read = Samples.joined(reads[part]) if reads else None
-            share_s = read_s * len(places[part]) / len(places)
-            outcomes += self._make(places[part], draws.at(part), read, share_s, knowledge, memory)
+            share = len(places[part]) / len(places)
+            spent = _Reading(read_s * share, outage_s * share)
+            outcomes += self._make(places[part], draws.at(part), read, spent, knowledge, memory)
         return outcomes, memory
 
     def make(
@@ -148,7 +178,7 @@ class MicroBatchMaker:
             num_rows: how many of its first rows to make; None = all.
         """
         draws = Draws(*(column[:, :num_rows] for column in self.plan.draw_block([at])))
-        (outcome,) = self._make([at], draws, read, 0.0, attempt)
+        (outcome,) = self._make([at], draws, read, _Reading(), attempt)
         return outcome
 
     def _make(
@@ -156,7 +186,7 @@ class MicroBatchMaker:
         places: Sequence[MicroBatchId],
         draws: Draws,
         read: Samples | None,
-        read_s: float,
+        spent: _Reading,
         attempt: Attempt,
         memory: BlockMemory | None = None,
     ) -> list[Outcome]:
@@ -164,26 +194,32 @@ class MicroBatchMaker:
 
         Args:
             draws: of their samples, (k, B).
-            read, read_s: their k·B samples, by a reader, and its seconds.
+            read, spent: their k·B samples, by a reader, and its time for them.
             memory: memory for their arrays; None = new memory.
         """
         started, first, num = time.perf_counter(), places[0], len(places)
+        outage_before_s = outages_s()
         self._log_place(first)
         self._attempt = attempt
         flat = Draws(*(column.ravel() for column in draws))
         samples = self._samples(first.split, flat.indices, attempt) if read is None else read
         if read is None:
-            read_s = time.perf_counter() - started
+            spent = _Reading(time.perf_counter() - started, outages_s() - outage_before_s)
 
         def substitutes(row: int) -> Iterator[Candidate]:
             of_row, at = flat.at(slice(row, row + 1)), places[row * num // len(flat.indices)]
             for number in range(NUM_SUBSTITUTES):
                 index = self.plan.substitute(at, int(of_row.indices[0]), number)
-                k0, k1 = self.plan.sample_keys(at.split, of_row._replace(indices=np.array([index])))[0].tolist()
+                k0, k1 = self.plan.substitute_keys(at.split, of_row, index)[0].tolist()
                 yield functools.partial(self._read, at.split, index), index, (k0, k1)
 
         transform, keys = self._transform(first, draws.at(0)), self.plan.sample_keys(first.split, flat)
         rows, bad = transform.run(samples, flat.indices, keys, substitutes, attempt, memory, num)
+        if first.split in self._unchecked and attempt is FIRST_ATTEMPT:
+            good = [row for row in np.flatnonzero(rows.weight)[:NUM_REMADE].tolist() if row not in bad]
+            if good:
+                of = next(of for of, each in self._transforms.items() if each is transform)
+                self._remake(of, rows, good, samples, keys)
         if first == _FIRST and not attempt.before_sample:
             self._compare_with_val(rows.memory.fields.get(IMAGE, Field()).shape or ())
         outcomes = list[Outcome]()
@@ -191,9 +227,60 @@ class MicroBatchMaker:
             part, fields = rows.part(number), rows.finish(number)
             records = [record for row, record in bad.items() if part.start <= row < part.stop]
             work_s = (time.perf_counter() - started) / num
-            batch = MicroBatch(at, rows.index[part], rows.weight[part], fields, len(records), read_s / num, work_s)
+            batch = MicroBatch(
+                at,
+                rows.index[part],
+                rows.weight[part],
+                fields,
+                num_bad=len(records),
+                read_s=spent.seconds / num,
+                work_s=work_s,
+                outage_s=spent.outage_s / num,
+            )
             outcomes.append(Outcome(batch, records))
         return outcomes
+
+    def _remake(
+        self,
+        of: tuple[Split, Size],
+        rows: Rows,
+        good: list[int],
+        samples: Samples | list[Callable[[], EncodedSample]],
+        keys: np.ndarray,
+    ) -> None:
+        """Make some rows again; raises ConfigError as `check_remade`."""
+        split, pool = of[0], self._spec.pool
+        new_content = self._unchecked.pop(split)
+        self._checked.add(split)
+        has_threads = pool.engine == "inline" and not self.draws_globally
+
+        def sample_of(number: int) -> EncodedSample:
+            sample = samples[good[number]]
+            return sample() if callable(sample) else sample
+
+        def new_maker() -> Callable[[int], dict[str, Any]]:
+            content = new_content()
+            return lambda number: _fields_of(content, sample_of(number), keys[good[number]].tolist())
+
+        first = [rows.sample(row) for row in good]
+        check_remade(first, new_maker, self._title(split), pool.max_actors if has_threads else 1)
+        sample = sample_of(0)
+        kept = sample._replace(image=bytes(sample.image or b""), columns=dict(sample.columns))
+        self.probes.append(Probe(of, kept, tuple(keys[good[0]].tolist()), digest_of(first[0])))
+
+    def check_probe(self, probe: Probe) -> str:
+        """Compare a sample of another process with this one's; see `remake.check_probe`."""
+        transform = self._transforms.get(probe.of)
+        if transform is None:
+            return ""
+        try:
+            made = _fields_of(transform.content, probe.sample, probe.key)
+        except SampleError:  # the stream's own errors say what such a sample is
+            return ""
+        return check_probe(probe, digest_of(made), self._title(probe.of[0]))
+
+    def _title(self, split: Split) -> str:
+        return f"transform.{split} is {brief(self._spec.transforms[split])}, which"
 
     def _samples(
         self, split: Split, indices: np.ndarray, attempt: Attempt
@@ -245,7 +332,7 @@ class MicroBatchMaker:
         self._budget.spend(outcome.bad, len(outcome.batch.index))
 
     def _log_place(self, at: MicroBatchId) -> None:
-        log_place(split=at.split, epoch=at.epoch, step=self.plan.global_step(at))
+        log_place(split=at.split, epoch=at.epoch, step=self.plan.step_of_split(at))
 
     def _read(self, split: Split, index: int) -> EncodedSample:
         return read_samples(self._stores[split], np.array([index]), self._spec.wanted)[0]
@@ -257,6 +344,13 @@ class MicroBatchMaker:
                 self._attempt.before_sample(index)
             if index not in self._attempt.bad:
                 yield self._read(split, index)
+
+
+def _fields_of(content: Content, sample: EncodedSample, key: tuple[int, int]) -> dict[str, Any]:
+    """The fields of a sample as a micro-batch has them."""
+    rows = Rows(BlockMemory(content.fields), 1)
+    rows.put(0, 0, content.one(sample, key))
+    return rows.sample(0)
 
 
 def check_labels(labels: np.ndarray, num_classes: int, title: Callable[[int], str]) -> None:

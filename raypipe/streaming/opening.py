@@ -170,8 +170,9 @@ def _opened(store: Store | str | Path, options: Mapping[str, str]) -> Store:
             f"a {type(store).__name__} is not a store: it lacks {lacking[0]}; give an address, or {{NAME: "
             "ADDRESS, …} for a mixture (docs/formats.md shows raypipe.convert, and how to write a store)"
         )
-    if options:
-        (setting, value), *_ = options.items()
+    for setting, value in options.items():
+        if not value:  # a stream of any store may have no target
+            continue
         raise ConfigError(
             f"{setting}={value!r} is for an address, and {store.address} is an open store: give the option to "
             "raypipe.open_store"
@@ -181,7 +182,7 @@ def _opened(store: Store | str | Path, options: Mapping[str, str]) -> Store:
 
 def with_digits(run: RunConfig) -> RunConfig:
     """The run, on the digits that raypipe ships where it names no store; they are written on first use."""
-    if run.store.train:
+    if run.store.train != "":  # an empty mapping names no store, which is an error
         return run
     from raypipe.stores.destination import digits_stores  # this imports the writers
 

@@ -49,6 +49,7 @@ SOURCE_SCHEMA = pa.schema(
         "label": _NUMBERS,
         "columns": pa.large_binary(),
         "read_s": pa.float64(),
+        "outage_s": pa.float64(),
     }
 )
 
@@ -58,11 +59,13 @@ class SourceRow(NamedTuple):
 
     Attributes:
         reads: None = the actor reads.
+        outage_s: of read_s, waiting for object storage that did not answer.
     """
 
     block: Block
     reads: list[Samples] | None = None
     read_s: float = 0.0
+    outage_s: float = 0.0
 
     def packed(self) -> pa.Table:
         """The row as Ray has it."""
@@ -74,7 +77,8 @@ class SourceRow(NamedTuple):
         }
         if self.reads is not None:
             samples = Samples.joined(self.reads)
-            row |= {"image": samples.images, "label": samples.labels.tolist(), "read_s": self.read_s}
+            row |= {"image": samples.images, "label": samples.labels.tolist()}
+            row |= {"read_s": self.read_s, "outage_s": self.outage_s}
             if samples.columns:
                 row["columns"] = pickle.dumps(dict(samples.columns))
         return pa.Table.from_pylist([row], SOURCE_SCHEMA)
@@ -90,7 +94,7 @@ class SourceRow(NamedTuple):
         columns = pickle.loads(row["columns"]) if row["columns"] else {}
         views = image_taker(images.flatten())(np.arange(len(row["label"])))
         samples = Samples(list(views), np.array(row["label"], np.int64), columns)
-        return SourceRow(block, samples.split(len(block)), row["read_s"])
+        return SourceRow(block, samples.split(len(block)), row["read_s"], row["outage_s"])
 
 
 def _places(split: int, epoch: int, steps: list[int], micros: list[int]) -> Block:
@@ -124,7 +128,7 @@ def block_row(batches: Sequence[MicroBatch], memory: BlockMemory | None = None) 
     }
 
 
-_NUMBERS_OF = ("num_bad", "read_s", "work_s")
+_NUMBERS_OF = ("num_bad", "read_s", "work_s", "outage_s")
 
 
 def _joined(name: str, parts: list[Any], in_block: np.ndarray | None) -> tuple[str, dict[str, Any]]:

@@ -29,6 +29,7 @@ from raypipe.metrics.prometheus import Recorder
 from raypipe.plan.places import PADDING, Cursor, MicroBatchId, Split
 from raypipe.plan.schedule import Plan
 from raypipe.rayext.watch import this_process
+from raypipe.storage.patience import outages_s
 from raypipe.stores.base import Store, name_of
 from raypipe.streaming.blocks import MAX_BYTES, cut, most, tasks
 from raypipe.streaming.row import SOURCE_SCHEMA, SourceRow
@@ -112,11 +113,11 @@ class MicroBatchSource(Datasource):
             careful = bool(self._readers) and ray.get(begun)
         metrics = Recorder(self._run)
         for block in cut(itertools.chain([at], places), self._ranks, sizes):
-            reads, begun_s = None, time.perf_counter()
+            reads, begun_s, outage_s = None, time.perf_counter(), outages_s()
             if block[0].split in self._readers:
                 reads = [self._read(at, task if careful else "") for at in block]
                 metrics.add_storage("reader")
-            yield SourceRow(block, reads, time.perf_counter() - begun_s).packed()
+            yield SourceRow(block, reads, time.perf_counter() - begun_s, outages_s() - outage_s).packed()
         if task:
             self._supervisor.has_read.remote(task)
 

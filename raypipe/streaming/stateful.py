@@ -52,7 +52,13 @@ def loaded(content: bytes) -> dict[str, Any]:
     return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
 
 
-def report(metrics: Mapping[str, Any], parts: Mapping[str, Stateful], rank: int, cursor: Cursor) -> None:
+def report(
+    metrics: Mapping[str, Any],
+    parts: Mapping[str, Stateful],
+    rank: int,
+    cursor: Cursor,
+    described: Mapping[str, Any] | None = None,
+) -> None:
     """Report metrics and a checkpoint to Ray Train; all ranks call it.
 
     On its return Ray Train has noted the checkpoint: whatever dies from then on, the run resumes from this one.
@@ -62,6 +68,7 @@ def report(metrics: Mapping[str, Any], parts: Mapping[str, Stateful], rank: int,
         metrics: those that are numbers are also in the checkpoint.
         parts: by their names.
         cursor: where the run stands.
+        described: the model's input, see `saved_model.input_of`.
     """
     import ray.train  # 2 s, which those who have no train function need not wait
     from torch.distributed.tensor import DTensor
@@ -77,7 +84,7 @@ def report(metrics: Mapping[str, Any], parts: Mapping[str, Stateful], rank: int,
         ray.train.report(dict(metrics))
     else:
         with tempfile.TemporaryDirectory() as folder:
-            write_files(open_filesystem(as_uri(folder)), cursor, saved(state), numbers_in(metrics))
+            write_files(open_filesystem(as_uri(folder)), cursor, saved(state), numbers_in(metrics), described)
             ray.train.report(dict(metrics), checkpoint=ray.train.Checkpoint.from_directory(folder))
     # Ray Train's `report` leaves it in a queue of this process, which the controller empties every 0.5 s: until
     # then the death of any rank would lose it.

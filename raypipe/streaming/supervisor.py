@@ -17,17 +17,22 @@ A restarted reader also announces each read. A row group cannot be substituted, 
 The supervisor also sets the size of blocks, from actors' reports about their first ones. Each ReadTask gets it
 at its start, and a restarted one gets the same size, since its blocks must not change.
 
-It also ends processes of the stream that were stopped, see `watch`.
+It also ends processes of the stream that were stopped, see `watch`. Ranks end a stopped supervisor, see `sentry`.
+
+What it knows outlives its process, see `memory`: whom it watches, which samples are bad, how large blocks are, and
+what happened. A restarted one lacks only the blocks that were in work, which their actors announce again.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import math
+import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import ray
 
@@ -35,9 +40,13 @@ from raypipe.logs import LogFormat, configure_logs
 from raypipe.metrics.prometheus import Recorder
 from raypipe.plan.places import Split
 from raypipe.rayext.iteration import coordinator_of
-from raypipe.rayext.watch import Process, Watch, here
+from raypipe.rayext.memory import Memory, forget
+from raypipe.rayext.watch import Process, Watch, here, this_process
 from raypipe.streaming.blocks import fitting
 from raypipe.streaming.moves import Answer, Move, Moves
+
+if TYPE_CHECKING:
+    from raypipe.streaming.remake import Probe
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +57,20 @@ _DEATHS_AT_A_SAMPLE = 2
 _MAX_EVENTS = 10_000
 _NUM_MEASURED = 32
 _PATIENCE_S = 5.0  # wait for an answer, at a run's end
+_WAITS_S = 1.0  # a rank's wait that counts for the size of the pool
+# What a restarted Supervisor remembers, and how many of the last events: those before have been read.
+_REMEMBERED = (
+    "_homes",
+    "_bad",
+    "_histories",
+    "_reading",
+    "_deaths_reading",
+    "_sizes",
+    "_left",
+    "_moves",
+    "_given",
+)
+_EVENTS_REMEMBERED = 200
 _LOOK = "look for `out of memory` or a crash in the logs of Ray's workers (`ray logs`)"
 
 
@@ -58,6 +81,18 @@ class Orders:
     careful: bool = False  # announce each sample before it is touched
     bad: tuple[int, ...] = ()  # indices of samples of this split that have killed their process
     error: str = ""  # why the run must end; empty = it need not
+
+
+class Word(NamedTuple):
+    """Answer to an execution.
+
+    Attributes:
+        num_waiting: ranks that have waited for more than a second, for whatever reason.
+        given_cpus: CPUs that its pool is to leave to other streams of the job.
+    """
+
+    num_waiting: int
+    given_cpus: float
 
 
 @dataclass
@@ -77,11 +112,18 @@ class Supervisor:
         max_attempts: most deaths at one block, see above.
         run: name of the run, for metrics and logs.
         log_format: format of its log lines; empty = as this process has it.
-        watches: whether it ends stopped processes of the stream while the stream makes no progress.
+        watches: whether it runs as an actor. Then it ends stopped processes of the stream while the stream makes
+            no progress, and remembers what its earlier processes knew.
+        memory: memory of an actor; None = a new one if it watches, else none.
     """
 
     def __init__(
-        self, max_attempts: int, run: str = "", log_format: LogFormat | Literal[""] = "", watches: bool = False
+        self,
+        max_attempts: int,
+        run: str = "",
+        log_format: LogFormat | Literal[""] = "",
+        watches: bool = False,
+        memory: Memory | None = None,
     ) -> None:
         if log_format:
             configure_logs(log_format, run=run)
@@ -95,6 +137,7 @@ class Supervisor:
         self._reading: dict[str, str] = {}  # task of a reader → what it reads; empty = it has not told
         self._deaths_reading: Counter[str] = Counter()
         self._events: list[tuple[str, str]] = []
+        self._first_event = 0  # number of the first of them; a restarted Supervisor has the last ones
         self._seconds: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_NUM_MEASURED))  # by split
         self._num_bytes: dict[str, deque[int]] = defaultdict(lambda: deque(maxlen=_NUM_MEASURED))
         self._sizes: dict[str, dict[Split, int]] = {}  # task of a reader → k of each split
@@ -102,38 +145,82 @@ class Supervisor:
         self._moves: Moves | None = None
         self._given = 0.0  # CPUs left to other streams
         self._stands: dict[str, str] = {}  # execution that has brought blocks → what it is at
+        self._ready, self._num_looks = 0.0, 0  # sum over the executions' looks, one a second, and their number
+        self._waits: dict[int, float] = {}  # rank → since when it has waited for a batch
+        self._probes: dict[tuple[str, Any], Probe] = {}
         self._watch = Watch(self.note, self._work_of)
+        self._process = this_process("supervisor") if watches else None
+        self._memory = memory or (Memory() if watches else None)
+        if self._memory and self._memory.lived_before:
+            self._restore(self._memory.load())
         if watches:
             self._watch.start()
 
+    def _restore(self, state: dict[str, Any] | None) -> None:
+        if state:
+            vars(self).update({name: state[name] for name in _REMEMBERED})
+            self._first_event, self._events = state["events"]
+            self._watch.restore(state["watched"])
+        self.note("the stream's supervisor died, and was restarted", "supervisor_restarted")
+
+    def _remember(self) -> None:
+        """Save what a restarted Supervisor needs, after each change but those that come with every block."""
+        if self._memory:
+            last = self._events[-_EVENTS_REMEMBERED:]
+            state = {name: getattr(self, name) for name in _REMEMBERED}
+            state["events"] = self._first_event + len(self._events) - len(last), last
+            self._memory.save(state | {"watched": self._watch.state()})
+
+    def _watches(self, key: str, process: Process | None) -> None:
+        if process and self._watch.add(key, process):
+            self._remember()
+
     def joined(self, key: str, process: Process) -> None:
         """A process of the stream is there, which is known by this key."""
-        self._watch.add(key, process)
+        self._watches(key, process)
 
-    def moves(self, execution: str, still_s: float, process: Process | None = None, at: str = "") -> float:
+    def hears(self, rank: int, waited_s: float) -> Process | None:
+        """A rank has waited for a batch for so long, 0 = it does not wait; returns this process."""
+        self._waits[rank] = time.monotonic() - waited_s if waited_s else math.inf
+        return self._process
+
+    def moves(
+        self,
+        execution: str,
+        still_s: float,
+        process: Process | None = None,
+        at: str = "",
+        ready: float = 0.0,
+    ) -> Word:
         """An execution runs, as it says each second; no rank has taken a block from it for so long.
 
         Args:
             at: what its blocks are at; empty = it has brought none yet.
-
-        Returns:
-            CPUs that its pool is to leave to other streams of the job.
+            ready: share of the ranks for which a finished block lies ready now.
         """
-        if process:
-            self._watch.add(execution, process)
-        self._watch.moves(execution, still_s)
+        if self._watch.moves(execution, still_s, process):
+            self._remember()
         if at:
             self._stands[execution] = at
-        return self._given
+            self._ready += ready
+            self._num_looks += 1
+        now = time.monotonic()
+        return Word(sum(now - since > _WAITS_S for since in self._waits.values()), self._given)
+
+    def ready(self) -> float:
+        """Return the mean share of the ranks for which a finished block lay ready, over the stream so far."""
+        return self._ready / self._num_looks if self._num_looks else 0.0
 
     def give_way(self, cpus: float) -> None:
         """Let the pool leave so many CPUs more to other streams of the job; fewer, if the number is negative."""
         self._given = max(0.0, self._given + cpus)
+        self._remember()
 
     def left(self, key: str) -> None:
         """A process, or an execution, is no more part of the stream."""
         self._stands.pop(key, None)
         self._watch.remove(key)
+        self._remember()
 
     def _work_of(self, actor: str) -> str:
         block = self._doing.get(actor)
@@ -144,6 +231,7 @@ class Supervisor:
         known, self._homes[actor] = self._homes.get(actor), home
         block, sample = self._doing.pop(actor, None), self._samples.pop(actor, None)
         if known is None:
+            self._remember()
             return False
         work = "between two blocks"
         if block is not None:
@@ -164,8 +252,7 @@ class Supervisor:
 
     def begins(self, actor: str, micro_batches: list[str], process: Process | None = None) -> Orders:
         """An actor begins a block of these micro-batches, in this process."""
-        if process:
-            self._watch.add(actor, process)
+        self._watches(actor, process)
         self._doing[actor] = block = tuple(micro_batches)
         self._samples.pop(actor, None)
         history = self._histories.get(block)
@@ -197,9 +284,8 @@ class Supervisor:
         Args:
             task: its id, which is the same when it is restarted.
         """
-        if process:
-            self._watch.add(task, process)
         known, self._reading[task] = self._reading.get(task), ""
+        self._watches(task, process)
         if known is None:
             return False
         if known:
@@ -224,12 +310,14 @@ class Supervisor:
             splits: tuple[Split, ...] = ("train", "val")
             fit = {split: fitting(self._seconds[split], self._num_bytes[split], max_bytes) for split in splits}
             self._sizes[task] = {split: min(most, size) for split, size in fit.items()}
+            self._remember()
             logger.debug("%s micro-batches in a block from now on", self._sizes[task])
         return self._sizes[task]
 
     def reading(self, task: str, what: str) -> str:
         """A reader is about to read something: a row group, for a micro-batch; returns why it must not, or ""."""
         self._reading[task] = what
+        self._remember()
         deaths = self._deaths_reading[what]
         if deaths < self._max_attempts:
             return ""
@@ -242,12 +330,14 @@ class Supervisor:
         """A reader has finished its share; if it runs again, its results were lost."""
         self._reading.pop(task, None)
         self._watch.remove(task)
+        self._remember()
 
     def moves_to(self, rank: int, world_size: int, move: Move) -> None:
         """A rank says where it goes, see `Moves`."""
         self._moves = self._moves or Moves(world_size)
         if warning := self._moves.says(rank, move):
             self.note(warning)
+        self._remember()
 
     def answer(self, rank: int, is_last: bool = False) -> Answer:
         """Answer a rank that would leave the execution, see `Moves`."""
@@ -256,6 +346,8 @@ class Supervisor:
     def leaves(self, rank: int) -> int:
         """A rank will read no more; returns how many have said so."""
         self._left.add(rank)
+        self._waits.pop(rank, None)
+        self._remember()
         return len(self._left)
 
     def note(self, event: str, kind: str = "other") -> None:
@@ -269,6 +361,10 @@ class Supervisor:
         if ("fault", event) not in self._events:
             self.note(event, "versions")
 
+    def first_probe(self, probe: Probe) -> Probe:
+        """Return the first sample that an actor has sent of the same split and size: maybe its own."""
+        return self._probes.setdefault(probe.of, probe)
+
     def scaled(self, event: str) -> None:
         """Record a decision on the pool's size."""
         logger.info("%s", event)
@@ -277,6 +373,7 @@ class Supervisor:
     def _record(self, kind: str, event: str) -> None:
         if len(self._events) < _MAX_EVENTS:
             self._events.append((kind, event))
+        self._remember()
 
     def awaited(self) -> str:
         """State of the stream, by its executions, or by its processes before the first batch."""
@@ -292,7 +389,7 @@ class Supervisor:
 
     def events(self, first: int) -> list[tuple[str, str]]:
         """The events from number `first` on, in order: kind, "fault" or "scale", and text."""
-        return self._events[first:]
+        return self._events[max(0, first - self._first_event) :]
 
 
 def _named(block: tuple[str, ...]) -> str:
@@ -328,6 +425,7 @@ def end_actors(supervisor: Any, iterators: Sequence[Any], rank: int) -> None:
             return
         for actor in {*filter(None, map(coordinator_of, iterators)), supervisor}:
             ray.kill(actor)
+        forget(supervisor)
 
 
 def events_of(supervisor: Any, first: int, timeout_s: float = _PATIENCE_S) -> list[tuple[str, str]]:

@@ -40,6 +40,7 @@ _WARY_FOR = 64
 # What an actor's first block takes says little, and after some the rest are as long.
 _MEASURED = range(1, 8)
 _STDERR = 2
+_PROBE_S = 10.0  # an actor waits no longer for a Supervisor that is stopped
 # Seconds by which a time limit may be longer than it says.
 _UNWATCHED_S = 0.25
 
@@ -66,13 +67,14 @@ class TransformWorker:
 
     def __call__(self, table: pa.Table) -> dict[str, np.ndarray]:
         """The finished row of a block, from a row of the source."""
-        places, reads, read_s = SourceRow.unpacked(table)
+        places, reads, read_s, outage_s = SourceRow.unpacked(table)
         with self._guard.block(places) as orders:
             attempt = functools.partial(self._guard.attempt, orders=orders)
             try:
-                outcomes, memory = self._maker.block(places, reads, read_s, attempt)
+                outcomes, memory = self._maker.block(places, reads, read_s, attempt, outage_s)
             except SystemExit as error:  # Ray would take it for a death, and run it again
                 raise failed("the transform", error) from error
+            self._compare_probes()
         # Unguarded: a slow destination of the records is not a fault of the samples.
         for outcome in outcomes:
             self._maker.settle(outcome)
@@ -84,6 +86,16 @@ class TransformWorker:
             self._supervisor.measured.remote(places[0].split, work_s, num_bytes)
         self._num_blocks += 1
         return row
+
+    def _compare_probes(self) -> None:
+        """Compare a sample of the user's code with the first actor's; raises ConfigError where they differ."""
+        while self._maker.probes:
+            try:
+                first = ray.get(self._supervisor.first_probe.remote(self._maker.probes.pop()), timeout=_PROBE_S)
+            except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
+                continue  # it is the Supervisor that has failed, which others notice
+            if warning := self._maker.check_probe(first):
+                self._supervisor.differs.remote(warning)
 
     def _count(self, outcomes: list[Outcome]) -> None:
         split = outcomes[0].batch.position.split

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import threading
@@ -11,14 +12,14 @@ from collections.abc import Callable
 from typing import Any
 
 from raypipe.logs import progress
+from raypipe.storage.patience import be_patient, lose_patience
 
 logger = logging.getLogger(__name__)
 
 # `timeout` and `uv run` send a signal to the process and to its group, so one signal arrives twice.
 _ONE_SIGNAL_S = 0.5
-# Time for trainers to notice the request, before they are aborted: a step, or the first batch, may take minutes.
-# With the time for an abort and for Ray's end, a run ends within ten seconds of the signal.
-_PATIENCE_S = 6.0
+# Longest wait, at the end, for the thread that asks.
+_END_S = 5.0
 
 
 class Stopped(KeyboardInterrupt):
@@ -30,9 +31,13 @@ class Interrupts:
 
     A first signal is never lost, since no exception is raised where Ray might swallow it. Outside the main thread,
     which receives all signals, the context manager does nothing.
+
+    Args:
+        grace_s: time for the trainers to notice the request, before they are aborted: a step may take minutes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, grace_s: float = 6.0) -> None:
+        self._grace_s, self._reason, self._is_aborted = grace_s, "", False
         self._asked_at: float | None = None
         self._request: Callable[[], None] | None = None
         self._is_answered: Callable[[], bool] = lambda: True
@@ -41,13 +46,14 @@ class Interrupts:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Interrupts:
+        be_patient()
         self.stand()
         return self
 
     def __exit__(self, *error: object) -> None:
         self._ended.set()
-        if self._asking:
-            self._asking.join(_PATIENCE_S)
+        if self._asking and not self._is_aborted:  # an abort waits for nothing
+            self._asking.join(_END_S)
         self._leave()
 
     def stand(self) -> None:
@@ -69,12 +75,27 @@ class Interrupts:
         if self._asked_at is not None:
             raise KeyboardInterrupt
 
+    def give_up(self, reason: str) -> None:
+        """End the run from any thread, as a second signal does, with an error."""
+        self._reason = reason
+        if not self._ended.is_set():
+            self._abort()
+
+    @property
+    def reason(self) -> str:
+        """Reason of `give_up`; empty = it was not called."""
+        return self._reason
+
+    def _abort(self) -> None:
+        self._asked_at = self._asked_at or -math.inf
+        os.kill(os.getpid(), signal.SIGINT)  # acts as a second signal
+
     def hand_over(self, request: Callable[[], None], is_answered: Callable[[], bool] = lambda: True) -> None:
         """Use `request` from now on to ask the run to end, and at once if there has been a signal.
 
         Args:
             request: asks the run to end.
-            is_answered: returns whether the run is about to end. If it is not after a few seconds, it is aborted.
+            is_answered: returns whether the run is about to end. If it is not after the grace, it is aborted.
         """
         self._request, self._is_answered = request, is_answered
         self.stand()
@@ -82,22 +103,32 @@ class Interrupts:
             self._ask()
 
     def _ask(self) -> None:
-        # A thread does it, since storage may be slow, and a signal handler interrupts arbitrary code.
-        self._asking = threading.Thread(target=self._ask_and_wait, daemon=True, name="raypipe-stop")
+        # A thread does it, since storage may be slow, and a signal handler interrupts arbitrary code. Another one
+        # counts the time, since storage may not answer at all.
+        answered = threading.Event()
+        self._asking = threading.Thread(target=self._ask_until, args=(answered,), daemon=True, name="raypipe-stop")
         self._asking.start()
+        waits = threading.Thread(target=self._wait_for, args=(answered,), daemon=True, name="raypipe-grace")
+        waits.start()
 
-    def _ask_and_wait(self) -> None:
+    def _ask_until(self, answered: threading.Event) -> None:
         assert self._request
-        deadline = time.monotonic() + _PATIENCE_S
         try:
             self._request()
-            while time.monotonic() < deadline:
-                if self._is_answered() or self._ended.wait(0.2):
-                    return
+            while not (self._is_answered() or self._ended.wait(0.2)):
+                pass
+            answered.set()
         except Exception as error:
             logger.warning("cannot ask the run to end: %s", error)
-        if not self._ended.is_set():
-            os.kill(os.getpid(), signal.SIGINT)  # acts as a second signal
+
+    def _wait_for(self, answered: threading.Event) -> None:
+        asking, deadline = self._asking, time.monotonic() + self._grace_s
+        assert asking
+        while time.monotonic() < deadline and asking.is_alive():
+            if self._ended.wait(0.1):
+                return
+        if not (answered.is_set() or self._ended.is_set()):
+            self._abort()
 
     def _interrupted(self, signum: int, frame: Any) -> None:
         now = time.monotonic()
@@ -109,4 +140,6 @@ class Interrupts:
                 progress(logger, "stopping before the trainers are started; press Ctrl-C again to abort")
         elif now - self._asked_at > _ONE_SIGNAL_S:
             self._leave()  # a third signal gets the original handlers
+            self._is_aborted = True
+            lose_patience()  # the end must not wait for storage
             raise KeyboardInterrupt

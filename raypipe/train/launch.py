@@ -12,16 +12,19 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+
 from raypipe.config import AugmentConfig, RunConfig
-from raypipe.errors import ConfigError, CursorError, OutageError, RaypipeError, RunError
+from raypipe.errors import ConfigError, CursorError, OutageError, RaypipeError, RunError, without_credentials
 from raypipe.logs import begin_phases, configure_logs, end_phases, phase, progress
 from raypipe.rayext.allocation import Allocation, preflight
 from raypipe.rayext.cluster import connect, started_here
 from raypipe.rayext.console import await_progress, begin_progress
 from raypipe.rayext.failures import cause_of, explanation
 from raypipe.rayext.waiting import Wait, is_head_lost, only_start
-from raypipe.storage.files import read_json, write_text
+from raypipe.storage.files import read_json
 from raypipe.storage.filesystem import is_remote, join, open_filesystem
+from raypipe.storage.patience import be_patient
 from raypipe.streaming.checkpoints import Checkpoint, find_newest, newest_name
 from raypipe.streaming.maker import try_samples
 from raypipe.streaming.opening import spec_of
@@ -30,18 +33,19 @@ from raypipe.train.console import changes, describe
 from raypipe.train.interrupts import Interrupts, Stopped
 from raypipe.train.models import check_code, num_classes_of
 from raypipe.train.run_folder import (
+    ERROR_FILE,
     FIGURES_FILE,
     located,
+    remove_error,
     remove_stop,
     request_stop,
     stop_answered,
     stop_requested,
     store_config,
+    write_error,
 )
 
 logger = logging.getLogger(__name__)
-
-_ERROR_FILE = "error.txt"
 
 _RESIZE_EVERY_S = 60.0  # period in which elastic training checks for more resources
 
@@ -49,9 +53,9 @@ _RESIZE_EVERY_S = 60.0  # period in which elastic training checks for more resou
 def train(run: RunConfig) -> dict[str, Any]:
     """Train with a configuration, on the connected cluster or on a new local one.
 
-    After Ctrl-C or SIGTERM (`ray job stop`), to this process or to its group, the run ends within ten seconds,
-    with a checkpoint if a step ends in that time. A second signal aborts the run. During the start, the run ends
-    before it starts the trainers.
+    After Ctrl-C or SIGTERM (`ray job stop`), to this process or to its group, the run ends with a checkpoint after
+    the current step, or without one if the step takes longer than `train.stop_grace_s`. A second signal aborts the
+    run. During the start, the run ends before it starts the trainers.
 
     Returns:
         `val_accuracy` (None without validation), `images_per_s`, `wait_fraction`, `steps`, `run_dir`,
@@ -67,11 +71,12 @@ def train(run: RunConfig) -> dict[str, Any]:
             try:
                 return _train(run, run_uri, lease)
             except KeyboardInterrupt as interrupt:
-                if newest_name(run_uri):
+                if _newest_name(run_uri) != "":
                     raise Stopped from interrupt
                 raise
     finally:
         end_phases()
+        be_patient()  # the process may go on, as a notebook's does
 
 
 def _train(run: RunConfig, run_uri: str, lease: str) -> dict[str, Any]:
@@ -83,13 +88,14 @@ def _train(run: RunConfig, run_uri: str, lease: str) -> dict[str, Any]:
         progress(logger, f"this run has already ended, with {newest.name}: nothing left to do")
         _withdraw_stop(run_uri)  # its process may have been killed before this
         return _result(newest.metrics | {"stopped": False}, run_uri)
-    with Interrupts() as interrupts, contextlib.ExitStack() as starting:
+    with Interrupts(run.train.stop_grace_s) as interrupts, contextlib.ExitStack() as starting:
         allocation, start = _allocated(run, spec, interrupts, starting)
         # No file of an earlier start is changed before this line, where all checks have passed, except that of
         # state.pt, which only the trainers read.
         if stop_was_asked:
             remove_stop(run_uri)
         store_config(run, run_uri)
+        remove_error(run_uri)
         progress(logger, describe(run, spec, allocation, run_uri))
         phase(logger, f"starting {allocation.workers} trainer{'s' if allocation.workers > 1 else ''}")
         loop = {"run": run, "spec": spec, "num_classes": num_classes, "max_actors": allocation.max_actors}
@@ -101,7 +107,10 @@ def _train(run: RunConfig, run_uri: str, lease: str) -> dict[str, Any]:
                 await_progress()
             if result["stopped"]:
                 progress(logger, _how_to_continue(run_uri))
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as interrupt:
+            if interrupts.reason:
+                reason = f"{interrupts.reason}: restart the cluster, then continue with: {_command(run_uri)}"
+                raise RunError(reason) from interrupt
             progress(logger, _how_to_continue(run_uri))
             raise
         finally:
@@ -148,8 +157,9 @@ def _allocated(
     connect(log_format=run.log_format, wait=wait())
     interrupts.stand()
     interrupts.check()
-    start = None if started_here() else starting.enter_context(only_start(wait()))
-    allocation = preflight(run.pool, run.train, run.plan.per_step, wait())
+    start = None if started_here() else starting.enter_context(only_start(wait(), run.name))
+    tell = start.tell.remote if start else lambda thing: None
+    allocation = preflight(run.pool, run.train, run.plan.per_step, wait(tell=tell))
     spec.plan.check_workers(allocation.workers)
     interrupts.check()
     return allocation, start
@@ -173,9 +183,20 @@ def _result(figures: dict[str, Any], run_uri: str) -> dict[str, Any]:
 
 def _how_to_continue(run_uri: str) -> str:
     """Return the message for a stopped run: its checkpoint, and the command to continue."""
-    checkpoint = newest_name(run_uri)
+    checkpoint = _newest_name(run_uri)
     state = f"stopped with {checkpoint}" if checkpoint else "stopped before the first checkpoint"
+    if checkpoint is None:
+        state = "stopped while storage does not answer, so the newest checkpoint is unknown"
     return f"{state}. Continue with: {_command(run_uri)}"
+
+
+def _newest_name(run_uri: str) -> str | None:
+    """Return the name of a run's newest checkpoint; "" = there is none, None = storage does not tell."""
+    try:
+        return newest_name(run_uri)
+    except (RaypipeError, OSError, pa.ArrowException) as error:
+        logger.warning("cannot look for checkpoints: %s: %s", type(error).__name__, error)
+        return None
 
 
 def _command(run_uri: str) -> str:
@@ -228,6 +249,7 @@ def _fit(loop: dict[str, Any], allocation: Allocation, interrupts: Interrupts) -
         log_format=run.log_format,
         timeout_s=run.pool.stall_timeout_s,
         take_signals=lambda: interrupts.hand_over(on_interrupt, lambda: stop_answered(run_uri)),
+        give_up=interrupts.give_up,
         train_loop_config=loop,
         scaling_config=ray_config.ScalingConfig(
             **sizes,
@@ -251,19 +273,28 @@ def _fit(loop: dict[str, Any], allocation: Allocation, interrupts: Interrupts) -
 
 
 def _as_run_error(error: Exception, run_uri: str) -> RaypipeError:
-    """Return the error of a failed run: raypipe's own error, or a message for any other, with a traceback file."""
+    """Return the error of a failed run, and leave it in its folder: raypipe's own, or one with a traceback."""
     cause = cause_of(error)
     if isinstance(cause, RaypipeError):
+        _record_error(run_uri, str(cause))
         return cause
     if is_head_lost():
-        return RunError(
+        lost = RunError(
             f"the head of the Ray cluster no longer answers ({explanation(error)}): restart the cluster, then "
             f"continue with: {_command(run_uri)}"
         )
-    address = join(run_uri, _ERROR_FILE)
-    try:
-        write_text(address, "".join(traceback.format_exception(error)))
-        place = f"traceback: {address.removeprefix('file://')}"
-    except (ConfigError, OutageError) as write_error:
-        place = f"traceback lost: {write_error}"
+        _record_error(run_uri, str(lost))
+        return lost
+    problem = _record_error(run_uri, f"{explanation(error)}\n\n{''.join(traceback.format_exception(error))}")
+    address = join(run_uri, ERROR_FILE).removeprefix("file://")
+    place = f"traceback lost: {problem}" if problem else f"traceback: {address}"
     return RunError(f"{explanation(error)} ({place})")
+
+
+def _record_error(run_uri: str, text: str) -> str:
+    """Leave an error in the run's folder, for `raypipe status`; return why it cannot be written, if so."""
+    try:
+        write_error(run_uri, without_credentials(text))
+    except (ConfigError, OutageError) as error:
+        return str(error)
+    return ""

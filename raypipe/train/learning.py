@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import warnings
 from typing import Any
 
@@ -79,7 +80,7 @@ class Learner:
         has_classes: bool = True,
     ) -> None:
         self.has_classes = has_classes
-        config, on_cuda = run.train, device.type == "cuda"
+        config, on_cuda = dataclasses.replace(run.train, lr=run.peak_lr), device.type == "cuda"
         self._num_classes, self._per_step = num_classes, run.plan.per_step
         self._config, self._device, self.dtype = config, device, amp_dtype(config.amp, device)
         self._per_rank = self._per_step // world_size

@@ -29,6 +29,7 @@ from raypipe.streaming.checkpoints import Checkpoint, find_newest, read_state, w
 from raypipe.streaming.epochs import Pass
 from raypipe.streaming.handover import loader
 from raypipe.streaming.loader import Loader
+from raypipe.streaming.saved_model import input_of
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.stateful import loaded
 from raypipe.train.background import CheckpointWriter
@@ -97,6 +98,7 @@ class Trainer:
         device: str = "",
     ) -> None:
         self.run, self.plan, self._start = run, spec.plan, start
+        self._described = input_of(spec, run.augment, run.train.model)
         self.run_uri, self.stopping, self._lease = run_uri, False, lease
         self._check_lease()
         # All ranks start from rank 0's checkpoint, since each might find a different one.
@@ -118,6 +120,7 @@ class Trainer:
             run_dir=run_uri,
         )
         self.loader.interval_s, self._account = math.inf, self.loader.account
+        self._account.is_run = True
         self._account.exported.checkpointed()
         self._account.chronicle.stop_requested = functools.partial(stop_requested, run_uri)
         self.world_size = self.loader.world_size
@@ -184,7 +187,7 @@ class Trainer:
         begins_step, first, lr = True, not self.loader.times().images, 0.0
         for batch in batches:
             if begins_step:
-                lr, samples = self._schedule(plan.global_step(batch.position), total, warmup, config.lr), []
+                lr, samples = self._schedule(plan.global_step(batch.position), total, warmup, self.run.peak_lr), []
                 self.learner.begin_step(lr)
             begins_step = batch.ends_step
             samples.append((batch.position, batch.index.tolist()))
@@ -322,7 +325,9 @@ class Trainer:
         """Describe why a checkpoint waits."""
         if self._writer.is_writing:
             return f"the previous one is being written to {self.run_uri}"
-        return "other ranks have not reached it yet"
+        if self.world_size == 1:
+            return "Ray Train's controller has not noted it yet"
+        return "other ranks have not reached it yet, or Ray Train's controller has not noted it"
 
     def _save(self) -> None:
         metrics, self._saved_at = self.figures(), time.perf_counter()
@@ -333,7 +338,9 @@ class Trainer:
             def write(state: memoryview) -> None:
                 log.sync()
                 self._check_lease()
-                self._checkpoint = write_checkpoint(self.run_uri, cursor, state, metrics, before=self._checkpoint)
+                self._checkpoint = write_checkpoint(
+                    self.run_uri, cursor, state, metrics, before=self._checkpoint, described=self._described
+                )
                 self._account.exported.checkpointed()
                 notice.saved_in(time.perf_counter() - begun_at)
 

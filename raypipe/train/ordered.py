@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
 
 
 class OrderedSum:
@@ -107,49 +108,67 @@ class OrderedGradients:
 
 
 class StepBatchNorm:
-    """Running statistics of BatchNorm that do not depend on the number of workers.
+    """Running statistics of BatchNorm and InstanceNorm that do not depend on the number of workers.
 
     torch updates them once per forward, so they would depend on a rank's micro-batches. This class averages the
-    statistics of a step's M micro-batches, and updates once per step, with the momentum of M single updates:
-    1 - (1 - p)^M. `num_batches_tracked` counts all M. The statistics of all layers are one flat tensor, so a step
-    takes few operations. See `OrderedSum` for arguments.
+    statistics of the n micro-batches of a step in which a layer ran, which are all M unless the model skips it,
+    and updates once per step, with the momentum of n single updates: 1 - (1 - p)^n. `num_batches_tracked` counts
+    all ranks' forwards. The statistics of all layers are one flat tensor, so a step takes few operations. See
+    `OrderedSum` for arguments.
     """
 
     def __init__(self, model: nn.Module, num_local: int, world_size: int) -> None:
-        self._layers = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
-        self._per_step = num_local * world_size
-        self._num_remote = self._per_step - num_local
+        kinds = _BatchNorm, _InstanceNorm
+        self._layers = [m for m in model.modules() if isinstance(m, kinds) and m.track_running_stats]
+        self._is_alone = world_size == 1
         self._sum = OrderedSum(num_local, world_size)
-        self._before = self._momenta = torch.empty(0)
-        momenta = []
+        self._before = self._begun = self._counted = self._momenta = self._layer_of = torch.empty(0)
+        if not self._layers:
+            return
+        momenta = [0.1 if layer.momentum is None else layer.momentum for layer in self._layers]
+        kept = torch.tensor(momenta, dtype=torch.float64).neg_().add_(1)
+        by_num = [kept.pow(num).neg_().add_(1) for num in range(num_local * world_size + 1)]
+        flat = self._flat()
+        self._momenta = torch.stack(by_num).to(flat)  # (M + 1, layers)
+        layer_of = [number for number, layer in enumerate(self._layers) for _ in range(2 * layer.num_features)]
+        self._layer_of = torch.tensor(layer_of, device=flat.device)
         for layer in self._layers:
-            momenta += 2 * layer.num_features * [0.1 if layer.momentum is None else layer.momentum]
             layer.momentum = 1.0  # a forward then sets its own statistics
-        if self._layers:
-            kept = torch.tensor(momenta, dtype=torch.float64).neg_().add_(1).pow_(self._per_step)
-            flat = self._flat()
-            self._momenta = kept.neg_().add_(1).to(flat)
+            if layer.num_batches_tracked is None:
+                layer.num_batches_tracked = torch.zeros((), dtype=torch.int64, device=flat.device)
+            if isinstance(layer, _InstanceNorm):  # BatchNorm counts by itself
+                layer.register_forward_hook(_count)
 
     def begin(self) -> None:
         """Begin a step; call before its first forward."""
         if self._layers:
             self._before = self._flat()
+            self._begun = self._counted = self._counters()
 
     def take(self) -> None:
         """Take the statistics of the rank's next micro-batch; call after its forward."""
-        if self._layers:
-            self._sum.add(self._flat())
+        if not self._layers:
+            return
+        counted = self._counters()
+        num_forwards = counted - self._counted
+        self._counted = counted
+        ran, flat = num_forwards > 0, self._flat()
+        own = torch.where(ran[self._layer_of], flat, 0)  # a layer that was skipped has those of an earlier one
+        self._sum.add(torch.cat([own, ran.to(flat.dtype), num_forwards.to(flat.dtype)]))
 
     def end(self) -> None:
         """Update the running statistics; call after a step's last forward."""
         if not self._layers:
             return
-        means = self._sum.finish() / self._per_step
-        blended, live = torch.lerp(self._before, means, self._momenta), self._live()
+        num_layers = len(self._layers)
+        total, num_ran, num_forwards = self._sum.finish().split([len(self._layer_of), num_layers, num_layers])
+        num = num_ran[self._layer_of]
+        momenta = self._momenta.gather(0, num_ran.long()[None])[0, self._layer_of]
+        blended, live = torch.lerp(self._before, total / num.clamp(min=1), momenta), self._live()
         torch._foreach_copy_(live, blended.split([statistic.numel() for statistic in live]))
-        counters = [m.num_batches_tracked for m in self._layers if m.num_batches_tracked is not None]
-        if self._num_remote and counters:
-            torch._foreach_add_(counters, self._num_remote)
+        if not self._is_alone:
+            counters = [layer.num_batches_tracked for layer in self._layers]
+            torch._foreach_copy_(counters, list((self._begun + num_forwards.long()).unbind()))
 
     def _live(self) -> list[torch.Tensor]:
         """Return running mean and variance of each layer: their current tensors, which `model.to` replaces."""
@@ -158,3 +177,13 @@ class StepBatchNorm:
 
     def _flat(self) -> torch.Tensor:
         return torch.cat(self._live())
+
+    def _counters(self) -> torch.Tensor:
+        """The number of forwards of each layer, int64 (layers,)."""
+        return torch.stack([layer.num_batches_tracked for layer in self._layers])
+
+
+def _count(layer: Any, *_: Any) -> None:
+    """Count a forward in training, as BatchNorm does."""
+    if layer.training:
+        layer.num_batches_tracked.add_(1)

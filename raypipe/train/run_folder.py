@@ -8,7 +8,8 @@ RUN/status.json        progress of its loop, and the ranks that it waits for, wr
 RUN/samples.jsonl      with train.log_samples: the samples of each micro-batch
 RUN/stop               a request to end the run within seconds, with a checkpoint; the run removes it
 RUN/figures.json       at the run's end: sums over the training, the newest validation, and the progress
-RUN/error.txt          the traceback of an error that ended the run, unless it is raypipe's own
+RUN/error.txt          the error that ended the run, with the traceback unless it is raypipe's own; removed when
+                       the run starts again
 RUN/quarantine/        one JSON-lines object per micro-batch that had bad samples
 RUN/checkpoint_*/      see `raypipe.streaming.checkpoints`
 RUN/lease/             the lease of the folder, see `raypipe.storage.lease`
@@ -45,6 +46,7 @@ from raypipe.storage.lease import RunExistsError, check_owner, leased
 from raypipe.streaming.checkpoints import has_checkpoints
 from raypipe.streaming.opening import with_digits
 
+ERROR_FILE = "error.txt"
 FIGURES_FILE = "figures.json"
 CONFIG_FILE = "config.yaml"
 CONFIG_HEAD = "# A run of raypipe: its settings.\n"
@@ -133,6 +135,28 @@ def folder_to_resume(resume: str, storage_path: str, name: str) -> str:
     folder = join(storage_path, name)
     with explained(ConfigError, f"{folder} cannot be used"):
         return folder if has_run(as_uri(folder)) else ""
+
+
+def write_error(run_uri: str, text: str) -> None:
+    """Record the error that ended a run: its first line is the message.
+
+    Raises:
+        ConfigError, OutageError: it cannot be written.
+    """
+    write_text(join(run_uri, ERROR_FILE), text + "\n")
+
+
+def read_error(run_uri: str) -> str:
+    """Return the message of the error that ended a run; empty if none did."""
+    content = read_whole(join(run_uri, ERROR_FILE)) or b""
+    return content.decode(errors="replace").partition("\n")[0]
+
+
+def remove_error(run_uri: str) -> None:
+    """Remove the error of an earlier start, since the run goes on."""
+    if exists(join(run_uri, ERROR_FILE)):
+        filesystem, path = open_filesystem(join(run_uri, ERROR_FILE))
+        filesystem.delete_file(path)
 
 
 def has_run(run_uri: str) -> bool:

@@ -23,7 +23,8 @@ from raypipe.plan.places import Sides
 from raypipe.transform import kernel, reference
 from raypipe.transform.decode import decode
 from raypipe.transform.fields import IMAGE, VIEW, chroma_of
-from raypipe.transform.jpeg import jpeg_orientation, scaled_boxes
+from raypipe.transform.jpeg import scaled_boxes
+from raypipe.transform.jpeg_header import jpeg_orientation
 from raypipe.transform.kernel import DONE, Job
 from raypipe.transform.ops import Op
 from raypipe.transform.sample_transform import SampleTransform
@@ -141,10 +142,10 @@ class ProgramsAtOnce:
 
         Those are also others that are turned upright.
         """
-        sizes, has_exif = kernel.sizes(images)
+        sizes, has_metadata = kernel.sizes(images)
         if self._config.apply_exif:
-            for row in np.flatnonzero(has_exif).tolist():
-                if 2 <= jpeg_orientation(bytes(images[row] or b"")) <= 8:
+            for row in np.flatnonzero(has_metadata).tolist():
+                if jpeg_orientation(bytes(images[row] or b"")) > 1:
                     sizes[row] = 0
         return sizes
 

@@ -26,7 +26,8 @@ from raypipe.transform.columns import (
 from raypipe.transform.fields import IMAGE, LABEL
 from raypipe.transform.process_state import process_kept
 
-NUM_PROBED = 16  # samples that tell a column's type: one of them should have a value
+NUM_PROBED = 16  # samples that tell a column's type, if one of them has a value
+_NUM_AT_ONCE = 1024  # samples that are read at a time in search of a value
 
 
 @process_kept()
@@ -121,6 +122,7 @@ def _of_store(
             values.setdefault(name, []).append(value)
     if not values:
         raise ConfigError(f"none of the first {len(indices)} samples has columns; {reason}")
+    _add_later(store, columns, maker, values, int(indices.max()) + 1)
     if unknown := [name for name in options if name not in values]:
         raise ConfigError(
             f"store.columns has options of {unknown[0]!r}, and transform.make_columns makes {', '.join(values)}: "
@@ -147,6 +149,40 @@ def _of_store(
     if reads_class and LABEL not in types:
         _check_label(store)
     return replace(columns, types=types, reads_class=reads_class and LABEL not in types)
+
+
+def _add_later(
+    store: Store, columns: SampleColumns, maker: ColumnMaker, values: dict[str, list[Any]], start: int
+) -> None:
+    """Add to columns without a number or text in their values the first later value that has one, for the type.
+    If none has, the values become empty arrays of the type in the store's schema."""
+    unknown = {name for name, of_column in values.items() if all(map(_tells_nothing, of_column))}
+    for first in range(start, len(store) if unknown else 0, _NUM_AT_ONCE):
+        indices = np.arange(first, min(first + _NUM_AT_ONCE, len(store)))
+        read = store.read(indices, columns.stored)
+        for index, *row in zip(indices.tolist(), *(read[name] for name in columns.stored), strict=True):
+            try:
+                unchecked = maker.unchecked(dict(zip(columns.stored, row, strict=True)), (index, 0))
+            except SampleError:
+                continue
+            for name in [name for name in unknown if not _tells_nothing(unchecked.get(name))]:
+                values[name].append(unchecked[name])
+                unknown.remove(name)
+        if not unknown:
+            return
+    element_type = getattr(store, "element_type", lambda name: None)
+    for name in unknown:
+        path = columns.paths.get(name, ())
+        kind = element_type(path[0]) if len(path) == 1 and columns.function is None else None
+        if kind is not None:  # an empty list by itself is float64
+            values[name] = [None if value is None else np.empty(0, kind) for value in values[name]]
+
+
+def _tells_nothing(value: Any) -> bool:
+    """Return whether a value is none, or a list without elements."""
+    if isinstance(value, str | bytes):
+        return value.strip() in ("[]", b"[]")
+    return value is None or (isinstance(value, list | tuple | np.ndarray) and not len(value))
 
 
 def _check_label(store: Store) -> None:

@@ -19,7 +19,7 @@ from raypipe.plan.places import Sides
 from raypipe.transform import kernel
 from raypipe.transform.at_once import ProgramsAtOnce, by_field, crops_of
 from raypipe.transform.columns import NO_COLUMNS, ColumnMaker, SampleColumns
-from raypipe.transform.decode import decode, stored_bytes
+from raypipe.transform.decode import decode, stored_bytes, stored_orientation
 from raypipe.transform.decode_array import decode_array
 from raypipe.transform.draws import Key
 from raypipe.transform.fields import IMAGE, LABEL, Field, Rows, chroma_of, learn
@@ -52,6 +52,7 @@ class Content:
     Attributes:
         fields: fields of a sample, by name; the first sample sets unknown shapes.
         draws_globally: whether it draws from generators that all threads share.
+        has_user_code: whether it runs code of the user's.
 
     Raises:
         ConfigError: a setting is wrong, or does not fit the kind of transform.
@@ -75,6 +76,8 @@ class Content:
         self._columns = ColumnMaker(columns) if columns else None
         of_columns = self._columns is not None and self._columns.draws_globally
         self.draws_globally = of_columns or any(crop.transform.draws_globally for crop in self._crops)
+        of_crops = any(crop.transform.has_user_code for crop in self._crops)
+        self.has_user_code = of_crops or columns.function is not None
         first = self._crops[0]
         # All views are made of the whole image.
         self._crop_target = None
@@ -102,8 +105,7 @@ class Content:
         image = self._opened(sample)
         targets: dict[str, np.ndarray] = {}
         if self._targets:
-            size = image.shape[:2] if isinstance(image, np.ndarray) else image[0]
-            targets = decode_targets(sample.columns, self._targets, size)
+            targets = self._decoded_targets(sample, image.shape[:2] if isinstance(image, np.ndarray) else image[0])
         try:
             made = self._transformed(image, _by_keyword(targets), key)
         except NOT_OF_A_SAMPLE:
@@ -170,8 +172,24 @@ class Content:
             return {}
         program = self._crops[0].transform.program
         assert program is not None and program.size is not None
-        targets = decode_targets(sample.columns, self._targets, size)
+        targets = self._decoded_targets(sample, size)
         return self._finished(follow(program.applied(params), size, _by_keyword(targets)), targets, program.size)
+
+    def _decoded_targets(self, sample: EncodedSample, size: Sides) -> dict[str, np.ndarray]:
+        """Targets of an image of this size; an error says so where the image is one that metadata turns."""
+        try:
+            return decode_targets(sample.columns, self._targets, size, self._config.boxes_format)
+        except SampleError as error:
+            orientation = 1 if self._is_array else stored_orientation(stored_bytes(sample.image))
+            if orientation == 1:
+                raise
+            hint = "off: set it if targets are those of the upright image"
+            if self._config.apply_exif:
+                hint = "on: targets must be those of the upright image"
+            raise SampleError(
+                f"{error}; the photo says that it is turned (EXIF orientation {orientation}), and "
+                f"transform.apply_exif is {hint}"
+            ) from error
 
     def _finished(
         self, made: dict[str, np.ndarray], targets: dict[str, np.ndarray], shape: tuple[int, ...]

@@ -29,12 +29,17 @@ import simplejpeg
 
 from raypipe.errors import SampleError
 from raypipe.stores.numbers import NPY
-from raypipe.transform.image_header import damage_in, image_kind, jpeg_size, open_pillow, plain_size
-from raypipe.transform.jpeg import decode_jpeg, jpeg_orientation, upright
+from raypipe.transform.image_header import damage_in, image_kind, open_pillow, plain_size, png_orientation
+from raypipe.transform.jpeg import decode_jpeg, upright
+from raypipe.transform.jpeg_header import jpeg_frame, jpeg_orientation, jpeg_size, orientation_of
 from raypipe.transform.seekable import check_checksum
 
 _CV2_FLAGS = cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION
 _BAND_PIXELS = 1 << 20  # pixels converted at a time
+# Tags of a TIFF, and values of them.
+_BITS, _PHOTOMETRIC, _SAMPLE_FORMAT = 258, 262, 339
+_WHITE_IS_ZERO, _SIGNED = 0, 2
+_OTHER_TIFF = "store 8 or 16 bits of gray or RGB, or set transform.decode_as='array'"
 
 
 def decode(
@@ -62,9 +67,11 @@ def decode(
         size = jpeg_size(encoded)
         if size is not None:
             image = decode_jpeg(encoded, size, min_side)
-            return upright(image, jpeg_orientation(encoded)) if exif and b"Exif\0\0" in encoded else image
-        check_checksum(encoded)
-    elif plain_size(encoded, kind) is not None:
+        else:
+            check_checksum(encoded)
+            image = _decode_pillow(encoded, kind, exif=False)
+        return upright(image, jpeg_orientation(encoded)) if exif else image
+    if plain_size(encoded, kind) is not None:
         with contextlib.suppress(Exception):  # Pillow has the last word
             plain = cv2.imdecode(np.frombuffer(encoded, np.uint8), _CV2_FLAGS)
             if plain is not None:
@@ -81,7 +88,7 @@ def image_size(data: bytes | bytearray | memoryview | None, *, exif: bool = Fals
     if kind == "JPEG":
         size = jpeg_size(encoded)
         if size is not None:
-            on_its_side = exif and b"Exif\0\0" in encoded and jpeg_orientation(encoded) >= 5
+            on_its_side = exif and jpeg_orientation(encoded) >= 5
             return (size[1], size[0]) if on_its_side else size
     elif not (exif and kind in ("PNG", "WebP", "AVIF")):  # its orientation may follow the pixels
         size = plain_size(encoded, kind)
@@ -92,6 +99,12 @@ def image_size(data: bytes | bytearray | memoryview | None, *, exif: bool = Fals
             return image.height, image.width
     height, width, _ = decode(encoded, exif=exif).shape
     return height, width
+
+
+def stored_orientation(data: bytes) -> int:
+    """Orientation, 1 to 8, by which `exif` turns a JPEG or PNG; 1: it is upright, or of another kind."""
+    kind = image_kind(data)
+    return jpeg_orientation(data) if kind == "JPEG" else png_orientation(data) if kind == "PNG" else 1
 
 
 def stored_bytes(data: bytes | bytearray | memoryview | None) -> bytes:
@@ -143,18 +156,47 @@ def resize_short_side(image: np.ndarray, side: int) -> np.ndarray:
 
 
 def _decode_pillow(data: bytes, kind: str, exif: bool) -> np.ndarray:
-    from PIL import ImageOps  # 0.1 s, and most stores have only JPEGs
-
-    with damage_in(kind, data):
-        image = open_pillow(data, kind)
+    frame = jpeg_frame(data) if kind == "JPEG" else None
+    if frame and frame.bits != 8:
+        raise SampleError(f"{frame.name}: store 8 bits")
+    with damage_in(frame.name if frame else kind, data):
+        image = _opened(data, kind)
         image.load()
         if image.mode in ("I", "F"):
             raise SampleError(f"{kind} of 32-bit pixels, whose range is unknown: store 8 or 16 bits")
-        return _rgb(ImageOps.exif_transpose(image) if exif else image)
+        pixels = _rgb(image, *(_gray_of(image) if kind == "TIFF" else ()))
+        orientation = 1
+        if exif:
+            orientation = png_orientation(data) if kind == "PNG" else orientation_of(image)
+        del image  # turning upright makes a copy
+        return upright(pixels, orientation) if orientation > 1 else pixels
 
 
-def _rgb(image: Any) -> np.ndarray:
-    """A decoded image as uint8 (H, W, 3), in bands: Pillow would make three copies of the whole."""
+def _opened(data: bytes, kind: str) -> Any:
+    try:
+        return open_pillow(data, kind)
+    except SyntaxError as error:
+        if str(error) == "unknown pixel mode":  # Pillow does not know it, damaged or not
+            raise SampleError(f"TIFF of pixels that are not read here: {_OTHER_TIFF}") from error
+        raise
+
+
+def _gray_of(tiff: Any) -> tuple[int, bool]:
+    """Bits of a TIFF's values, and whether 0 is white: of more than 8 bits Pillow leaves both to the caller."""
+    bits, *_ = tiff.tag_v2.get(_BITS, (1,))
+    form, *_ = tiff.tag_v2.get(_SAMPLE_FORMAT, (1,))
+    if form == _SIGNED:
+        raise SampleError(f"TIFF of signed values, whose range is unknown: {_OTHER_TIFF}")
+    return bits, tiff.tag_v2.get(_PHOTOMETRIC) == _WHITE_IS_ZERO
+
+
+def _rgb(image: Any, bits: int = 16, is_inverted: bool = False) -> np.ndarray:
+    """Return a decoded image as uint8 (H, W, 3), in bands: Pillow would make three copies of the whole.
+
+    Args:
+        bits: bits of gray values above 8, whose highest 8 are kept.
+        is_inverted: 0 is white in gray values of more than 8 bits.
+    """
     pixels = np.empty((image.height, image.width, 3), np.uint8)
     rows = max(1, _BAND_PIXELS // image.width)
     for top in range(0, image.height, rows):
@@ -162,7 +204,8 @@ def _rgb(image: Any) -> np.ndarray:
         if rows < image.height:
             part = image.crop((0, top, image.width, min(image.height, top + rows)))
         if image.mode.startswith("I;16"):  # convert("RGB") would clip at 255
-            pixels[top : top + rows] = (np.asarray(part) >> 8)[:, :, None]
+            gray = (np.asarray(part) >> (bits - 8)).astype(np.uint8)
+            pixels[top : top + rows] = (~gray if is_inverted else gray)[:, :, None]
         else:
             pixels[top : top + rows] = np.asarray(part.convert("RGB"))
     return pixels

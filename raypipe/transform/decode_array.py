@@ -25,11 +25,18 @@ from raypipe.errors import ConfigError, SampleError
 from raypipe.lookup import to_install
 from raypipe.stores.numbers import NPY, NpyHeader, npy_header, read_npy
 from raypipe.transform.decode import decode, image_size, stored_bytes
-from raypipe.transform.image_header import damage_in, image_kind, png_chunks, png_size
+from raypipe.transform.image_header import damage_in, image_kind, png_chunks, png_of_pixels, png_size
 from raypipe.transform.jpeg import upright
 from raypipe.transform.limits import check_size
 
 _PNG_BYTES = 12  # per pixel of 8 bits: RGBA, three times
+_PNG_DEPTHS = {
+    0: (1, 2, 4, 8, 16),
+    2: (8, 16),
+    3: (1, 2, 4, 8),
+    4: (8, 16),
+    6: (8, 16),
+}  # bits by color
 _PALETTE, _YCBCR = 3, 6  # photometries of a TIFF
 _TIFF_JPEG = 7  # a compression
 _ORIENTATION = 274  # a tag
@@ -74,17 +81,17 @@ def header_size(data: bytes | memoryview | None, exif: bool = False) -> tuple[in
     try:
         return image_size(data, exif=exif)
     except SampleError:
-        return array_size(data)
+        encoded = bytes(data or b"")
+        if encoded.startswith(NPY):
+            height, width, *_ = _image_header(encoded).shape
+            return height, width
+        if image_kind(encoded) == "TIFF":
+            return _tiff_size(encoded)
+        raise
 
 
-def array_size(data: bytes | memoryview | None) -> tuple[int, int]:
-    """(height, width) of a .npy or a TIFF, by its header; raises SampleError for all else."""
-    encoded = stored_bytes(data)
-    if encoded.startswith(NPY):
-        height, width, *_ = _image_header(encoded).shape
-        return height, width
-    if image_kind(encoded) != "TIFF":
-        raise SampleError("neither .npy nor TIFF")
+def _tiff_size(encoded: bytes) -> tuple[int, int]:
+    """(height, width) of a TIFF as `decode_array` gives it, by its header; raises SampleError."""
     with damage_in("TIFF", encoded):
         page = _tiff_page(encoded)
         size = page.imagelength, page.imagewidth
@@ -106,12 +113,14 @@ def _image_header(data: bytes) -> NpyHeader:
 def _png(data: bytes) -> np.ndarray:
     if data[8:16] != b"\0\0\0\rIHDR":
         raise SampleError("damaged PNG: it does not begin with its header")
-    for kind, holds in png_chunks(data):
-        if holds is None:
-            raise SampleError(f"truncated PNG ({len(data)} bytes)")
-        if not holds:
-            raise SampleError(f"damaged PNG: a checksum of {kind!r} does not hold")
+    if any(holds is None for _, holds in png_chunks(data)):
+        raise SampleError(f"truncated PNG ({len(data)} bytes)")
+    with damage_in("PNG", data):
+        data = png_of_pixels(data)  # cv2 would give the first frame of an animation, Pillow the picture before it
     height, width = png_size(data)
+    depth, color, *others = data[24:29]
+    if depth not in _PNG_DEPTHS.get(color, ()) or others not in ([0, 0, 0], [0, 0, 1]):
+        raise SampleError(f"damaged PNG: its header is wrong ({len(data)} bytes)")  # libpng would print why
     check_size(width, height, width * height * _PNG_BYTES * (2 if data[24] == 16 else 1))
     try:
         image = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_UNCHANGED)

@@ -10,6 +10,7 @@ import functools
 from typing import Any
 
 import numpy as np
+from numpy.random.bit_generator import ISpawnableSeedSequence
 
 from raypipe.plan.order import Domain, mix64
 
@@ -46,17 +47,42 @@ def integers(u: np.ndarray, low: np.ndarray | int, high: np.ndarray | int) -> np
     return low + np.floor(u * (np.asarray(high) - low + 1)).astype(np.int64)
 
 
+class _KeyedSeeds(ISpawnableSeedSequence):
+    """The seeds of generators that are spawned: a function of the key, however many were spawned under others."""
+
+    def __init__(self, domain: int) -> None:
+        self._domain = domain
+        self.rewind((0, 0))
+
+    def rewind(self, key: Key) -> None:
+        self._key, self._seeds = key, None
+
+    @property
+    def _of_key(self) -> np.random.SeedSequence:
+        if self._seeds is None:  # most transforms spawn nothing
+            self._seeds = np.random.SeedSequence([*map(int, self._key), self._domain])
+        return self._seeds
+
+    def generate_state(self, n_words: int, dtype: Any = np.uint32) -> np.ndarray:
+        return self._of_key.generate_state(n_words, dtype)
+
+    def spawn(self, n_children: int) -> list[np.random.SeedSequence]:
+        return self._of_key.spawn(n_children)
+
+
 class KeyedGenerator:
     """Generator of numpy, set to the state of a fresh `Generator(Philox(key=key))`.
 
-    That costs a few microseconds a sample; making a new one costs tens.
+    That costs a few microseconds a sample; making a new one costs tens. Generators that it spawns, too, depend
+    only on the key.
 
     Args:
         domain: another place in the key's stream, 2^192 draws on for each, so that two uses of a key differ.
     """
 
     def __init__(self, domain: int = 0) -> None:
-        self._philox = np.random.Philox(0)
+        self._seeds = _KeyedSeeds(domain)
+        self._philox = np.random.Philox(self._seeds)
         self._state: Any = self._philox.state  # a fresh generator: counter 0, empty buffer
         self._state["state"]["counter"][3] = domain
         self.generator = np.random.Generator(self._philox)
@@ -65,4 +91,5 @@ class KeyedGenerator:
         """The generator, as if it were new."""
         self._state["state"]["key"][:] = key
         self._philox.state = self._state
+        self._seeds.rewind(key)
         return self.generator

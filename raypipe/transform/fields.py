@@ -130,6 +130,7 @@ class MicroBatch:
         fields: by name: arrays (B, …), and `Ragged`.
         num_bad: samples that were replaced or left out.
         read_s, work_s: seconds that were spent on reading it, and on it in all.
+        outage_s: of read_s, waiting for object storage that did not answer.
     """
 
     position: MicroBatchId
@@ -139,6 +140,7 @@ class MicroBatch:
     num_bad: int = 0
     read_s: float = 0.0
     work_s: float = 0.0
+    outage_s: float = 0.0
 
     def arrays(self, group: str = "") -> dict[str, np.ndarray]:
         """The arrays among the fields, or those of a group by the names that they have in it."""
@@ -237,6 +239,11 @@ class Rows:
         assert self.arrays is not None
         self.arrays[LABEL][rows] = labels[rows]
         self.index[rows], self.weight[rows] = indices[rows], 1
+
+    def sample(self, row: int) -> dict[str, Any]:
+        """Copy the fields of one row."""
+        lists = {name: values[row] for name, values in self._lists.items()}
+        return lists | {name: array[row].copy() for name, array in (self.arrays or {}).items()}
 
     def leave_out(self, row: int, index: int = PADDING) -> None:
         """Fill a row that does not count: padding, or a sample that is bad."""

@@ -1,8 +1,9 @@
 """An image's targets, such as its mask, follow it through a program: with the numbers that were drawn for it.
 
-Points are counted from the image's upper left corner, so that the middle of its first pixel is (0.5, 0.5).
-Boxes are cut at the edges behind each step, and dropped where less than a pixel of width or height is left, as by
-Albumentations; keypoints are all kept.
+Numbers are those of Albumentations. A box has corners, counted from the image's upper left one: (0, 0, 1, 1) is
+its first pixel. A keypoint is a pixel, the first one (0, 0), so a flip moves it to width - 1 - x; but a resize
+multiplies its coordinates, so that a point in the image stays in it. Boxes are cut at the edges behind each step,
+and dropped where less than a pixel of width or height is left; keypoints are all kept.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from raypipe.transform.step import Step
 _LEAST = 1 - 1e-6  # pixels of a box's width and height
 POINTS = ("bboxes", "keypoints")
 """Targets of which points move; of all others pixels do."""
+_OF_CORNERS, _OF_PIXELS = 0.5, 0.0  # where the middle of the first pixel is: for boxes, and for keypoints
 
 
 def follow(
@@ -36,25 +38,28 @@ def follow(
         The same of the image that they make.
     """
     moved = {name: value.astype(np.float64) if name in POINTS else value for name, value in targets.items()}
-    if "keypoints" in moved:
-        moved["keypoints"][:, :2] += 0.5
     for step, op, numbers in applied:
         height, width = sizes_behind(op, np.array(numbers), np.array(size)).tolist()
         for name, value in moved.items():
             if name == "keypoints":
-                value[:, :2] = _points(value[:, :2], op, numbers, size)
+                if op == Op.RESIZE:
+                    value[:, :2] *= step.keypoint_scale(size, (height, width))
+                else:
+                    value[:, :2] = _points(value[:, :2], op, numbers, size, _OF_PIXELS)
             elif name == "bboxes":
                 moved[name] = _cut(_boxes(value, op, numbers, size), (height, width))
             else:
                 moved[name] = _mask(value, step, op, numbers)
         size = height, width
-    if "keypoints" in moved:
-        moved["keypoints"][:, :2] -= 0.5
     return moved
 
 
-def _points(points: np.ndarray, op: Op, p: list[int], size: Sides) -> np.ndarray:
-    """Points (n, 2), (x, y), behind an operation on an image of this size."""
+def _points(points: np.ndarray, op: Op, p: list[int], size: Sides, middle: float) -> np.ndarray:
+    """Points (n, 2), (x, y), behind an operation on an image of this size.
+
+    Args:
+        middle: x and y of the middle of the first pixel.
+    """
     height, width = size
     if op == Op.CROP:
         return points - np.array([p[1], p[0]])
@@ -66,12 +71,13 @@ def _points(points: np.ndarray, op: Op, p: list[int], size: Sides) -> np.ndarray
         if p[0] & 4:
             points, height, width = points[:, ::-1], width, height
         signs = np.array([-1 if p[0] & 1 else 1, -1 if p[0] & 2 else 1])
-        return points * signs + np.where(signs < 0, (width, height), 0)
+        last = np.array([width, height]) - 1 + 2 * middle
+        return points * signs + np.where(signs < 0, last, 0)
     if op == Op.AFFINE:
         a, b, c, d, e, f = (number / 2**32 for number in p[:6])
         determinant = a * e - b * d or 1.0
-        x, y = points[:, 0] - 0.5 - c, points[:, 1] - 0.5 - f
-        return np.column_stack([e * x - b * y, a * y - d * x]) / determinant + 0.5
+        x, y = points[:, 0] - middle - c, points[:, 1] - middle - f
+        return np.column_stack([e * x - b * y, a * y - d * x]) / determinant + middle
     return points
 
 
@@ -80,7 +86,7 @@ def _boxes(boxes: np.ndarray, op: Op, p: list[int], size: Sides) -> np.ndarray:
     if op == Op.DROPOUT:
         return _visible(boxes, np.array(p[4 : 4 + 4 * p[3]]).reshape(-1, 4), size)
     corners = boxes[:, [0, 1, 2, 1, 2, 3, 0, 3]].reshape(-1, 2)
-    moved = _points(corners, op, p, size).reshape(-1, 4, 2)
+    moved = _points(corners, op, p, size, _OF_CORNERS).reshape(-1, 4, 2)
     return np.hstack([moved.min(axis=1), moved.max(axis=1), boxes[:, 4:]])
 
 

@@ -140,11 +140,17 @@ class SmallestMaxSize(_Resizing):
 
     def draw(self, u: np.ndarray, sizes: np.ndarray) -> Numbers:
         # To the bit as the library: a quotient first, and then products.
+        return [np.maximum(1, np.rint(sizes * self._scales(sizes))).astype(np.int64), self.interpolation]
+
+    def keypoint_scale(self, size: tuple[int, int], resized: tuple[int, int]) -> tuple[float, float]:
+        """The scale before sides are rounded, as the library has it."""
+        scale = float(self._scales(np.array([size]))[0, 0])
+        return scale, scale
+
+    def _scales(self, sizes: np.ndarray) -> np.ndarray:
         if self.max_size is not None:
-            scales = self.max_size / sizes.min(axis=1, keepdims=True)
-        else:
-            scales = (np.array(self.max_size_hw) / sizes).max(axis=1, keepdims=True)
-        return [np.maximum(1, np.rint(sizes * scales)).astype(np.int64), self.interpolation]
+            return self.max_size / sizes.min(axis=1, keepdims=True)
+        return (np.array(self.max_size_hw) / sizes).max(axis=1, keepdims=True)
 
 
 @dataclass(frozen=True, kw_only=True)

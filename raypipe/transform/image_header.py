@@ -1,8 +1,8 @@
 """Checks of the sizes that encoded images declare, before a decoder allocates memory or works.
 
-    jpeg_size      JPEG, of which libjpeg-turbo reads the header     scans, and coefficients that are kept for them
-    plain_size     PNG and WebP without extras, which cv2 decodes
-    open_pillow    whatever Pillow and its plugins are to decode     canvases, strips and tiles, copies
+    jpeg_header.jpeg_size    the usual JPEGs                          scans, and the coefficients kept for them
+    plain_size               PNG and WebP without extras, for cv2
+    open_pillow              whatever Pillow is to decode             canvases, strips and tiles, copies
 
 All decoding and all queries of sizes use one of the three. None of them allocates pixels.
 """
@@ -12,21 +12,16 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
-import re
 import warnings
 import zlib
 from collections.abc import Iterator
 from typing import Any
 
-import simplejpeg
-
 from raypipe.errors import ConfigError, SampleError
 from raypipe.lookup import to_install
-from raypipe.transform.limits import MAX_DECODE_BYTES, MAX_PIXELS, check_size
-
-MAX_SCANNED_PIXELS = 16 * MAX_PIXELS
-"""Pixels times scans of a JPEG, of which a core does 1.5 to 7 thousand million in a second. Encoders write about
-10 scans; of photos of 12 MP 238 are read."""
+from raypipe.transform.jpeg_header import check_jpeg, jpeg_frame, orientation_of
+from raypipe.transform.limits import check_size
+from raypipe.transform.silence import silenced
 
 _MAGIC = {
     "JPEG": (b"\xff\xd8\xff",),
@@ -35,16 +30,14 @@ _MAGIC = {
     "TIFF": (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"),
     "BMP": (b"BM",),
 }
-# Of a JPEG: not stuffing, fill bytes or restarts, as libjpeg looks for the next one.
-_MARKER = re.compile(rb"\xff[\x01-\xcf\xd8-\xfe]")
-_FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
-_PROGRESSIVE = {0xC2, 0xC6, 0xCA, 0xCE}
-_TEM, _EOI, _SOS = 0x01, 0xD9, 0xDA
-_SCAN_BYTES = 10  # the header of the shortest scan
-# Bytes per pixel, measured as the peak of a decode: with two canvases and two copies of the one frame; and the
-# most that a JPEG takes, CMYK in several scans.
-_WEBP_BYTES, _MOST_JPEG_BYTES = 19, 15
+# Bytes per pixel, measured as the peak of a decode: with two canvases and two copies of the one frame.
+_WEBP_BYTES = 19
 _TILE_WIDTH, _TILE_HEIGHT = 322, 323  # tags of a TIFF
+_PNG_ORIENTATION = {b"eXIf", b"iTXt", b"tEXt", b"zTXt"}
+_PNG_METADATA = _PNG_ORIENTATION | set(
+    b"tIME iCCP cICP gAMA cHRM sRGB sBIT pHYs bKGD hIST sPLT mDCV cLLI acTL fcTL fdAT".split()
+)
+_PNG_END = b"\0\0\0\0IEND\xae\x42\x60\x82"
 # Of an ISO file: brands of AVIF; and of HEIC, some of which AVIF has as well.
 _AVIF_BRANDS = {b"avif", b"avis"}
 _HEIC_BRANDS = {b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1"}
@@ -62,63 +55,6 @@ def image_kind(data: bytes) -> str | None:
     if data.startswith(b"RIFF"):
         return "WebP" if data[8:12] == b"WEBP" else None
     return next((kind for kind, magic in _MAGIC.items() if data.startswith(magic)), None)
-
-
-def jpeg_size(data: bytes) -> tuple[int, int] | None:
-    """(height, width) of a JPEG within the limits; None where simplejpeg cannot tell: Pillow has the last word.
-
-    Raises:
-        SampleError: it is over a limit.
-    """
-    try:
-        height, width, *_ = simplejpeg.decode_jpeg_header(data)
-    except Exception:  # ValueError of damage, KeyError of a rare subsampling, such as 4:4:1
-        return None
-    _check_jpeg(data, width, height, 3)
-    return height, width
-
-
-def _check_jpeg(data: bytes, width: int, height: int, pixel_bytes: int) -> None:
-    """The limits of a JPEG, `pixel_bytes` of each of whose pixels are held in any case.
-
-    libjpeg keeps the coefficients of all components if there are several scans, and goes through them for each.
-    """
-    num_pixels = width * height
-    check_size(width, height)
-    most_scans = MAX_SCANNED_PIXELS // max(1, num_pixels)
-    if len(data) // _SCAN_BYTES <= most_scans and num_pixels * _MOST_JPEG_BYTES <= MAX_DECODE_BYTES:
-        return  # nearly all, in no time
-    num_components, num_scans, is_progressive = 0, 0, False
-    for marker, body in _jpeg_segments(data):
-        if marker in _FRAMES:
-            num_components, is_progressive = min(4, *body[5:6], 4), marker in _PROGRESSIVE
-        elif marker == _SOS:
-            if not num_scans:
-                has_one = not is_progressive and body[:1] == bytes([num_components])
-                kept = (4 if num_components == 4 else 0) + (0 if has_one else 2 * num_components)
-                check_size(width, height, num_pixels * (pixel_bytes + kept))
-                if has_one:  # libjpeg refuses a second one
-                    return
-            num_scans += 1
-            if num_scans > most_scans:
-                raise SampleError(
-                    f"a JPEG of {width}x{height} pixels in more than {most_scans} scans, the limit for its size: "
-                    "store it as a baseline JPEG"
-                )
-
-
-def _jpeg_segments(data: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yield the marker and the body of each segment, up to the image's end."""
-    at = 2
-    while match := _MARKER.search(data, at):
-        at = match.end()
-        marker = data[at - 1]
-        if marker == _EOI:
-            return
-        if marker != _TEM:
-            end = at + max(2, int.from_bytes(data[at : at + 2], "big"))
-            yield marker, data[at + 2 : end]
-            at = end
 
 
 def plain_size(data: bytes, kind: str) -> tuple[int, int] | None:
@@ -152,22 +88,57 @@ def png_size(data: bytes) -> tuple[int, int]:
 
 def png_chunks(data: bytes) -> Iterator[tuple[bytes, bool | None]]:
     """Yield the kind of each chunk, and whether its checksum holds; None: it is cut short, and so the last."""
+    for kind, _, _, holds in _png_chunks(data):
+        yield kind, holds
+
+
+def _png_chunks(data: bytes) -> Iterator[tuple[bytes, int, int, bool | None]]:
+    """Yield the same with where each chunk begins and ends."""
     at, kind = 8, b""
     while kind != b"IEND":
         length, kind = int.from_bytes(data[at : at + 4], "big"), data[at + 4 : at + 8]
-        end = at + 8 + length
-        if end + 4 > len(data):
-            yield kind, None
+        end = at + 12 + length
+        if end > len(data):
+            yield kind, at, len(data), None
             return
-        yield kind, zlib.crc32(memoryview(data)[at + 4 : end]) == int.from_bytes(data[end : end + 4], "big")
-        at = end + 4
+        checksum = zlib.crc32(memoryview(data)[at + 4 : end - 4])
+        yield kind, at, end, checksum == int.from_bytes(data[end - 4 : end], "big")
+        at = end
 
 
-def check_png(data: bytes) -> None:
-    """Raise ValueError where a checksum of what pixels are made of is wrong: Pillow does not compare them."""
-    for kind, holds in png_chunks(data):
-        if holds is False and not kind[0] & 0x20:
+def png_of_pixels(data: bytes) -> bytes:
+    """Copy the parts of a PNG that make its pixels, without metadata and without the frames of an animation.
+
+    Raises:
+        ValueError: a checksum is wrong: Pillow does not compare those of pixels. Of metadata it is of no interest.
+    """
+    kept = [data[:8]]
+    for kind, at, end, holds in _png_chunks(data):
+        is_of_pixels = not kind[:1].islower() or kind == b"tRNS"
+        if holds is False and (is_of_pixels or kind not in _PNG_METADATA):
             raise ValueError(f"the checksum of {kind!r} is wrong")
+        if is_of_pixels:
+            kept.append(data[at:end])
+    return b"".join(kept)
+
+
+def png_orientation(data: bytes) -> int:
+    """Orientation of a PNG by its eXIf, or else by XMP or text, 1 to 8; 1 where they are damaged."""
+    from PIL import Image, PngImagePlugin
+
+    chunks = list(_png_chunks(data))
+    told = [data[at:end] for kind, at, end, holds in chunks if holds and kind in _PNG_ORIENTATION]
+    if not told:
+        return 1
+    with warnings.catch_warnings(), silenced():
+        warnings.simplefilter("ignore")
+        try:  # metadata behind the pixels, too, which Pillow would decode first
+            of_metadata = PngImagePlugin.PngImageFile(io.BytesIO(data[:33] + b"".join(told) + _PNG_END))
+        except Exception:  # Pillow raises a dozen types on bad bytes
+            return 1
+        image = Image.Image()
+        image.info.update(of_metadata.info)
+        return orientation_of(image)
 
 
 def _webp_size(data: bytes) -> tuple[int, int] | None:
@@ -203,7 +174,7 @@ def open_pillow(data: bytes, kind: str) -> Any:
     if kind == "WebP":
         _webp_size(data)
     if kind == "PNG":
-        check_png(data)
+        data = png_of_pixels(data)
     image = _plugin(kind)(io.BytesIO(data))
     width, height = image.size
     if kind in ("AVIF", "HEIC"):
@@ -211,7 +182,10 @@ def open_pillow(data: bytes, kind: str) -> Any:
         return image
     pixel_bytes = {"1": 1, "L": 1, "P": 1, "I;16": 2, "I;16B": 2, "I;16L": 2}.get(image.mode, 4)
     if kind == "JPEG":
-        _check_jpeg(data, width, height, pixel_bytes + 3)
+        frame = jpeg_frame(data)
+        if frame is None or (frame.height, frame.width) != (height, width):
+            raise ValueError("its header can be read in two ways")
+        check_jpeg(data, width, height, pixel_bytes + 3)
     elif kind != "WebP":
         tile_pixels = 0
         if kind == "TIFF":  # libtiff unpacks a tile, which may be far larger than its image
@@ -239,11 +213,13 @@ def _plugin(kind: str) -> Any:
 
 @contextlib.contextmanager
 def damage_in(kind: str, data: bytes) -> Iterator[None]:
-    """Makes a SampleError of what Pillow raises within, and silences what it warns of: metadata, large images."""
-    with warnings.catch_warnings():
+    """Makes a SampleError of what Pillow raises within, and keeps it silent: on metadata, large images, damage."""
+    with warnings.catch_warnings(), silenced() as errors:
         warnings.simplefilter("ignore")
         try:
             yield
+            if errors:
+                raise SampleError(f"damaged {kind}: {errors[0]} ({len(data)} bytes)")
         except (SampleError, ConfigError):
             raise
         except Exception as error:  # its plugins raise a dozen types on bad bytes

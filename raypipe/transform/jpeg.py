@@ -15,7 +15,6 @@ and nodes with and without the extension can make one run together.
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable
 
 import numpy as np
@@ -24,7 +23,7 @@ import simplejpeg
 from raypipe.config import TransformConfig
 from raypipe.errors import SampleError
 from raypipe.plan.places import Sides
-from raypipe.transform.image_header import jpeg_size, open_pillow
+from raypipe.transform.jpeg_header import jpeg_orientation, jpeg_size, without_profile
 from raypipe.transform.kernel import EXTRA_COLUMNS, SCALES, WHOLE, decode_crop, why_no_kernel
 from raypipe.transform.seekable import check_checksum
 
@@ -35,7 +34,6 @@ Undecoded = tuple[Sides, Callable[[Box], np.ndarray]]
 
 # Pixels. Below, two scales can give the same size, and simplejpeg finds the scale by the size.
 _MIN_SCALED_SIDE = 16
-_ORIENTATION_TAG = 0x0112  # EXIF
 
 
 def decode_jpeg(data: bytes, size: tuple[int, int], min_side: int | None = None) -> np.ndarray:
@@ -46,7 +44,7 @@ def decode_jpeg(data: bytes, size: tuple[int, int], min_side: int | None = None)
 
 
 def decode_jpeg_at(data: bytes, short_side: int) -> np.ndarray:
-    """A JPEG whose header can be read, as stored; raises SampleError where it is damaged.
+    """A JPEG that `jpeg_size` could read, as stored; raises SampleError where it is damaged.
 
     Args:
         short_side: pixels; the scale is the smallest of 1/8, 2/8, … at which the short side has as many, and
@@ -54,8 +52,8 @@ def decode_jpeg_at(data: bytes, short_side: int) -> np.ndarray:
     """
     check_checksum(data)
     try:
-        factor = 2.0 if short_side else 1.0
-        return simplejpeg.decode_jpeg(data, "RGB", min_height=short_side, min_width=short_side, min_factor=factor)
+        sides = {"min_height": short_side, "min_width": short_side, "min_factor": 2.0 if short_side else 1.0}
+        return simplejpeg.decode_jpeg(without_profile(data), "RGB", **sides)
     except Exception as error:
         damage = "truncated" if "Premature end of JPEG file" in str(error) else "damaged"
         raise SampleError(f"{damage} JPEG: {error} ({len(data)} bytes)") from error
@@ -76,7 +74,7 @@ def open_for_crop(data: bytes, config: TransformConfig, target: tuple[int, int])
         return None
     if size is None:
         return None
-    if config.apply_exif and b"Exif\0\0" in data and 2 <= jpeg_orientation(data) <= 8:
+    if config.apply_exif and jpeg_orientation(data) > 1:
         return None
     if scaled:
         return size, functools.partial(_decode_scaled, data, size, target)
@@ -113,7 +111,7 @@ def scaled_boxes(boxes: np.ndarray, sizes: np.ndarray, target: Sides) -> tuple[n
 
 
 def decode_box(data: bytes, box: Box, eighths: int = WHOLE) -> np.ndarray:
-    """Decode a box of a JPEG with a readable header; the result is the same with and without the extension.
+    """Decode a box of a JPEG that `jpeg_size` could read; the same with and without the extension.
 
     Args:
         box: box inside the scaled image.
@@ -128,8 +126,8 @@ def decode_box(data: bytes, box: Box, eighths: int = WHOLE) -> np.ndarray:
     part = _by_extension(data, box, eighths)
     if part is not None:
         return part
-    rows, columns, *_ = simplejpeg.decode_jpeg_header(data)
-    whole = decode_jpeg_at(data, _scaled(min(rows, columns), eighths) if eighths < WHOLE else 0)
+    short_side = min(jpeg_size(data) or (0, 0)) if eighths < WHOLE else 0
+    whole = decode_jpeg_at(data, _scaled(short_side, eighths))
     top, left, height, width = box
     return whole[top : top + height, left : left + width]
 
@@ -172,16 +170,6 @@ def missing_extension() -> str:
         "libjpeg-turbo-devel; macOS: brew install jpeg-turbo), then raypipe again (in its repository: "
         "uv sync --reinstall-package raypipe-data)"
     )
-
-
-def jpeg_orientation(data: bytes) -> int:
-    """EXIF orientation, 1 to 8; 1 where the metadata is damaged: the pixels are still good."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            return int(open_pillow(data, "JPEG").getexif().get(_ORIENTATION_TAG, 1))
-        except Exception:
-            return 1
 
 
 def upright(image: np.ndarray, orientation: int) -> np.ndarray:

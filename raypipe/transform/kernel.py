@@ -62,7 +62,8 @@ class Job(NamedTuple):
 
 
 def sizes(images: Sequence[Image]) -> tuple[np.ndarray, np.ndarray]:
-    """Heights and widths of JPEGs, int32 (B, 2), 0, 0 of what `run` takes not; and which have EXIF, bool (B,)."""
+    """Heights and widths of JPEGs, int32 (B, 2), 0, 0 of what `run` takes not; and which may be
+    turned by EXIF or XMP, bool (B,)."""
     if not available():
         return np.zeros((len(images), 2), np.int32), np.zeros(len(images), bool)
     headers = np.frombuffer(_extension().sizes(images), np.int32).reshape(-1, 3)

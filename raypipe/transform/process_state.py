@@ -1,12 +1,15 @@
 """State that the threads of a process share: random generators, and the number of OpenCV's threads.
 
-seed_process   before user code that draws from the generators: its draws depend only on the key
+seed_process   before user code that draws from the generators: its draws depend only on the key. If that code is
+               the first to import torch, torch is seeded as it is imported
 process_kept   around work in a process that is also the user's: the state is put back
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib.abc
+import importlib.util
 import random
 import sys
 import threading
@@ -24,14 +27,58 @@ _counting = threading.Lock()
 _num_within, _num_threads = 0, 1
 
 
+class _TorchWatch(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds torch as it is imported, and seeds it behind its import by the key that a thread has last seeded with.
+
+    Attributes:
+        key: thread and seed of a sample; None = no work of raypipe's is under way.
+        state: of torch's generator as it was imported; None = it has not been.
+    """
+
+    def __init__(self) -> None:
+        self.key: tuple[int, int] | None = None  # (thread, seed)
+        self.state: Any = None
+        self._loader: Any = None
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
+        if fullname != "torch":
+            return None
+        self.remove()
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            self._loader, spec.loader = spec.loader, self
+        return spec
+
+    def remove(self) -> None:
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+
+    def create_module(self, spec: Any) -> Any:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: Any) -> None:
+        module.__loader__ = module.__spec__.loader = self._loader
+        self._loader.exec_module(module)
+        self.state = module.default_generator.get_state()
+        if self.key is not None and self.key[0] == threading.get_ident():
+            module.default_generator.manual_seed(self.key[1])
+
+
+_watch = _TorchWatch()
+
+
 def seed_process(k0: int, k1: int) -> None:
     """Seed the generators of OpenCV, Python, NumPy and torch by two integers in [0, 2^64); takes 15 µs."""
     cv2.setRNGSeed(k0 & _MAX_SEED)
     random.seed(k0 << 64 | k1)
     np.random.seed((k0 & 0xFFFFFFFF, k0 >> 32, k1 & 0xFFFFFFFF, k1 >> 32))
-    torch = sys.modules.get("torch")  # a transform that uses torch has imported it
-    if torch is not None:
-        torch.default_generator.manual_seed(k0)  # not torch.manual_seed, which goes to the GPUs as well
+    generator = getattr(sys.modules.get("torch"), "default_generator", None)  # None while torch is being imported
+    if generator is not None:
+        generator.manual_seed(k0)  # not torch.manual_seed, which goes to the GPUs as well
+        return
+    _watch.key = threading.get_ident(), k0
+    if _watch not in sys.meta_path:
+        sys.meta_path.insert(0, _watch)
 
 
 @contextlib.contextmanager
@@ -70,7 +117,11 @@ def _generators_kept() -> Iterator[None]:
         try:
             yield
         finally:
+            _watch.key = None
+            _watch.remove()
             random.setstate(of_python)
             np.random.set_state(of_numpy)
-            if torch is not None:
-                torch.default_generator.set_state(of_torch)
+            if torch is None and "torch" in sys.modules:
+                of_torch = _watch.state
+            if of_torch is not None:
+                sys.modules["torch"].default_generator.set_state(of_torch)

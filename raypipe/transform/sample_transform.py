@@ -11,14 +11,17 @@ only for users of them:
     plain, rng=      uint8 HWC and rng=numpy Generator       the one that it is handed
     plain            uint8 HWC                               random's, numpy's and torch's global ones
 
+The user's code of any kind may hold more generators, or pipelines of Albumentations: `raypipe.transform.reach`
+finds them, and they are seeded for each sample as well.
+
 With `transform.decode_as: array`, all of them get and may return images of any dtype and number of channels.
 
-A plain one may return several images by name, see `raypipe.transform.views`. One with its own generator is not
-reproducible: let it take `rng`.
+A plain one may return several images by name, see `raypipe.transform.views`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import random
 import sys
@@ -38,8 +41,13 @@ from raypipe.transform.jpeg import Box, Undecoded
 from raypipe.transform.kernel import DONE, Job
 from raypipe.transform.process_state import seed_process
 from raypipe.transform.program import Program, find_program
+from raypipe.transform.reach import ReachedGenerators
 from raypipe.transform.targets import TARGETS, by_pipeline, target_pipeline
 from raypipe.transform.user_code import rng_parameter
+
+_NOTHING = contextlib.nullcontext()
+_MAKES_FLOATS = ("ToTensor", "Normalize")
+_MAY_MAKE_FLOATS = ("ConvertImageDtype", "ToDtype")
 
 Kind = Literal["none", "program", "albumentations", "torchvision", "plain"]
 
@@ -61,7 +69,8 @@ class SampleTransform:
         has_rest: whether steps follow the program.
         crop_target: (height, width) to which a random resized crop at the very beginning resizes; None: there is
             none.
-        draws_globally: it may draw from the generators of the process.
+        draws_globally: it may draw from generators that all threads share.
+        has_user_code: it may run code that neither raypipe nor the libraries of the table have.
     """
 
     def __init__(self, transform: Any, arrays: bool = False, targets: Collection[str] = ()) -> None:
@@ -78,6 +87,8 @@ class SampleTransform:
         # Programs take only uint8 RGB: the library transforms other arrays in all steps.
         self.has_rest = bool(rest) or self.program is None or arrays
         self.kind = _kind_of(self.transform)
+        if self.kind == "torchvision":
+            _refuse_floats(self.transform)
         if targets and self.has_rest:
             self.transform = target_pipeline(self.transform, targets)
         elif self.kind == "albumentations":
@@ -90,6 +101,11 @@ class SampleTransform:
             # Not set_random_seed: it gives every child the same seed, so that two flips always agree.
             self.transform.set_random_state(self._keyed.generator, self._random)
             self.draws_globally = _has_user_code(self.transform)
+        self.has_user_code = self.kind == "plain" or _has_user_code(self.transform)
+        self._reached = ReachedGenerators(self.transform, self._keyed.generator) if self.has_user_code else None
+        self._is_first = self.has_user_code
+        if self._reached:
+            self.draws_globally = True
         self._arrays = arrays
         self.crop_target: Sides | None = None
         if not arrays:
@@ -134,7 +150,8 @@ class SampleTransform:
         if isinstance(image, np.ndarray):
             return self.finish(image, targets, key)
         self._seed(key)
-        return {"image": _checked(_crop_first(self.transform, *image), self.kind)}
+        with self._keyed_reach(key):
+            return {"image": _checked(_crop_first(self.transform, *image), self.kind)}
 
     def _by_program(self, image: np.ndarray | Undecoded, params: np.ndarray) -> np.ndarray:
         """Run the program on one image; raise ValueError if it is too small for a crop."""
@@ -151,16 +168,14 @@ class SampleTransform:
 
     def finish(self, image: np.ndarray, targets: dict[str, Any], key: Key) -> dict[str, np.ndarray]:
         """Run the steps after the program: `with_targets` by the user's code, or a library."""
-        self._seed(key)
-        if self.kind == "albumentations":
-            made = by_pipeline(self.transform, image, targets)
-        elif self.kind == "torchvision":
-            import torch
-            from torchvision import tv_tensors
-
-            made = self.transform(tv_tensors.Image(torch.from_numpy(image).permute(2, 0, 1)))
+        if self._is_first and self._reached is not None:
+            self._is_first, kept = False, image.copy()
+            made = self._run(image, targets, key)
+            if self._reached.look():  # it has made a pipeline, which drew without a seed
+                self.draws_globally = True
+                made = self._run(kept, targets, key)
         else:
-            made = self.transform(image, **self._rng)
+            made = self._run(image, targets, key)
         # A function that returns only `image` has mistaken Albumentations' result for the image.
         if self.kind == "plain" and isinstance(made, Mapping) and [*made] != ["image"]:
             return _checked_views(made, self._arrays)
@@ -168,6 +183,21 @@ class SampleTransform:
             return {"image": _checked(made, self.kind, self._arrays)}
         image = _checked(made["image"], self.kind, self._arrays)
         return made if image is made["image"] else {**made, "image": image}
+
+    def _run(self, image: np.ndarray, targets: dict[str, Any], key: Key) -> Any:
+        self._seed(key)
+        with self._keyed_reach(key):
+            if self.kind == "albumentations":
+                return by_pipeline(self.transform, image, targets)
+            if self.kind == "torchvision":
+                import torch
+                from torchvision import tv_tensors
+
+                return self.transform(tv_tensors.Image(torch.from_numpy(image).permute(2, 0, 1)))
+            return self.transform(image, **self._rng)
+
+    def _keyed_reach(self, key: Key) -> contextlib.AbstractContextManager[None]:
+        return self._reached.keyed((int(key[0]), int(key[1]))) if self._reached else _NOTHING
 
     def _seed(self, key: Key) -> None:
         """Seed what the transform draws from: generators that it is handed (5 µs), or those of the process."""
@@ -197,12 +227,33 @@ def _kind_of(transform: Any) -> Kind:
     return "plain"
 
 
+def _refuse_floats(transform: Any) -> None:
+    """Raise ConfigError for a pipeline of torchvision's that makes floats, as it stands in a training script."""
+    for step in getattr(transform, "transforms", None) or [transform]:
+        name = type(step).__name__
+        package = type(step).__module__
+        is_float = getattr(getattr(step, "dtype", None), "is_floating_point", False)
+        if package == "torchvision.transforms.transforms" and name == "PILToTensor":
+            raise ConfigError(
+                "torchvision's PILToTensor is for PIL images, and a transform gets tensors: leave it out"
+            )
+        if not package.startswith("torchvision.transforms."):
+            continue
+        if name in _MAKES_FLOATS or (name in _MAY_MAKE_FLOATS and is_float):
+            raise ConfigError(
+                f"torchvision's {name} is for floats, and images stay uint8 until they are on the GPU: end the "
+                "pipeline before it, and normalize there, by AugmentConfig(mean=…, std=…) (augment.mean, "
+                "augment.std)"
+            )
+
+
 def _has_user_code(step: Any) -> bool:
-    """True if a pipeline of Albumentations has steps of the user's, which may draw from any generator."""
-    library = sys.modules["albumentations"]
-    if isinstance(step, library.BaseCompose) and any(map(_has_user_code, step.transforms)):
-        return True
-    return isinstance(step, library.Lambda) or not type(step).__module__.startswith("albumentations.")
+    """True if a pipeline of a library has steps of the user's, which may draw from any generator."""
+    package = type(step).__module__.partition(".")[0]
+    if package not in ("albumentations", "torchvision", "torch"):
+        return step is not None and not isinstance(step, Program)
+    steps = step.children() if package == "torch" else getattr(step, "transforms", None) or ()
+    return type(step).__name__ == "Lambda" or any(map(_has_user_code, steps))
 
 
 def _checked(result: Any, kind: Kind, arrays: bool = False) -> np.ndarray:

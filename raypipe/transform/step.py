@@ -59,6 +59,10 @@ class Step:
         """True if boxes and keypoints can follow: a border that repeats pixels would repeat them, too."""
         return True
 
+    def keypoint_scale(self, size: tuple[int, int], resized: tuple[int, int]) -> tuple[float, float]:
+        """Factors of x and y by which a resize from and to these (height, width) multiplies keypoints."""
+        return resized[1] / size[1], resized[0] / size[0]
+
     def draw(self, u: np.ndarray, sizes: np.ndarray) -> Numbers:
         """Draw parameters for B samples, as if it applied to all.
 

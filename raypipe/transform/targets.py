@@ -4,21 +4,25 @@
     mask       one PNG of one channel, a class index per pixel                 uint8 (H, W)
     boxes      K boxes [x0, y0, x1, y1, label], pixels of the image, as 5·K    float32 (K, 5)
                little-endian float32 bytes, as JSON, or as numbers, flat or
-               five to a box
+               five to a box; or Hugging Face's {bbox: K of 4, category: K}
     keypoints  K keypoints [x, y, label], as boxes, three to a keypoint        float32 (K, 3)
 
-x1 and y1 are one past the last pixel, so x1 - x0 is a width. A malformed target makes a bad sample.
+x1 and y1 are one past the last pixel, so x1 - x0 is a width. A keypoint is a pixel: (0, 0) is the first one. Both
+move as Albumentations moves them, see `raypipe.transform.follow`. A malformed target makes a bad sample.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import json
+import re
 import sys
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,7 +32,7 @@ from raypipe.errors import ConfigError, SampleError
 from raypipe.stores.base import Store, missing
 from raypipe.stores.numbers import exactly
 from raypipe.transform.fields import Field
-from raypipe.transform.image_header import check_png, damage_in, image_kind
+from raypipe.transform.image_header import damage_in, image_kind, png_of_pixels
 
 IGNORE = 255
 """In a mask: a pixel of no class. Presets pad masks with it, and so are padding rows filled."""
@@ -43,6 +47,12 @@ def check_columns(store: Store, targets: Mapping[str, str]) -> None:
     """Raise ConfigError unless a store has the columns of targets, see `TransformConfig.target_columns`."""
     for name, column in targets.items():
         if column not in store.columns:
+            parent, _, field = column.rpartition(".")
+            if parent in store.columns:
+                raise ConfigError(
+                    f"transform.{name}_column is {column!r}: name the column that has the labels next to "
+                    f"{field!r} too, {parent!r}"
+                )
             raise ConfigError(missing(store.address, column, store.columns, f"transform.{name}_column"))
         if column == "image":
             raise ConfigError(f"transform.{name}_column must be another column than the image, got 'image'")
@@ -68,8 +78,7 @@ def decode_mask(data: Any, size: tuple[int, int]) -> np.ndarray:
     from PIL.PngImagePlugin import PngImageFile  # 0.1 s, and most streams have no masks
 
     with damage_in("PNG of a mask", data):
-        check_png(data)
-        image = PngImageFile(io.BytesIO(data))
+        image = PngImageFile(io.BytesIO(png_of_pixels(data)))
         if image.size != size[::-1]:  # before anything is allocated; the image has kept to the decoder's limit
             raise SampleError(
                 f"the mask has {image.width}x{image.height} pixels (width x height), the image {size[1]}x{size[0]}"
@@ -84,20 +93,31 @@ def decode_mask(data: Any, size: tuple[int, int]) -> np.ndarray:
         return np.array(image, dtype=np.uint8)
 
 
-def decode_boxes(value: Any, size: tuple[int, int]) -> np.ndarray:
+def decode_boxes(value: Any, size: tuple[int, int], boxes_format: str = "") -> np.ndarray:
     """Decode the boxes of a sample, cut at the image's edges.
 
     Args:
         value: see the module's table; only None is a missing value; any empty value means no boxes.
         size: (height, width) of the image, pixels.
+        boxes_format: see `TransformConfig`.
 
     Returns:
         float32 (K, 5): x0 < x1 and y0 < y1 inside of the image, and a label.
 
     Raises:
         SampleError: they are malformed, or a box is outside, or extends more than a pixel beyond the image.
+        ConfigError: they are a struct of lists, and boxes_format is empty.
     """
-    boxes = _numbers(value, "boxes", "x0, y0, x1, y1, label")
+    struct = _struct_in(value)
+    if struct is not None and not boxes_format and not struct.keys().isdisjoint(_BOXES):
+        raise ConfigError(
+            f"the boxes are a struct with {', '.join(map(str, struct))}, which may have corners or sizes: set "
+            "transform.boxes_format to 'xywh', [x, y, width, height] as in COCO, or to 'xyxy'"
+        )
+    rows = _rows(struct) if struct is not None and boxes_format else value
+    boxes = _numbers(rows, "boxes", "x0, y0, x1, y1, label")
+    if boxes_format == "xywh":
+        boxes[:, 2:4] += boxes[:, :2]
     corners, labels = boxes[:, :4], boxes[:, 4]
     limits = np.array(size[::-1] * 2, np.float64)
     cut = np.clip(corners, 0, limits)
@@ -112,6 +132,39 @@ def decode_boxes(value: Any, size: tuple[int, int]) -> np.ndarray:
         for number in np.flatnonzero(which)[:1]:
             raise SampleError(f"box {number} of {len(boxes)}, {boxes[number].tolist()}, {why}")
     return np.hstack([cut, labels[:, None]]).astype(np.float32)
+
+
+_BOXES = ("bbox", "bboxes", "boxes")
+_JSON_STRUCTS = re.compile(rb"\s*\[?\s*\{")
+_LABELS = ("category", "categories", "category_id", "label", "labels")
+
+
+def _struct_in(value: Any) -> Mapping[str, Any] | None:
+    """Return lists of boxes and of labels by their names, from a struct, a list of structs or JSON; else None."""
+    text = value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value
+    if isinstance(text, bytes) and _JSON_STRUCTS.match(text):
+        with contextlib.suppress(ValueError, RecursionError):
+            value = json.loads(value)
+    if isinstance(value, list) and value and all(isinstance(row, Mapping) for row in value):
+        return {name: [row.get(name) for row in value] for name in value[0]}
+    return value if isinstance(value, Mapping) else None
+
+
+def _rows(struct: Mapping[str, Any]) -> list[list[Any]]:
+    """Return the boxes of a struct of lists, each with its label."""
+    columns = []
+    for what, names in (("boxes", _BOXES), ("labels", _LABELS)):
+        found = [name for name in names if name in struct]
+        if len(found) != 1:
+            raise SampleError(
+                f"the boxes are a struct with {', '.join(map(str, struct))}: exactly one of {', '.join(names)} "
+                f"must have the {what}"
+            )
+        columns.append(struct[found[0]] or [])
+    boxes, labels = columns
+    if len(boxes) != len(labels) or any(not isinstance(box, list) or len(box) != 4 for box in boxes):
+        raise SampleError(f"{len(boxes)} boxes of 4 numbers need as many labels, and there are {len(labels)}")
+    return [[*box, label] for box, label in zip(boxes, labels, strict=True)]
 
 
 def decode_keypoints(value: Any, size: tuple[int, int]) -> np.ndarray:
@@ -241,7 +294,7 @@ TARGETS = {
 
 
 def decode_targets(
-    columns: Mapping[str, Any], targets: Mapping[str, str], size: tuple[int, int]
+    columns: Mapping[str, Any], targets: Mapping[str, str], size: tuple[int, int], boxes_format: str = ""
 ) -> dict[str, np.ndarray]:
     """Decode a sample's targets.
 
@@ -249,8 +302,13 @@ def decode_targets(
         columns: the sample's columns, by the store's names.
         targets: see `TransformConfig.target_columns`.
         size: (height, width) of the image.
+        boxes_format: see `TransformConfig`.
     """
-    return {name: TARGETS[name].decode(columns[column], size) for name, column in targets.items()}
+    decoded = {}
+    for name, column in targets.items():
+        decode = partial(decode_boxes, boxes_format=boxes_format) if name == "boxes" else TARGETS[name].decode
+        decoded[name] = decode(columns[column], size)
+    return decoded
 
 
 def _numbers(value: Any, what: str, fields: str) -> np.ndarray:

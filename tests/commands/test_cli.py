@@ -5,6 +5,7 @@ import dataclasses
 import io
 import json
 import os
+import pickle
 import runpy
 import shlex
 import subprocess
@@ -25,7 +26,7 @@ from raypipe.commands.cli import _finish, main
 from raypipe.commands.parser import Parser, printing
 from raypipe.commands.settings import parse_command
 from raypipe.config import RunConfig
-from raypipe.errors import ConfigError
+from raypipe.errors import ConfigError, NoRoomError, RaypipeError, ResourceError
 from raypipe.section import settings_of
 from raypipe.train.interrupts import Stopped
 from raypipe.train.run_folder import CONFIG_HEAD
@@ -499,3 +500,99 @@ def test_a_run_stopped_with_a_checkpoint_has_its_own_exit_code(end: Any, code: i
         assert ended.code == code
     else:
         assert code is None
+
+
+@pytest.mark.parametrize(
+    ("result", "is_run", "code"),
+    [({"run_dir": "r"}, True, 0), ({"run_dir": "r", "stopped": True}, True, 75), ({"digest": "d"}, False, 1)],
+)
+def test_a_run_that_ended_well_keeps_its_code_on_a_full_stdout(result: dict, is_run: bool, code: int) -> None:
+    program = f"from raypipe.commands.cli import _finish; _finish(lambda: {result!r}, is_run={is_run})"
+    with Path("/dev/full").open("w") as full:
+        ended = subprocess.run([sys.executable, "-c", program], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert ended.returncode == code
+    assert "the output cannot be written" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("train.learning_rate", "train.lr"),
+        ("learning_rate", "train.lr"),
+        ("batch_size", "plan.micro_batch_size"),
+        ("momentun", "train.momentum"),
+        ("plan.epoch", "plan.epochs"),
+    ],
+)
+def test_an_unknown_setting_leads_to_the_one_that_is_meant(
+    name: str, meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["train", f"--{name}", "1"])
+    assert f"did you mean '{meant}'?" in capsys.readouterr().err
+
+
+def test_a_store_that_does_not_exist_is_named_before_torch_is_loaded(tmp_path: Path) -> None:
+    program = (
+        "import sys; from raypipe.commands.cli import main\n"
+        f"try: main(['train', '--store.train', {str(tmp_path / 'no.lmdb')!r}])\n"
+        "finally: assert not {'ray', 'torch'} & set(sys.modules)"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ended.returncode == 1 and "no.lmdb does not exist" in ended.stderr, ended.stderr
+    assert "loading Ray and torch" not in ended.stdout
+
+
+def test_the_last_line_of_a_failure_is_json_with_json_logs(tmp_path: Path) -> None:
+    store = str(tmp_path / "no.lmdb")
+    command = [
+        sys.executable,
+        "-m",
+        "raypipe.commands.cli",
+        "train",
+        "--log-format",
+        "json",
+        "--store.train",
+        store,
+    ]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    lines = (ended.stdout + ended.stderr).splitlines()
+    assert ended.returncode == 1
+    assert [json.loads(line) for line in lines]  # each of them
+    last = json.loads(ended.stderr.splitlines()[-1])
+    assert last["level"] == "ERROR" and last["message"] == f"{store} does not exist"
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (RaypipeError("the head is silent"), 1, "the head is silent"),
+        (Stopped(), 75, ""),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+)
+def test_a_command_ends_although_ray_does_not(error: BaseException, code: int, said: str) -> None:
+    script = (
+        "import pickle, sys, time; from raypipe.commands import cli; cli._END_S = 0.1\n"
+        "cli._shutdown = lambda: time.sleep(1000)\n"
+        "def command(): raise pickle.loads(bytes.fromhex(sys.argv[1]))\n"
+        "cli._finish(command)"
+    )
+    command = [sys.executable, "-c", script, pickle.dumps(error).hex()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == code and said in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "is_run", "code"),
+    [(NoRoomError("no GPU"), True, 75), (NoRoomError("no GPU"), False, 1), (ResourceError("no GPU"), True, 1)],
+)
+def test_a_run_without_room_says_by_its_code_that_it_may_be_tried_again(
+    error: Exception, is_run: bool, code: int
+) -> None:
+    def run() -> dict[str, Any]:
+        raise error
+
+    with pytest.raises(SystemExit) as ended:
+        cli._finish(run, is_run=is_run)
+    assert ended.value.code == code

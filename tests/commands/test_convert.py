@@ -322,7 +322,7 @@ class TestConvert:
         out = tmp_path / "out"
         out.mkdir()
         with pytest.raises(SampleError, match="sample 0"):
-            convert(Slow([b"x"] * 12_800, [0] * 12_800), out / "copy.lmdb", shards=6)
+            convert(Slow([IMAGES[0]] * 12_800, [0] * 12_800), out / "copy.lmdb", shards=6)
         size = log.stat().st_size
         assert names(out) == []
         time.sleep(0.6)
@@ -513,8 +513,6 @@ class Command:
             text=True,
             start_new_session=True,
             env=os.environ | {"RAY_ADDRESS": ray_address},
-            # A pytest in the background of a shell passes on that SIGINT is ignored.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )
 
     def wait_until_it_writes(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 from pathlib import Path
 
 import cv2
@@ -13,6 +14,7 @@ from PIL import Image
 
 from raypipe.commands import cli
 from raypipe.commands.convert import NO_SIZE, size_of, write_shard
+from raypipe.errors import SampleError
 from raypipe.stores import open_store, open_writer
 from raypipe.stores.base import MemoryStore
 from raypipe.transform.decode import decode
@@ -28,30 +30,49 @@ def on_its_side(height: int, width: int) -> bytes:
 
 
 PNG = cv2.imencode(".png", np.zeros((5, 9, 3), np.uint8))[1].tobytes()
-IMAGES = [picture(0, 8, 12), PNG, b"no image", on_its_side(20, 30), picture(1, 7, 3)]
-STORED = [(12, 8), (9, 5), (-1, -1), (30, 20), (3, 7)]
-UPRIGHT = [(12, 8), (9, 5), (-1, -1), (20, 30), (3, 7)]
+IMAGES = [picture(0, 8, 12), PNG, on_its_side(20, 30), picture(1, 7, 3)]
+STORED = [(12, 8), (9, 5), (30, 20), (3, 7)]
+UPRIGHT = [(12, 8), (9, 5), (20, 30), (3, 7)]
 
 
 @pytest.mark.parametrize(("exif", "expected"), [(False, STORED), (True, UPRIGHT)])
 def test_a_size_is_that_of_the_decoded_image(exif: bool, expected: list[tuple[int, int]]) -> None:
     for image, (width, height) in zip(IMAGES, expected, strict=True):
         assert size_of(image, exif) == {"width": width, "height": height}
-        if width >= 0:
-            assert decode(image, exif=exif).shape == (height, width, 3)
-    assert size_of(b"") == size_of(IMAGES[0][:10]) == NO_SIZE
+        assert decode(image, exif=exif).shape == (height, width, 3)
+
+
+def test_an_image_whose_decoder_is_not_installed_has_no_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pillow_heif", None)
+    assert size_of(b"\0\0\0\x18ftypheic" + bytes(12)) == NO_SIZE
+
+
+# What a failed download, a truncation at the start, a pickle and a text leave in place of an image.
+UNREADABLE = [b"no image", IMAGES[0][:10], b"<html>404</html>", b"\x80\x04N.", b"\x93NUMPY", b"RIFF\0\0\0\0WAVE"]
+
+
+@pytest.mark.parametrize("image", UNREADABLE)
+@pytest.mark.parametrize("sized", [(), ("width", "height")])
+def test_a_conversion_refuses_what_no_decoder_reads(image: bytes, sized: tuple[str, ...], tmp_path: Path) -> None:
+    types = {"image": "binary", "label": "int64"} | dict.fromkeys(sized, "int64")
+    source = MemoryStore([PNG, image], [0, 1])
+    with pytest.raises(SampleError, match=r"sample 1: .*Exclude such samples with --on-bad-sample skip"):
+        list(write_shard(source, tmp_path / "a.lmdb", 0, 2, types, 0, 90, "raise", sized))
+    (part,) = write_shard(source, tmp_path / "b.lmdb", 0, 2, types, 0, 90, "skip", sized)
+    assert part[0] == 2 and [index for index, _ in part[3]] == [1]
+    assert open_store(tmp_path / "b.lmdb").read(np.arange(1), ("image",))["image"] == [PNG]
 
 
 @pytest.mark.parametrize("suffix", [".lmdb", ".parquet"])
 @pytest.mark.parametrize(("exif", "expected"), [(False, STORED), (True, UPRIGHT)])
-def test_a_conversion_writes_sizes_and_counts_what_has_none(
+def test_a_conversion_writes_the_sizes_of_all_images(
     suffix: str, exif: bool, expected: list[tuple[int, int]], tmp_path: Path
 ) -> None:
     types = {"image": "binary", "label": "int64", "width": "int64", "height": "int64"}
-    source, file = MemoryStore(IMAGES, range(5)), tmp_path / f"a{suffix}"
-    (part,) = write_shard(source, file, 0, 5, types, 0, 90, "raise", ("width", "height"), exif)
-    assert part == (5, 1, sum(map(len, IMAGES)), [])
-    found = open_store(file).read(np.arange(5), ("image", "width", "height"))
+    source, file = MemoryStore(IMAGES, range(4)), tmp_path / f"a{suffix}"
+    (part,) = write_shard(source, file, 0, 4, types, 0, 90, "raise", ("width", "height"), exif)
+    assert part == (4, 0, sum(map(len, IMAGES)), [])
+    found = open_store(file).read(np.arange(4), ("image", "width", "height"))
     assert found["image"] == IMAGES and found["width"].dtype == np.int64
     assert list(zip(found["width"], found["height"], strict=True)) == expected
 
@@ -76,10 +97,10 @@ class TestCommands:
                 writer.append({"image": image, "height": "tall"})
         cli.main(["convert", f"{tmp_path}/a.lmdb", f"{tmp_path}/b.parquet"])
         found = json.loads(capsys.readouterr().out.splitlines()[-1])
-        assert (found["samples"], found["without_size"]) == (5, 1)
+        assert (found["samples"], found["without_size"]) == (4, 0)
         copy = open_store(tmp_path / "b.parquet")
         assert copy.columns == ("image", "height", "width")
-        read = copy.read(np.arange(5), ("height", "width"))
-        assert read["height"] == ["tall"] * 5 and read["width"].tolist() == [width for width, _ in STORED]
+        read = copy.read(np.arange(4), ("height", "width"))
+        assert read["height"] == ["tall"] * 4 and read["width"].tolist() == [width for width, _ in STORED]
         cli.main(["convert", f"{tmp_path}/a.lmdb", f"{tmp_path}/c.lmdb", "--no-sizes"])
         assert open_store(tmp_path / "c.lmdb").columns == ("image", "height")

@@ -14,6 +14,7 @@ from raypipe.commands.status import print_status, standing
 from raypipe.storage.filesystem import open_filesystem
 from raypipe.storage.lease import leased
 from raypipe.streaming.chronicle import Chronicle
+from raypipe.train.run_folder import write_error
 
 WROTE: dict[str, Any] = {
     **{"time": 100.0, "every_s": 5.0, "host": "a", "pid": 7, "workers": 2, "step": 40, "step_at": 60.0},
@@ -34,7 +35,16 @@ def test_a_run_is_silent_restarting_or_ended() -> None:
     assert standing(WROTE, 101.0, True, died_at=49.0)["state"] == "running"
     left = WROTE | {"every_s": 0}
     assert standing(left, 1e6, True, 0.0)["state"] == "restarting"
-    assert standing(left, 1e6, False, 0.0)["state"] == "ended"
+    assert standing(left, 1e6, False, 0.0)["state"] == "stopped"
+    assert standing(left | {"step": 90}, 1e6, False, 0.0)["state"] == "ended"
+
+
+def test_a_run_that_an_error_has_ended_has_failed() -> None:
+    left = WROTE | {"every_s": 0}
+    assert standing(left, 1e6, False, 0.0, "no space")["state"] == "failed"
+    assert standing(left | {"step": 90}, 1e6, False, 0.0, "no space")["state"] == "failed"
+    assert standing(WROTE, 1e6, False, 0.0, "no space")["state"] == "failed"  # its rank 0 was killed
+    assert standing(WROTE, 101.0, True, 0.0, "no space")["state"] == "running"  # it is being ended
 
 
 def shown(run: Path, capsys: pytest.CaptureFixture[str]) -> tuple[str, dict[str, Any]]:
@@ -65,7 +75,11 @@ def test_the_command_tells_as_text_and_json_what_a_run_has_written(
         chronicle.close()
         assert shown(tmp_path, capsys)[1]["state"] == "restarting"
     found = shown(tmp_path, capsys)[1]
-    assert found["state"] == "ended" and found["held_by"] == "" and found["waits_for"] == ""
+    assert found["state"] == "stopped" and found["held_by"] == "" and found["waits_for"] == ""
+    write_error(tmp_path.as_uri(), "no space left\n\nTraceback")
+    text, found = shown(tmp_path, capsys)
+    assert found["state"] == "failed" and found["error"] == "no space left"
+    assert "no space left" in text and "Traceback" not in text
 
 
 def test_a_run_that_has_not_begun_to_train_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -73,6 +87,10 @@ def test_a_run_that_has_not_begun_to_train_is_told(tmp_path: Path, capsys: pytes
     with pytest.raises(SystemExit):
         main(["status", str(tmp_path)])
     assert "has no status.json: the run has not begun to train" in capsys.readouterr().err
+    write_error(tmp_path.as_uri(), "no GPU")
+    with pytest.raises(SystemExit):
+        main(["status", str(tmp_path)])
+    assert "the run has failed before it began to train: no GPU" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["status", str(tmp_path / "config.yaml")])
     assert "config.yaml cannot be used: [Errno 20] Not a directory" in capsys.readouterr().err

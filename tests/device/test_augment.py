@@ -323,4 +323,14 @@ def test_the_device_that_is_current_is_seeded_where_it_has_no_number(monkeypatch
     finally:
         torch.set_rng_state(before)
     assert [generator.initial_seed() for generator in generators] == [0, 0, 7, 0]
-    assert forked == [[torch.device("cuda", 2)]]
+    assert forked == [[torch.device("cuda", 2)]] * 2  # as it is built, and as it is called
+
+
+@pytest.mark.parametrize("mixing", [{}, {"mixup_alpha": 0.4, "mix_prob": 1.0}, {"cutmix_alpha": 1.0}])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_gradient_reaches_the_pixels_and_changes_none(preset: Any, mixing: dict[str, float]) -> None:
+    image = (images() / 255).requires_grad_()
+    out, _ = run(AugmentConfig(preset=preset, **mixing), image)
+    assert torch.equal(out, run(AugmentConfig(preset=preset, **mixing), image.detach())[0])
+    out.square().sum().backward()
+    assert image.grad is not None and (image.grad != 0).float().mean() > 0.3

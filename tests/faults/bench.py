@@ -51,7 +51,10 @@ from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.supervisor import events_of
 from raypipe.transform.fields import MicroBatch
 
-NUM_SAMPLES, SIDE = 320, 16
+NUM_SAMPLES = 320
+# Kinds with images of 96 pixels a side. Smaller blocks, below 100 KB, outlive their node: Ray keeps them in the
+# memory of the process that asked for them.
+LARGE = ("frozen node", "node")
 STORES = ("lmdb", "parquet")  # the same samples: actors read the one, a reader the other
 PLAN = PlanConfig(epochs=2, micro_batch_size=8, global_batch_size=32, seed=11)
 CONSUME_S = 0.04  # of the consumer per micro-batch, so that a stream lives long enough to be hurt
@@ -91,7 +94,12 @@ class Outcome:
 
 def crop(image: np.ndarray) -> np.ndarray:
     time.sleep(0.002)
-    return np.ascontiguousarray(image[:SIDE, :SIDE])
+    return np.ascontiguousarray(image[:16, :16])
+
+
+def enlarged(image: np.ndarray) -> np.ndarray:
+    time.sleep(0.002)
+    return np.ascontiguousarray(cv2.resize(image, (96, 96)))
 
 
 def make_stores(folder: str, num_samples: int, names: list[str]) -> dict[str, str]:
@@ -115,8 +123,8 @@ def spec_of(store: str, wire: Any, max_actors: int, kind: str = "") -> StreamSpe
         store,
         plan=PLAN,
         transform=TransformConfig(wire=wire),
-        train_transform=crop,
-        val_transform=crop,
+        train_transform=enlarged if kind in LARGE else crop,
+        val_transform=enlarged if kind in LARGE else crop,
         pool=PoolConfig(
             min_actors=min_actors, max_actors=max_actors, micro_batches_per_block=block, stall_timeout_s=60
         ),
@@ -411,12 +419,16 @@ def run(
             stores["bucket"] = f"s3://{BUCKET}/store.parquet"
             local = make_stores(f"{folder}/bucket", num_samples, ["parquet"])["parquet"]
             write_bytes(stores["bucket"], Path(local).read_bytes())
-        undisturbed = {name: without_ray(spec_of(path, wire, max_actors)) for name, path in stores.items()}
+        undisturbed = {
+            (name, large): without_ray(spec_of(path, wire, max_actors, large))
+            for name, path in stores.items()
+            for large in {kind if kind in LARGE else "" for kind in kinds}
+        }
         for kind in kinds:
             store = "parquet" if "reader" in kind else choose.choice(names)
             store = "bucket" if kind == "storage outage" else store
             spec = spec_of(stores[store], wire, max_actors, kind)
-            expected = undisturbed[store]
+            expected = undisturbed[store, kind if kind in LARGE else ""]
             latest = min(int(len(expected) * 0.7), len(expected) - READ_AHEAD)
             after = choose.randint(1, latest // 2 if kind.startswith(EARLY) else latest)  # it still has work
             damage = damage_of(kind, nodes, choose, storage)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import ambient_states
 import numpy as np
 import pytest
 import torch
@@ -63,6 +64,33 @@ def test_the_same_seed_gives_the_same_bits(preset: Any) -> None:
         assert close > 0.98
 
 
+OPERATIONS: list[dict[str, Any]] = [
+    {"op": "RandomRotation", "degrees": 25.0, "p": 0.9},
+    {"op": "RandomPerspective", "p": 0.9},
+    {"op": "RandomGaussianBlur", "kernel_size": [3, 3], "sigma": [0.1, 2.0], "p": 0.9},
+    {"op": "ColorJiggle", "brightness": 0.3, "contrast": 0.3, "saturation": 0.3, "hue": 0.1, "p": 0.9},
+    {"op": "RandomEqualize", "p": 0.9},
+    {"op": "RandAugment", "n": 2, "m": 10},
+]
+OF_A_LOOP = {
+    **{preset: AugmentConfig(preset=preset, mixup_alpha=0.4, cutmix_alpha=1.0) for preset in PRESETS},
+    **{entry["op"]: AugmentConfig(ops=[entry]) for entry in OPERATIONS},
+    "of a user": AugmentConfig(module="ambient_states:ConvolvedOnDevice"),
+}
+
+
+@pytest.mark.parametrize("name", OF_A_LOOP)
+def test_no_setting_of_torch_changes_a_pixel_and_all_are_kept(name: str) -> None:
+    device = cuda()
+    expected, _ = run(DeviceAugment(OF_A_LOOP[name], device), device, 5)
+    for state, entered in ambient_states.ON_CUDA.items():
+        with entered():
+            before = ambient_states.seen()
+            image, _ = run(DeviceAugment(OF_A_LOOP[name], device), device, 5)
+            assert ambient_states.seen() == before, state
+        assert image.dtype == expected.dtype and torch.equal(image, expected), state
+
+
 @pytest.mark.parametrize("size", [(32, 32), (33, 32), (31, 33)])
 def test_planes_become_the_images_of_numpy_and_the_host_never_waits(size: tuple[int, int]) -> None:
     (height, width), rng = size, np.random.default_rng(0)
@@ -81,7 +109,7 @@ def test_the_host_never_waits_in_steady_state(preset: Any, amp: torch.dtype | No
     config = AugmentConfig(preset=preset, mixup_alpha=0.4, cutmix_alpha=1.0)
     augment = DeviceAugment(config, device, amp or torch.float32)
     model = small_model(10).to(device).to(memory_format=torch.channels_last)
-    optimizer = build_optimizer(model, TrainConfig(optimizer="adamw"), fused=True)
+    optimizer = build_optimizer(model, TrainConfig(optimizer="adamw", lr=0.001), fused=True)
     scaler = torch.amp.GradScaler("cuda", enabled=amp is torch.float16)
     batch_norm, ema = StepBatchNorm(model, 1, 1), Ema(model, 0.99)
     losses = torch.zeros((), device=device)

@@ -256,7 +256,7 @@ def test_the_fused_optimizer_does_what_the_plain_one_does(optimizer: Any) -> Non
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_an_fp16_overflow_in_the_very_first_step_leaves_no_trace(optimizer: Any) -> None:
     """The fused SGD of torch would go on with a momentum of uninitialised memory: here that memory is NaN."""
-    settings = {"optimizer": optimizer, "amp": "fp16", "deterministic_reduce": False}
+    settings = {"optimizer": optimizer, "lr": 0.1, "amp": "fp16", "deterministic_reduce": False}
     found = []
     for fused in (True, False):
         junk = [torch.full((size,), float("nan"), device=CUDA) for size in range(32, 200_000, 1000)]

@@ -8,28 +8,28 @@ from typing import Any
 import pytest
 import torch
 
-from raypipe.metrics.timing import StageClock, StageTimes, diagnose, has_drained, mark
+from raypipe.metrics.timing import Situation, StageClock, StageTimes, diagnose, has_drained, mark
 
 CPU = torch.device("cpu")
 
 
-def text(times: StageTimes, world_size: int = 1, actors: int = 4, readers: int = 0, device: str = "cpu") -> str:
+def text(times: StageTimes, world_size: int = 1, actors: int = 4, **more: Any) -> str:
     """Of a run that takes ten times as long: a short one gets no advice."""
     long = sum([times] * 10, StageTimes())
-    return " ".join(diagnose(long, world_size=world_size, actors=actors, readers=readers, device=device))
+    return " ".join(diagnose(long, Situation(world_size, actors, **more)))
 
 
 def test_a_run_that_has_just_begun_gets_no_advice() -> None:
     starving = StageTimes(images=1000, wait_s=8.0, compute_s=11.0, work_s=9.0)  # as the first run of the digits
     for world_size, images_per_s in ((1, 53), (2, 105)):
-        found = " ".join(diagnose(starving, world_size=world_size, actors=4))
+        found = " ".join(diagnose(starving, Situation(world_size, 4)))
         assert found == (
             f"{images_per_s} images/s; the time of a trainer is 42% wait, 0% augment, 58% compute. After its "
             "first batch the run took 19 s, too short to say what limits it."
         )
     assert "too short" not in text(starving) and "pool.max_in_flight" in text(starving)
     minute = StageTimes(images=1000, wait_s=0.0, compute_s=60.0, work_s=9.0)
-    assert "The model limits the run" in " ".join(diagnose(minute, world_size=1, actors=4))
+    assert "The model limits the run" in " ".join(diagnose(minute, Situation(1, 4)))
 
 
 def test_the_clock_sums_by_stage() -> None:
@@ -173,4 +173,48 @@ def test_a_starving_run_without_actors_is_told_to_have_some() -> None:
 
 
 def test_nothing_measured_says_so() -> None:
-    assert diagnose(StageTimes(), world_size=1, actors=1) == ["Nothing was measured yet."]
+    assert diagnose(StageTimes(), Situation(1, 1)) == ["Nothing was measured yet."]
+
+
+# 15 s, of which 5 wait; the actors could make it in time.
+LATE = {"images": 1000, "wait_s": 5.0, "compute_s": 10.0, "work_s": 9.0}
+
+
+def test_blocks_that_lie_ready_and_come_late_name_the_network() -> None:
+    found = text(StageTimes(**LATE), ready=0.9)
+    assert "The network to the trainers limits the run: a finished block lay ready for 90% of the time" in found
+    assert "transform.wire=yuv420" in found and "max_in_flight" not in found
+    assert "max_in_flight" in text(StageTimes(**LATE), ready=0.1)
+    slow = StageTimes(images=1000, wait_s=5.0, compute_s=10.0, work_s=90.0)
+    assert "Decoding and transforming" in text(slow, ready=0.1)
+
+
+def test_a_full_object_store_is_named() -> None:
+    found = text(StageTimes(**LATE), ready=0.9, spilled_bytes=7 * 10**9)
+    assert "The object store is full, and Ray has written 7.0 GB to disk" in found
+    assert "--object-store-memory" in found and "lower pool.max_in_flight" in found and "network" not in found
+
+
+def test_an_outage_of_storage_is_not_taken_for_a_slow_store() -> None:
+    slow = StageTimes(images=1000, wait_s=5.0, compute_s=10.0, work_s=90.0, read_s=80.0)
+    assert "convert the store to LMDB" in text(slow)
+    found = text(slow + StageTimes(outage_s=60.0))
+    assert "Outages of object storage limit the run, with 67% of an actor's time" in found
+    assert "LMDB" not in found
+    read = StageTimes(images=1000, wait_s=10.0, compute_s=5.0, work_s=3.0, read_s=14.0, outage_s=7.0)
+    assert "with 50% of the reading time" in text(read, readers=1)
+
+
+def test_a_loop_of_ones_own_gets_no_advice_about_settings_that_it_lacks() -> None:
+    cases = [
+        StageTimes(images=1000, compute_s=5.0, checkpoint_s=10.0, work_s=1.0),
+        StageTimes(images=1000, compute_s=9.0, work_s=1.0, micro_batches=100, drained=99),
+        StageTimes(images=100, wait_s=5.0, compute_s=10.0, work_s=90.0, read_s=60.0),
+        StageTimes(**LATE),
+    ]
+    for times in cases:
+        for ready, spilled_bytes in ((0.0, 0), (0.9, 0), (0.9, 1 << 30)):
+            found = text(times, device="cuda", ready=ready, spilled_bytes=spilled_bytes, is_run=False)
+            assert "train." not in found and "storage_path" not in found, found
+    assert "train.checkpoint_interval" in text(cases[0]) and "loader.report" in text(cases[0], is_run=False)
+    assert "train.compile" in text(cases[1], device="cuda")

@@ -31,7 +31,7 @@ from raypipe.section import Limits, Section, check, kinds_of, shown
 from raypipe.stores.base import MemoryStore
 from raypipe.stores.joined import JoinedStore
 from raypipe.streaming.planning import make_plan
-from raypipe.transform.image_header import MAX_PIXELS
+from raypipe.transform.limits import MAX_PIXELS
 from raypipe.transform.presets import check_transform
 from raypipe.transform.sizes import sides_of, sizes_of
 

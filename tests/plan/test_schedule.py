@@ -490,3 +490,16 @@ def test_substitutes_are_samples_of_the_training_store_and_reproducible(
 
 def test_attempts_at_a_substitute_differ() -> None:
     assert len({plan_of(500).substitute(TRAIN, 5, attempt) for attempt in range(8)}) > 5
+
+
+# The clock of the run
+
+
+@properties()
+def test_the_clock_of_the_run_counts_training_steps_alone(plan: Plan) -> None:
+    done, total = 0, plan.config.epochs * plan.steps_per_epoch
+    for at in whole(plan):
+        assert plan.global_step(at) == done, "before the step of each micro-batch, of either split"
+        assert 0 <= plan.progress(plan.global_step(at)) <= 1
+        done += at.split == "train" and at.micro + 1 == plan.config.per_step
+    assert done == total and plan.progress(plan.global_step(plan.cursor_at(total))) == 1

@@ -235,6 +235,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     ]
     monkeypatch.setattr(pool, "nodes", lambda: there)
     monkeypatch.setattr(pool, "_pending_cpus", lambda: {1.0})
+    monkeypatch.setattr(pool, "_id_of", str)
     return free
 
 
@@ -298,6 +299,35 @@ def test_actors_of_a_lost_node_get_room_before_idle_ones() -> None:
     )
     assert keeper.left_after(0) == ["a", "b"]
     assert keeper.left_after(1, 4) == ["a", "b"] and len(keeper.notes) == 1
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_the_maker_of_a_lost_block_gets_room_while_a_rank_waits_for_it(waits: bool) -> None:
+    keeper = Keeper(Pool(maker=(True, 0, "gone"), other=(True, 0, "gone"), i=(False, 0), j=(False, 0)))
+    keeper._make_room(0.0, lambda: {"maker"}, fetches=waits)
+    assert list(keeper.pool._running_actors) == (["maker", "j"] if waits else ["maker", "other", "i", "j"])
+
+
+@pytest.mark.parametrize("restarts", [True, False])
+def test_no_pool_grows_while_its_dead_actors_wait_for_cpus(restarts: bool) -> None:
+    states = Pool(busy=(False, 2), dead=(restarts, 1))
+    sizes = {"min_size": 1, "current_size": 2, "num_running_actors": 2, "num_pending_actors": 0}
+    for name, number in (sizes | {"num_active_actors": 2}).items():
+        setattr(states, name, lambda number=number: number)
+    keeper = Keeper(states)
+    keeper._rules = PoolConfig(max_actors=8, grow_after_s=5.0)
+    for now in range(12):
+        keeper._size(float(now), finished=9, ranks_waiting=1.0)
+    assert bool(keeper.grown) == bool(keeper.scaled) == (not restarts)
+
+
+def test_no_pool_shrinks_while_no_rank_takes_a_block() -> None:
+    sizer, still = PoolSizer(RULES, 0), [float(now) for now in range(1, 1000)]
+    looks = [sizer.observe(now, waiting=0, active=1, running=8, pending=0, moved=False) for now in still]
+    assert not any(looks), "trainers that wait for a checkpoint do not say how many actors they need"
+    assert sizer.observe(1000.0, waiting=0, active=1, running=8, pending=0, moved=True) is None
+    slow = [sizer.observe(1000.0 + 20 * n, waiting=0, active=1, running=8, pending=0) for n in range(1, 40)]
+    assert any(slow), "slow trainers that take blocks do"
 
 
 def test_room_is_made_once_for_an_actor_that_starts_slowly(

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import logging.config
 import os
 import pickle
 import subprocess
@@ -317,3 +318,24 @@ def test_no_controller_outlives_its_run(tmp_path: Path) -> None:
     trainer.fit()
     with pytest.raises(RayActorError):  # of a handle, which keeps an actor that nobody has ended
         ray.get(trainer._controller.get_state.remote(), timeout=30)
+
+
+def test_the_death_of_a_trainer_is_a_line_and_no_traceback_of_rays() -> None:
+    noisy = logging.getLogger("ray.train.v2._internal.callbacks.backend_setup")
+    # As Ray Train does when a run begins: this resets the levels of loggers below its own.
+    logging.config.dictConfig({"version": 1, "loggers": {"ray.train": {"level": "INFO"}}, "incremental": False})
+    warning = noisy.makeRecord(noisy.name, logging.WARNING, "", 0, "Graceful shutdown failed", (), None)
+    error = noisy.makeRecord(noisy.name, logging.ERROR, "", 0, "an error", (), None)
+    assert not noisy.filter(warning) and noisy.filter(error)
+
+
+def test_the_wait_for_room_is_a_metric(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[dict[str, float]] = []
+    now = [100.0]
+    monkeypatch.setattr("raypipe.rayext.trainer.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("raypipe.rayext.trainer.Recorder.set", lambda _, values, **labels: found.append(values))
+    policy = FixedPolicy(ScalingConfig(num_workers=2, resources_per_worker={"CPU": 2}), 60, "mine")
+    monkeypatch.setattr(policy, "_maybe_send_resource_request", lambda: None)
+    for now[0] in (100.0, 130.0):
+        policy.make_decision_for_non_running_worker_group()
+    assert found == [{"trainer_room_wait_seconds": 0.0}, {"trainer_room_wait_seconds": 30.0}]

@@ -1,16 +1,20 @@
 from __future__ import annotations
 
+import os
 import signal
 import socket
+import subprocess
 import threading
 import time
+from typing import Any
 
 import pytest
 import ray
 
 from raypipe.errors import ResourceError
 from raypipe.rayext.cluster import connect
-from raypipe.rayext.waiting import Wait, is_head_lost, only_start, wait_for_head
+from raypipe.rayext.waiting import Wait, _Starting, is_head_lost, only_start, wait_for_head
+from raypipe.rayext.watch import Process, _stat
 
 
 def test_a_wait_ends_with_what_it_was_for_and_lines_tell_of_it(capsys: pytest.CaptureFixture[str]) -> None:
@@ -81,10 +85,13 @@ def test_a_head_that_does_not_answer_is_not_awaited_in_silence() -> None:
 def test_of_two_runs_that_start_together_one_waits_for_the_other() -> None:
     assert not is_head_lost()
     order: list[str] = []
-    with only_start(Wait(60.0)) as first:
-        another = r"waited 0\.5 s for another run, until its trainers and its pool"
-        with pytest.raises(ResourceError, match=another), only_start(Wait(0.5)):
-            pass
+    with only_start(Wait(60.0), "first") as first:
+        another = r"waited 0\.5 s for another run, until its trainers and its pool have started: run first "
+        for thing, why in (("", ""), ("room: 9 CPUs", ", which waits for room: 9 CPUs")):
+            ray.get(first.tell.remote(thing))
+            told = another + rf"\(process {os.getpid()} on \S+, node \w+\){why}$"
+            with pytest.raises(ResourceError, match=told), only_start(Wait(0.5), "second"):
+                pass
 
         def release() -> None:
             time.sleep(1.0)
@@ -99,3 +106,19 @@ def test_of_two_runs_that_start_together_one_waits_for_the_other() -> None:
     assert order == ["killed", "started"]
     with only_start(Wait(60.0)):  # each has given up the name
         pass
+
+
+@pytest.mark.cluster
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_stopped_run_that_holds_up_others_is_named() -> None:
+    node = ray.get_runtime_context().get_node_id()
+    with subprocess.Popen(["sleep", "1000"]) as sleeping:
+        sleeping.send_signal(signal.SIGSTOP)
+        while _stat(sleeping.pid)[0] != "T":
+            time.sleep(0.01)
+        stopped = Process("driver", sleeping.pid, _stat(sleeping.pid)[1], "10.0.0.1", node)
+        holder: Any = ray.remote(_Starting).options(num_cpus=0).remote("night", stopped)
+        text = ray.get(holder.state.remote())
+        assert text == f"run night ({stopped}), which is stopped (SIGSTOP): continue or end it"
+        ray.kill(holder)
+        sleeping.kill()

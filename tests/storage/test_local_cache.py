@@ -342,7 +342,7 @@ def test_a_cache_that_others_have_made_is_not_used(tmp_path: Path, monkeypatch: 
     with pytest.raises(StoreError, match=r"/shards belongs to another user, or is a link.* set RAYPIPE_CACHE"):
         shared_cache()
     (tmp_path / "cache" / "shards").unlink()
-    (tmp_path / "cache" / "shards").mkdir()
+    (tmp_path / "cache" / "shards").mkdir(mode=0o700)
     if os.getuid():
         pytest.skip("only root can give a folder to somebody else")
     for folder in ("cache/shards", "cache"):

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from raypipe.errors import StoreError
+from raypipe.storage.local_cache import shared_cache
 from raypipe.storage.local_file import locked, make_cache_folder, open_lock, open_regular, try_lock
 from raypipe.stores import open_writer
 
@@ -218,6 +219,28 @@ def test_a_folder_of_ones_own_in_the_cache(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "link").symlink_to("new")
     with pytest.raises(PermissionError, match="link belongs to another user, or is a link"):
         make_cache_folder("link")
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o707, 0o720, 0o702, 0o777, 0o1777])
+def test_a_folder_that_others_can_write_to_is_not_used(
+    mode: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAYPIPE_CACHE", str(tmp_path))
+    for name in ("shards", "scans"):
+        make_cache_folder(name).chmod(mode)
+        with pytest.raises(PermissionError, match=rf"{name} can be written to by other users \(mode {mode:o}\)"):
+            make_cache_folder(name)
+    with pytest.raises(StoreError, match=r"shards can be written to by other users.* set RAYPIPE_CACHE"):
+        shared_cache()
+
+
+@pytest.mark.parametrize("mode", [0o700, 0o750, 0o755])
+def test_a_folder_that_others_can_only_read_is_used(
+    mode: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAYPIPE_CACHE", str(tmp_path))
+    make_cache_folder("shards").chmod(mode)
+    assert make_cache_folder("shards") == tmp_path / "shards"
 
 
 # Locks

@@ -6,6 +6,8 @@ import logging
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +19,7 @@ from raypipe.rayext.failures import is_final
 from raypipe.storage import patience
 from raypipe.storage.files import look_up, read_whole, write_bytes
 from raypipe.storage.filesystem import exists, explained, open_filesystem
-from raypipe.storage.patience import impatient, take_counts
+from raypipe.storage.patience import be_patient, impatient, lose_patience, outages_s, take_counts
 
 MANY = 9  # more than pyarrow tries a request by itself, and than it ever did for raypipe
 
@@ -166,6 +168,34 @@ read_whole("{bucket}/a")
         program.kill()
 
 
+def test_a_process_that_ends_waits_for_no_storage(bucket: str, proxy: FaultyProxy) -> None:
+    proxy.outage = first(10**6)
+    failed: list[BaseException] = []
+
+    def ask() -> None:
+        try:
+            read_whole(f"{bucket}/a")
+        except BaseException as error:
+            failed.append(error)
+
+    waiting = threading.Thread(target=ask)
+    waiting.start()
+    while not proxy.faults["SlowDown"]:
+        time.sleep(0.01)
+    try:
+        lose_patience()
+        waiting.join(60)
+        with pytest.raises(OSError, match="503"):
+            exists(f"{bucket}/a")
+        assert len(failed) == 1 and "503" in str(failed[0])
+        proxy.outage = None
+        assert read_whole(f"{bucket}/a") == b"content", "storage that answers is asked as ever"
+    finally:
+        be_patient()
+    proxy.outage = first(MANY)
+    assert read_whole(f"{bucket}/a") == b"content"
+
+
 def test_a_process_counts_what_it_asks_of_storage(bucket: str, proxy: FaultyProxy) -> None:
     take_counts()
     proxy.outage = first(MANY)
@@ -178,3 +208,14 @@ def test_a_process_counts_what_it_asks_of_storage(bucket: str, proxy: FaultyProx
     assert counts["read"]["bytes"] == 7 and counts["read"]["requests"] == 1
     assert counts["write"]["bytes"] == 5 and counts["write"]["errors"] == 1
     assert take_counts() == {}
+
+
+def test_a_process_knows_for_how_long_storage_did_not_answer(bucket: str, proxy: FaultyProxy) -> None:
+    before_s = outages_s()
+    read_whole(f"{bucket}/a")
+    assert outages_s() == before_s
+    proxy.outage = first(MANY)
+    begun = time.monotonic()
+    read_whole(f"{bucket}/a")
+    waited_s = outages_s() - before_s
+    assert 0.2 < waited_s <= time.monotonic() - begun

@@ -21,6 +21,8 @@ from raypipe.stores.filter import matching
 from raypipe.stores.joined import JoinedStore
 from raypipe.stores.record import column_types
 
+from pictures import picture  # isort: skip
+
 EMBEDDINGS = np.arange(12, dtype=np.float32).reshape(4, 3) / 7
 GRIDS = np.arange(24, dtype=np.uint8).reshape(4, 2, 3)
 ORDER = np.array([3, 0, 2, 2])
@@ -30,7 +32,7 @@ def arrow_table(**more: Any) -> pa.Table:
     grid = pa.list_(pa.list_(pa.uint8(), 3), 2)
     tensor = pa.FixedShapeTensorArray.from_numpy_ndarray(EMBEDDINGS)
     columns = {
-        "image": pa.array([b"a", b"b", b"c", b"d"], pa.binary()),
+        "image": pa.array([picture(number, 4, 4) for number in range(4)], pa.binary()),
         "embedding": pa.array(EMBEDDINGS.tolist(), pa.list_(pa.float32(), 3)),
         "grid": pa.array(GRIDS.tolist(), grid),
         "tensor": tensor,

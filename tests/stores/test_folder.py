@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from raypipe.errors import StoreError
+from raypipe.errors import ConfigError, StoreError
+from raypipe.stores import open_store
 from raypipe.stores.folder import FolderStore
 
 
@@ -118,7 +119,18 @@ def test_a_file_too_large_for_an_image_is_a_missing_sample(tmp_path: Path) -> No
     assert store.read(np.arange(2))["image"] == [None, b"a/2.png"]
 
 
-@pytest.mark.parametrize("names", [[], ["1.png"], ["a/notes.txt"]])
+def test_images_in_no_folder_are_an_error_that_says_what_to_do(tmp_path: Path) -> None:
+    make(tmp_path, "1.png", "2.jpg", "a/notes.txt")
+    with pytest.raises(StoreError, match=r"has 2 images and no class folders.* such as .*/cat/1\.png, or set"):
+        len(open_store(tmp_path))
+    store = open_store(tmp_path, target_column="")
+    assert store.columns == ("image",) and store.classes is None
+    assert store.read(np.arange(2), ("image",))["image"] == [b"1.png", b"2.jpg"]
+    with pytest.raises(ConfigError, match=r"target_column='kind': .* is a folder of images, whose labels are"):
+        open_store(tmp_path, target_column="kind")
+
+
+@pytest.mark.parametrize("names", [[], ["a/notes.txt"]])
 def test_nothing_there(tmp_path: Path, names: list[str]) -> None:
     with pytest.raises(StoreError, match=r"has no class folders with images .*root/class/image\.jpg"):
         len(make(tmp_path, *names))

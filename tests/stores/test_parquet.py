@@ -159,7 +159,10 @@ def test_splits_of_a_folder_are_not_mixed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        ({"image": pa.array(["a"]), "label": pa.array([0])}, "'image' has type string; images must be binary"),
+        (
+            {"image": pa.array(["a"]), "label": pa.array([0])},
+            r"'image' has type string; images must be bytes \(binary",
+        ),
         ({"image": pa.array([[1]]), "label": pa.array([0])}, "'image' has type list"),
         ({"image": pa.array([b"a"]), "label": pa.array(["x"])}, "'label' has type string; labels must be num"),
         ({"image": pa.array([b"a"]), "label": pa.array([["x"]])}, "'label' has type list"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from raypipe.stores import folder as folder_module
 from raypipe.stores import open_store
 from raypipe.stores.base import name_of
 from raypipe.stores.folder import FolderStore
+from raypipe.stores.memory_tree import File, MemoryTree
 
 NAMES = [
     *(
@@ -107,7 +109,9 @@ def test_a_listing_is_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     paths = [
         [(f"n{c:08d}/n{c:08d}_{i * 7919 % 100_000}.JPEG", 100_000 + i) for i in range(1000)] for c in range(100)
     ]
-    found = {f"n{c:08d}": of_class for c, of_class in enumerate(paths)}
+    found = MemoryTree(missing=0)
+    for path, num_bytes in itertools.chain.from_iterable(paths):
+        found.add(path, File(num_bytes))
     monkeypatch.setattr(folder_module, "_list_objects", lambda address: found)
     store = FolderStore("s3://bucket/train")
     assert len(store) == 100_000

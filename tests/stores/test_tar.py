@@ -61,11 +61,13 @@ def test_odd_members_do_not_count(tmp_path: Path) -> None:
         add(tar, "/etc/evil.png")
         add(tar, "a/link.png", type=tarfile.SYMTYPE, linkname="/etc/passwd")
         add(tar, "a/hard.png", type=tarfile.LNKTYPE, linkname="a/1.png")
+        add(tar, "a/hard.cls", type=tarfile.SYMTYPE, linkname="1.cls")
         add(tar, "a/pipe.png", type=tarfile.FIFOTYPE)
         add(tar, "a/" + "long" * 60 + ".png", b"long")
         add(tar, "a/" + "long" * 60 + ".cls")
     store = TarStore(folder / "a.tar")
-    assert names_of(store) == ["a/1.png", "long"]
+    assert names_of(store) == ["a/1.png", "a/1.png", "long"]
+    assert store._contents.left_out == {"outside the tar by their names": 4, "links to no member": 1, "a FIFO": 1}
     assert [path.name for path in tmp_path.rglob("*")] == ["store", "a.tar"]
 
 

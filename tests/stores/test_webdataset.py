@@ -180,7 +180,9 @@ def test_images_of_another_suffix(tmp_path: Path) -> None:
 
 def test_captions_beside_every_image_make_a_store_without_labels(tmp_path: Path) -> None:
     members = [("x/1.jpg", b"a"), ("x/1.txt", b"t"), ("x/2.jpg", b"b")]
-    store = make(tmp_path / "a.tar", *members)
+    with pytest.raises(StoreError, match=r"x/1\.txt belong to images by their names"):
+        len(make(tmp_path / "a.tar", *members))
+    store = make(tmp_path / "a.tar", *members, target_column="folder")
     assert store.classes == ("x",) and read(store) == {"image": [b"a", b"b"], "label": [0, 0]}
     store = make(tmp_path / "a.tar", *members, ("x/2.txt", b"u"))
     assert store.classes is None and read(store) == {"image": [b"a", b"b"], "txt": ["t", "u"]}

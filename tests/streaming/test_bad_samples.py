@@ -19,6 +19,7 @@ from full_disk import fill
 from raypipe.config import PlanConfig, TransformConfig
 from raypipe.errors import BadSamplesError, SampleError, TransformError
 from raypipe.plan.places import MicroBatchId
+from raypipe.stores.base import MemoryStore
 from raypipe.streaming import maker
 from raypipe.streaming.bad_samples import BadSampleBudget, record_bad
 from raypipe.streaming.inline import inline_batches
@@ -201,3 +202,23 @@ def test_a_label_beyond_int64_makes_a_bad_sample_and_no_other_class(tmp_path: Pa
 
 def rows_of(batch: MicroBatch) -> list[list[float]]:
     return [batch["label"].tolist(), batch.index.tolist(), batch.weight.tolist()]
+
+
+def noise(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    return rng.integers(0, 256, (8, 8, 3), dtype=np.uint8)
+
+
+def test_a_substitute_has_other_pixels_than_its_own_draw() -> None:
+    images = [picture(number) for number in range(8)]
+    images[3] = images[5] = b"no image"
+    spec = open_stream(
+        MemoryStore(images, np.zeros(8, np.int64)),
+        plan=PlanConfig(epochs=3, micro_batch_size=8),
+        transform=TransformConfig(max_bad_fraction=1.0),
+        train_transform=noise,
+    )
+    seen = [batch["image"] for batch in without_ray.host_batches(spec)]
+    again = [batch["image"] for batch in without_ray.host_batches(spec)]
+    assert all(np.array_equal(one, other) for one, other in zip(seen, again, strict=True))
+    pixels = [image.tobytes() for batch in seen for image in batch]
+    assert len(set(pixels)) == len(pixels) == 24

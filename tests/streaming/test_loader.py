@@ -203,16 +203,19 @@ def test_what_a_loop_leaves_over_is_skipped_and_cannot_be_asked_for_later(inline
     assert [*every_batch(loader(inline, cursor=one.cursor))] == []
 
 
+CALLS_LEFT = [0]  # of a module: threads have their own copies of what a transform itself holds
+
+
 @pytest.mark.parametrize("max_actors", [0, 2])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 def test_after_an_error_a_stream_names_it_and_can_go_on(
     inline: StreamSpec, error: type[BaseException], max_actors: int
 ) -> None:
-    left = [5 * 6 + 1]
+    CALLS_LEFT[0] = 5 * 6 + 1
 
     def fails_once(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        left[0] -= 1
-        if not left[0]:
+        CALLS_LEFT[0] -= 1
+        if not CALLS_LEFT[0]:
             raise error
         return image[:8, :8]
 

@@ -38,13 +38,13 @@ def test_what_a_reader_has_read_is_what_an_actor_unpacks(columns: list[dict[str,
         as_samples([EncodedSample(b"a", 7, columns[0]), EncodedSample(None, 0, columns[1])]),
         as_samples([EncodedSample(None, -1, columns[1]), EncodedSample(b"b", NO_LABEL, columns[1])]),
     ]
-    row = SourceRow.unpacked(SourceRow(BLOCK, reads, 0.5).packed())
-    assert row.reads is not None and (row.block, row.read_s) == (BLOCK, 0.5)
+    row = SourceRow.unpacked(SourceRow(BLOCK, reads, 0.5, 0.25).packed())
+    assert row.reads is not None and (row.block, row.read_s, row.outage_s) == (BLOCK, 0.5, 0.25)
     for samples, expected in zip(row.reads, reads, strict=True):
         assert [sample[:2] for sample in samples] == [sample[:2] for sample in expected]
         for sample, other in zip(samples, expected, strict=True):
             np.testing.assert_equal({**sample.columns}, {**other.columns})
-    assert SourceRow.unpacked(SourceRow(BLOCK).packed()) == (BLOCK, None, 0)
+    assert SourceRow.unpacked(SourceRow(BLOCK).packed()) == (BLOCK, None, 0, 0)
 
 
 def made(at: MicroBatchId, fields: dict[str, Any]) -> MicroBatch:

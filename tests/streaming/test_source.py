@@ -51,6 +51,7 @@ def rows(plan: Plan, cursor: Cursor, readers: dict[Split, Store], block: int = 1
     for table, row in zip(tables, found, strict=True):  # its time is measured, and no matter of the plan
         read_s = SourceRow.unpacked(table).read_s
         assert (row.pop("read_s") or 0.0) == read_s and (read_s > 0) == bool(row["image"])
+        assert not row.pop("outage_s")
     return found
 
 

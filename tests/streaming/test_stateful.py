@@ -203,7 +203,7 @@ def trained(stores: dict[str, Path], tmp_path: Path) -> tuple[RunConfig, Path]:
 
 def model_and_optimizer(run: RunConfig) -> tuple[Any, Any]:
     model = build_model("small", 5)
-    return model, build_optimizer(model, run.train)
+    return model, build_optimizer(model, dataclasses.replace(run.train, lr=run.peak_lr))
 
 
 def test_an_own_loop_goes_on_from_a_checkpoint_of_a_run(trained: tuple[RunConfig, Path]) -> None:

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import pickle
 import time
+from typing import Any
 
 import pytest
 import ray
 
+from raypipe.rayext.watch import Process
 from raypipe.streaming.supervisor import Orders, Supervisor, events_of, start_supervisor
 
 AT = "train-e0000-s000003-m001"
@@ -12,6 +15,80 @@ AT = "train-e0000-s000003-m001"
 
 def died(supervisor: Supervisor, actor: str = "a") -> bool:
     return supervisor.arrived(actor, "another process")
+
+
+class Kept:
+    """A memory that a restarted Supervisor finds, as Ray's store keeps it."""
+
+    lived_before, content = False, b""
+
+    def load(self) -> Any:
+        return pickle.loads(self.content) if self.content else None
+
+    def save(self, state: Any) -> None:
+        self.content = pickle.dumps(state)
+
+
+def process_of(number: int) -> Process:
+    return Process("reader", number, "1", "10.0.0.1", "node")
+
+
+CALLS: list[tuple[str, tuple[Any, ...]]] = [
+    ("arrived", ("a", "process 1")),
+    ("arrived", ("b", "process 2")),
+    ("begins", ("a", [AT], process_of(1))),
+    ("joined", ("trainer 0", process_of(3))),
+    ("moves", ("execution 1", 1.0, process_of(4), "work")),
+    ("arrived", ("a", "process 5")),
+    ("begins", ("a", [AT], process_of(5))),
+    ("touches", ("a", AT, 7)),
+    ("arrived", ("a", "process 6")),
+    ("begins", ("a", [AT], process_of(6))),
+    ("touches", ("a", AT, 7)),
+    ("arrived", ("a", "process 7")),
+    ("measured", ("train", 0.01, 1000)),
+    ("sizes", ("task", 9, 10_000)),
+    ("reads", ("task", "share 1", process_of(8))),
+    ("reading", ("task", "row group 3")),
+    ("reads", ("task", "share 1", process_of(9))),
+    ("scaled", ("2 to 4",)),
+    ("note", ("odd",)),
+    ("leaves", (0,)),
+    ("left", ("execution 1",)),
+    ("has_read", ("task",)),
+]
+
+
+@pytest.mark.parametrize("when", range(len(CALLS) + 1))
+def test_a_restarted_supervisor_knows_what_the_last_one_knew(when: int) -> None:
+    memory: Any = Kept()
+    supervisor, twin = Supervisor(3, memory=memory), Supervisor(3)
+    for name, args in CALLS[:when]:
+        assert getattr(supervisor, name)(*args) == getattr(twin, name)(*args)
+    memory.lived_before = True
+    again = Supervisor(3, memory=memory)
+    number = len(twin.events(0))
+    told = again.events(number)
+    assert again.events(0)[:number] == twin.events(0), "the events keep their numbers"
+    assert told == [("fault", "the stream's supervisor died, and was restarted")]
+    assert again._watch.state() == twin._watch.state(), "it watches the same processes and executions"
+    in_work = {"begins", "touches", "measured"}  # of the blocks in work, actors tell again
+    if CALLS[when - 1][0] not in in_work:
+        probes = [("begins", ("c", [AT])), ("sizes", ("task", 9, 10_000)), ("reads", ("task", "share 1"))]
+        for name, args in [*probes, ("arrived", ("b", "elsewhere")), ("reading", ("task", "row group 3"))]:
+            if name != "sizes" or "task" in twin._sizes:
+                assert getattr(again, name)(*args) == getattr(twin, name)(*args), name
+
+
+def test_an_execution_is_told_how_many_ranks_wait() -> None:
+    supervisor = Supervisor(3)
+    assert [supervisor.hears(rank, waited) for rank, waited in ((0, 5.0), (1, 0.0), (2, 0.1))] == [None] * 3
+    assert supervisor.moves("execution", 0.0).num_waiting == 1
+    supervisor.hears(1, 30.0)
+    assert supervisor.moves("execution", 0.0).num_waiting == 2
+    supervisor.leaves(1)
+    supervisor.hears(0, 0.0)
+    assert supervisor.moves("execution", 0.0) == 0
 
 
 def test_an_actor_that_is_new_has_not_died() -> None:
@@ -191,3 +268,12 @@ def test_the_events_of_a_stream_are_told_in_order_as_long_as_it_lives() -> None:
     while events_of(supervisor, 0):
         assert time.monotonic() < deadline
     assert events_of(None, 0) == []
+
+
+def test_the_supervisor_says_how_often_finished_blocks_lay_ready() -> None:
+    supervisor = Supervisor(3)
+    assert supervisor.ready() == 0
+    supervisor.moves("a", 0.0, ready=1.0)  # it has brought none yet
+    for ready in (1.0, 0.5, 0.0):
+        supervisor.moves("a", 0.0, at="2 transform actors work on 2 blocks", ready=ready)
+    assert supervisor.ready() == 0.5

@@ -3,6 +3,7 @@
 pytest                              the default tier
 pytest --tier system                own clusters, jobs in processes of their own, faults
 pytest --tier default --tier pages  several
+pytest --tier world                 a folder of images, RAYPIPE_WORLD: one process for each file
 pytest --tier soak                  everything in its long form: hours
 pytest tests/test_jobs.py           a file that is named: all that is no soak
 """
@@ -14,7 +15,7 @@ from collections.abc import Generator
 
 import pytest
 
-TIERS = ("default", "system", "pages", "soak")
+TIERS = ("default", "system", "pages", "world", "soak")
 
 SHARED_CLUSTER = "ray_cluster"
 """The fixture of the one cluster that tests of the default tier may use."""
@@ -52,7 +53,7 @@ def is_soak(config: pytest.Config) -> bool:
 
 def tier_of(item: pytest.Item) -> str:
     """By its marks; a test with a cluster of its own is of the system, whether marked or not."""
-    for tier in ("soak", "pages", "system"):
+    for tier in ("soak", "pages", "world", "system"):
         if item.get_closest_marker(tier):
             return tier
     has_own = item.get_closest_marker("cluster") and SHARED_CLUSTER not in getattr(item, "fixturenames", ())

@@ -11,7 +11,10 @@ import pytest
 from signalled import assert_tells_how_to_go_on, ended_by, started
 
 from raypipe.config import PlanConfig, PoolConfig, RunConfig, StoreConfig, TrainConfig, TransformConfig
-from raypipe.train.interrupts import Interrupts
+from raypipe.errors import OutageError
+from raypipe.storage import patience
+from raypipe.train import launch
+from raypipe.train.interrupts import Interrupts, Stopped
 from raypipe.train.launch import train
 
 
@@ -78,16 +81,69 @@ def test_a_signal_that_comes_twice_at_one_time_as_timeout_sends_it_is_one(monkey
 def test_trainers_that_do_not_answer_or_cannot_be_asked_are_aborted(
     fails: bool, each_is_meant: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("raypipe.train.interrupts._PATIENCE_S", 0.1)
-
     def ask() -> None:
         if fails:
             raise OSError("No space left on device")
 
-    with Interrupts() as interrupts, pytest.raises(KeyboardInterrupt):
+    with Interrupts(grace_s=0.1) as interrupts, pytest.raises(KeyboardInterrupt):
         interrupts.hand_over(ask, lambda: False)
         send(signal.SIGTERM)
         time.sleep(60)
+
+
+def test_a_request_that_storage_holds_up_ends_at_the_grace_or_a_second_signal(each_is_meant: None) -> None:
+    for second in (False, True):
+        held = threading.Event()
+        try:
+            with Interrupts(grace_s=1000.0 if second else 0.2) as interrupts, pytest.raises(KeyboardInterrupt):
+                interrupts.hand_over(lambda held=held: held.wait(), lambda: False)
+                send(signal.SIGTERM)
+                if second:
+                    send(signal.SIGTERM)
+                time.sleep(60)
+            assert patience._lost.is_set(), "the end of the run asks storage once, and does not wait"
+        finally:
+            held.set()
+            patience.be_patient()
+
+
+def test_a_slow_step_has_the_grace_that_is_set(each_is_meant: None) -> None:
+    asked: list[str] = []
+    step_ends = threading.Event()
+    with Interrupts(grace_s=1000.0) as interrupts:
+        interrupts.hand_over(lambda: asked.append("once"), step_ends.is_set)
+        send(signal.SIGTERM)
+        time.sleep(1.0)  # without an abort
+        step_ends.set()
+    assert asked == ["once"]
+
+
+def test_a_run_that_cannot_go_on_ends_with_the_reason() -> None:
+    with Interrupts() as interrupts, pytest.raises(KeyboardInterrupt):
+        interrupts.give_up("the head is silent")
+        time.sleep(60)
+    assert interrupts.reason == "the head is silent"
+    patience.be_patient()
+
+
+@pytest.mark.parametrize("newest", ["checkpoint_0000_0000004_00000000", "", None])
+def test_a_stopped_run_with_a_checkpoint_or_unknown_ones_exits_as_such(
+    newest: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ask(run_uri: str) -> str:
+        if newest is None:
+            raise OutageError("s3 was unavailable")
+        return newest
+
+    def interrupted(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(launch, "newest_name", ask)
+    monkeypatch.setattr(launch, "_train", interrupted)
+    run = RunConfig(store=StoreConfig("nowhere.lmdb"), storage_path=str(tmp_path), name="one")
+    with pytest.raises(KeyboardInterrupt) as caught:
+        train(run)
+    assert (type(caught.value) is Stopped) == (newest != ""), "75, so that a scheduler starts it again"
 
 
 def test_another_thread_leaves_signals_alone() -> None:

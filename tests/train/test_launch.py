@@ -229,6 +229,7 @@ def test_other_codes_errors_are_a_message_with_the_traceback_in_a_file(tmp_path:
     assert "Traceback (most recent call last)" in (tmp_path / "error.txt").read_text()
     ours = ConfigError("plan.epochs")
     assert _as_run_error(ours, tmp_path.as_uri()) is ours
+    assert (tmp_path / "error.txt").read_text() == "plan.epochs\n"
 
 
 def test_a_resume_with_other_settings_names_them_with_both_values(tmp_path: Path) -> None:
@@ -237,7 +238,7 @@ def test_a_resume_with_other_settings_names_them_with_both_values(tmp_path: Path
     assert changes(RUN, uri) == ""
     plan, train = dataclasses.replace(RUN.plan, seed=7), dataclasses.replace(RUN.train, lr=0.5)
     changed = changes(dataclasses.replace(RUN, plan=plan, train=train), uri)
-    assert changed == "plan.seed=7 (was 0), train.lr=0.5 (was 0.1)"
+    assert changed == "plan.seed=7 (was 0), train.lr=0.5 (was 0.0)"
     (tmp_path / "config.yaml").write_text("{")
     assert changes(RUN, uri) == ""
 

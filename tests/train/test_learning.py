@@ -87,7 +87,7 @@ def test_schedules_without_or_with_nothing_but_warm_up() -> None:
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
 def test_biases_and_norms_do_not_decay(name: str) -> None:
     model = build_model("small", 10)
-    optimizer = build_optimizer(model, TrainConfig(optimizer=name, weight_decay=0.3))  # type: ignore[arg-type]
+    optimizer = build_optimizer(model, TrainConfig(optimizer=name, lr=0.1, weight_decay=0.3))  # type: ignore[arg-type]
     decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     assert decay.keys() == {id(p) for p in model.parameters()}
     for module in model.modules():
@@ -98,8 +98,8 @@ def test_biases_and_norms_do_not_decay(name: str) -> None:
 
 def test_sgd_is_nesterov_unless_there_is_no_momentum() -> None:
     model = nn.Linear(2, 2)
-    assert build_optimizer(model, TrainConfig(momentum=0.8)).defaults["nesterov"]
-    assert not build_optimizer(model, TrainConfig(momentum=0.0)).defaults["nesterov"]
+    assert build_optimizer(model, TrainConfig(lr=0.1, momentum=0.8)).defaults["nesterov"]
+    assert not build_optimizer(model, TrainConfig(lr=0.1, momentum=0.0)).defaults["nesterov"]
 
 
 CPU = torch.device("cpu")
@@ -293,7 +293,7 @@ def test_the_state_of_an_optimizer_on_cuda_is_there_but_for_its_step(name: Any) 
     saved = learn(learner(optimizer=name), range(1))["optimizer"]
     with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cuda"):
         model = build_model("small", 5)
-        optimizer = build_optimizer(model, TrainConfig(optimizer=name))
+        optimizer = build_optimizer(model, TrainConfig(optimizer=name, lr=0.1))
         optimizer.load_state_dict(
             {"state": saved["state"], "param_groups": optimizer.state_dict()["param_groups"]}
         )

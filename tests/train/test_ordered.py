@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -96,14 +99,35 @@ def test_gradients_have_the_strides_of_their_parameters() -> None:
 # BatchNorm
 
 
+def norms_of(model: nn.Module) -> list[Any]:
+    return [m for m in model.modules() if isinstance(m, nn.BatchNorm1d | nn.InstanceNorm1d)]
+
+
 def running(model: nn.Module) -> torch.Tensor:
-    layers = [m for m in model.modules() if isinstance(m, nn.BatchNorm1d)]
-    return torch.cat([torch.cat([m.running_mean, m.running_var]) for m in layers])
+    return torch.cat([torch.cat([m.running_mean, m.running_var]) for m in norms_of(model)])
 
 
 def norms() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 4), nn.BatchNorm1d(4, momentum=0.3))
+
+
+class Skipping(nn.Module):
+    """Has a block that does not run for half of the batches, as with stochastic depth, and an InstanceNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.block = nn.BatchNorm1d(3), nn.BatchNorm1d(3, momentum=0.3)
+        self.instance = nn.InstanceNorm1d(1, track_running_stats=True)
+        self.frozen = nn.BatchNorm1d(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.frozen.eval()
+        x = self.frozen(self.first(x))
+        if x[0, 0] > 0:
+            x = self.block(x)
+        return self.instance(x[:, None])
 
 
 def test_running_statistics_of_a_step_by_hand() -> None:
@@ -147,14 +171,15 @@ class Sent:
                 tensor.copy_(each)
 
 
+@pytest.mark.parametrize("make", [norms, Skipping])
 @pytest.mark.parametrize("world_size", [2, 4, 8])
 def test_running_statistics_are_bit_identical_for_any_workers(
-    world_size: int, monkeypatch: pytest.MonkeyPatch
+    world_size: int, make: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     per_step, num_steps = 8, 3
     x = torch.randn(num_steps, per_step, 6, 3, generator=torch.Generator().manual_seed(0))
 
-    alone = norms()
+    alone = make()
     single = StepBatchNorm(alone, per_step, 1)
     for batches in x:
         single.begin()
@@ -163,7 +188,7 @@ def test_running_statistics_are_bit_identical_for_any_workers(
             single.take()
         single.end()
 
-    ranks = [norms() for _ in range(world_size)]
+    ranks = [make() for _ in range(world_size)]
     steps = [StepBatchNorm(model, per_step // world_size, world_size) for model in ranks]
     sent: list[torch.Tensor] = []
 
@@ -190,7 +215,8 @@ def test_running_statistics_are_bit_identical_for_any_workers(
 
     for model in ranks:
         assert torch.equal(running(model), running(alone))
-        assert model[0].num_batches_tracked == alone[0].num_batches_tracked == num_steps * per_step
+        counts = [[int(layer.num_batches_tracked) for layer in norms_of(each)] for each in (model, alone)]
+        assert counts[0] == counts[1] and counts[0][0] == num_steps * per_step
 
 
 def test_a_model_without_batch_norm_needs_nothing() -> None:

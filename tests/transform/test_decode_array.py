@@ -22,7 +22,7 @@ from PIL import Image
 
 from raypipe.errors import ConfigError, SampleError
 from raypipe.transform.decode import decode
-from raypipe.transform.decode_array import array_size, as_rgb, decode_any, decode_array
+from raypipe.transform.decode_array import as_rgb, decode_any, decode_array, header_size
 
 RNG = np.random.default_rng(0)
 DTYPES = ["uint8", "uint16", "int16", "uint32", "float16", "float32", "float64"]
@@ -146,7 +146,7 @@ def test_an_npy_comes_back_in_its_dtype_with_an_axis_for_its_channels(dtype: str
         check(npy(array.astype(array.dtype.newbyteorder(">"))), array)
     flat = some(dtype, 5, 7)
     check(npy(flat), flat[..., None])
-    assert array_size(npy(flat)) == (5, 7)
+    assert header_size(npy(flat)) == (5, 7)
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ def test_no_mix_of_photometry_and_compression_changes_a_value(mix: str, compress
 def test_a_tiff_is_turned_upright_as_it_is_for_rgb() -> None:
     array = some("uint16", 4, 6, 4)
     check(data := tiff(array, tags={274: 6}), np.rot90(array, -1))
-    assert array_size(data) == (6, 4) and array_size(tiff(array)) == (4, 6)
+    assert header_size(data) == (6, 4) and header_size(tiff(array)) == (4, 6)
 
 
 @pytest.mark.parametrize("channels", [1, 3, 4])

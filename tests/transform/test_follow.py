@@ -15,7 +15,9 @@ import albumentations as A  # noqa: N812
 from raypipe.transform.follow import follow
 from raypipe.transform.ops import Op
 from raypipe.transform.program import Program, native_step
+from raypipe.transform.sample_transform import SampleTransform
 from raypipe.transform.step import Step
+from raypipe.transform.targets import marked
 
 KEYS = np.random.default_rng(3).integers(0, 1 << 63, (12, 2)).astype(np.uint64)
 SIZES = [(37, 53), (64, 48), (101, 33), (29, 29), (30, 121)]
@@ -42,22 +44,14 @@ def targets_of(rng: np.random.Generator, height: int, width: int) -> dict[str, n
     }
 
 
-class MiddleResize(A.Resize):
-    """A resize of keypoints as pixels: the library's scales them as if their middles were corners."""
-
-    def apply_to_keypoints(self, keypoints: np.ndarray, **params: Any) -> np.ndarray:
-        half = np.array([[0.5, 0.5, *[0] * (keypoints.shape[1] - 2)]])
-        return super().apply_to_keypoints(keypoints + half, **params) - half
-
-
 def of_library(step: Step, original: Any, op: Op, numbers: list[int]) -> list[Any]:
     """What the library calls an operation; an affine map has one value in each of its ranges."""
     match op:
         case Op.CROP:
             top, left, height, width = numbers
             return [A.Crop(left, top, left + width, top + height)]
-        case Op.RESIZE:
-            return [MiddleResize(numbers[0], numbers[1])]
+        case Op.RESIZE:  # the scale of a SmallestMaxSize is not the ratio of rounded sides
+            return [original if isinstance(original, A.SmallestMaxSize) else A.Resize(numbers[0], numbers[1])]
         case Op.PAD:
             top, bottom, left, right, border = numbers[:5]
             return [A.Pad((left, top, right, bottom), fill_mask=step.mask_fill, border_mode=border)]
@@ -147,6 +141,59 @@ def test_targets_are_where_the_library_has_them(name: str, size: tuple[int, int]
         np.testing.assert_allclose(moved["bboxes"], expected["bboxes"], atol=atol)
         num_boxes += len(moved["bboxes"])
     assert num_boxes > len(KEYS), "hardly a box is left"
+
+
+def fixed_steps() -> list[Any]:
+    """Steps of every native geometric kind, without chance; each takes an image of at least 13 x 13 pixels."""
+    return [
+        A.Resize(45, 31),
+        A.Resize(224, 224),
+        A.SmallestMaxSize(35),
+        A.SmallestMaxSize(max_size_hw=(41, 33)),
+        A.CenterCrop(13, 13),
+        A.Pad((3, 5, 8, 1)),
+        A.HorizontalFlip(p=1),
+        A.VerticalFlip(p=1),
+        A.Transpose(p=1),
+        affine(translate_px={"x": 7, "y": -5}),
+        affine(scale={"x": 0.7, "y": 1.4}, rotate=(33, 33)),
+        affine(scale=(1.3, 1.3), shear=(8, 8)),
+    ]
+
+
+def by_transform(steps: list[Any], size: tuple[int, int], targets: dict[str, np.ndarray]) -> dict[str, Any]:
+    transform = SampleTransform(A.Compose(steps), targets=("boxes", "keypoints"))
+    assert transform.program is not None
+    return transform.with_targets(np.zeros((*size, 3), np.uint8), targets, (1, 2))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_compositions_move_points_as_the_library_wherever_they_end(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    pool = fixed_steps()
+    steps = [A.Resize(37, 41), *(pool[number] for number in rng.integers(len(pool), size=rng.integers(1, 5)))]
+    size = SIZES[seed % len(SIZES)]
+    height, width = size
+    points = np.vstack([rng.uniform(-0.3, 1.3, (9, 2)), [(0, 0)]]) * (width, height)
+    corners = rng.uniform(0, 0.4, (4, 2)) * (width, height)
+    boxes = np.hstack([corners, corners + rng.uniform(0.3, 0.6, (4, 2)) * (width, height)])
+    targets = {
+        "bboxes": np.column_stack([boxes, np.arange(4)]).astype(np.float32),
+        "keypoints": np.column_stack([points, np.arange(10)]).astype(np.float32),
+    }
+    still = A.GaussNoise(std_range=(0, 0), p=1)  # not native: from it on, the library moves points
+    for variant in (steps, [*steps, still], [steps[0], still, *steps[1:]]):
+        moved = by_transform([*variant, A.Resize(50, 50)], size, targets)
+        resized = by_library([*steps, A.Resize(50, 50)], size, targets)
+        np.testing.assert_allclose(moved["keypoints"], resized["keypoints"], atol=0.02)
+        np.testing.assert_allclose(moved["bboxes"], resized["bboxes"], atol=0.02)
+
+
+def test_a_point_in_the_image_stays_in_it_through_resizes() -> None:
+    rng = np.random.default_rng(0)
+    points = np.column_stack([rng.uniform(0, (24, 18), (150, 2)), np.zeros(150)]).astype(np.float32)
+    moved = by_transform([A.Resize(224, 224)], (18, 24), {"bboxes": np.empty((0, 5)), "keypoints": points})
+    assert (marked(moved["keypoints"], (224, 224))[:, 2] == 0).all()
 
 
 def test_nothing_follows_where_there_is_nothing() -> None:

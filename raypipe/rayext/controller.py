@@ -1,0 +1,155 @@
+"""Watch over Ray Train's controller and the cluster's head, from the driver.
+
+The controller watches the trainers, and nobody watches the controller. A stopped one (SIGSTOP) is killed by the
+driver, which runs on its node, or by a stream's Supervisor once the trainers wait. `RunTrainer` then begins again
+from the last checkpoint. A run cannot replace a silent head: the driver says so, and ends the run after a limit.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import ray
+from ray import _raylet
+from ray._private import state
+
+from raypipe.logs import progress
+from raypipe.rayext.memory import publish, published
+from raypipe.rayext.watch import Process, end_stopped, is_stopped, this_process
+
+logger = logging.getLogger(__name__)
+
+_PERIOD_S = 1.0
+# Turns in which the controller seems stopped before it is killed: a profiler stops a process for a moment.
+_STOPPED_TURNS = 3
+_FIRST_TOLD_S = 10.0
+_ASK_S = 5.0  # limit of a question to the head
+_GONE_S = 30.0  # longest wait for the trainers of a controller that has died
+
+
+def introduce() -> None:
+    """Publish the process of the calling controller, for `process_of`."""
+    publish(_key(ray.get_runtime_context().get_actor_id() or ""), this_process("Ray Train's controller"))
+
+
+def process_of(controller: Any) -> Process | None:
+    """Return the process of a controller by its handle; None = it has not told."""
+    found = published(_key(controller._actor_id.hex()))
+    return found if isinstance(found, Process) else None
+
+
+def _key(actor: str) -> str:
+    return f"controller {actor}"
+
+
+def own_controller() -> Any:
+    """Return the handle of the controller of the calling trainer; None = Ray Train has none for it."""
+    from ray.train.v2._internal.execution import context
+
+    try:
+        return context.get_train_context().controller_actor
+    except (AttributeError, RuntimeError):
+        return None
+
+
+def wait_for_trainers() -> bool:
+    """Wait until the trainers of this job have ended with their controller; return whether they have.
+
+    Two groups of trainers must not write to one folder.
+    """
+    job, deadline = ray.JobID.from_hex(ray.get_runtime_context().get_job_id()), time.monotonic() + _GONE_S
+    while time.monotonic() < deadline:
+        alive = state.actors(job_id=job, actor_state_name="ALIVE").values()
+        if not any("RayTrainWorker" in actor["ActorClassName"] for actor in alive):
+            return True
+        time.sleep(0.2)
+    return False
+
+
+class DriverWatch:
+    """Watch of a driver while its controller runs, in a thread.
+
+    Args:
+        controller: handle of the controller.
+        timeout_s: longest silence of the head, after which the run ends.
+        give_up: called with the reason to end the run.
+        record: called with the text of a fault.
+    """
+
+    def __init__(
+        self,
+        controller: Any,
+        timeout_s: float,
+        give_up: Callable[[str], None],
+        record: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self._controller, self._timeout_s, self._give_up, self._record = controller, timeout_s, give_up, record
+        self._process: Process | None = None
+        self._stopped_turns = 0
+        self._answered_at = time.monotonic()
+        self._due_s = _FIRST_TOLD_S
+        self._left = threading.Event()
+
+    def start(self) -> None:
+        """Start to watch."""
+        head = ray.get_runtime_context().gcs_address
+        # A question to a silent head may take longer than it should, so a second thread asks.
+        for run, args in ((self._ask, (head,)), (self._run, ())):
+            threading.Thread(target=run, args=args, name="raypipe-driver-watch", daemon=True).start()
+
+    def is_head_silent(self) -> bool:
+        """Return whether the head has not answered lately; calls to Ray may then never return."""
+        return time.monotonic() - self._answered_at >= _FIRST_TOLD_S
+
+    def stop(self) -> None:
+        """Stop to watch."""
+        self._left.set()
+
+    def _ask(self, head: str) -> None:
+        client: Any = None
+        while not self._left.wait(_PERIOD_S):
+            try:
+                client = client or getattr(_raylet, "GcsClient")(address=head)  # noqa: B009  without a type
+                client.internal_kv_get(b"raypipe", None, timeout=_ASK_S)
+                self._answered_at = time.monotonic()
+            except Exception:
+                client = None
+                logger.debug("the head does not answer", exc_info=True)
+
+    def _run(self) -> None:
+        while not self._left.wait(_PERIOD_S):
+            try:
+                self.turn(time.monotonic())
+            except Exception:
+                logger.debug("cannot watch the run", exc_info=True)
+
+    def turn(self, now: float) -> None:
+        """Look at the head's last answer and at the controller's process."""
+        silent_s = now - self._answered_at
+        if silent_s < _FIRST_TOLD_S:
+            self._due_s = _FIRST_TOLD_S
+            self._look_at_controller()
+        elif silent_s >= self._timeout_s:
+            self._left.set()
+            self._give_up(f"the head of the Ray cluster has not answered for {silent_s:.0f} s")
+        elif silent_s >= self._due_s:
+            self._due_s = 2 * silent_s
+            left_s = self._timeout_s - silent_s
+            silent = f"the head of the Ray cluster has not answered for {silent_s:.0f} s"
+            progress(logger, f"{silent}; the run ends in {left_s:.0f} s (pool.stall_timeout_s)")
+
+    def _look_at_controller(self) -> None:
+        self._process = self._process or process_of(self._controller)
+        process = self._process
+        if process is None or process.node != ray.get_runtime_context().get_node_id():
+            return
+        self._stopped_turns = self._stopped_turns + 1 if is_stopped(process) else 0
+        if self._stopped_turns >= _STOPPED_TURNS and end_stopped([(process.pid, process.started)]):
+            self._process, self._stopped_turns = None, 0
+            self._record(
+                f"killed a stopped process (SIGSTOP) that watched the trainers: {process.role} ({process})"
+            )

@@ -1,0 +1,296 @@
+"""Class folders, `class/image.jpg`: which entries of a tree of files are samples, of which class, in which order.
+
+A folder, its copy in an object store and its tar are one data set, by the same rules:
+
+    an image, in a folder or in folders below it  a sample of the class that the folder names
+    a .npy                                        a sample, if the tree has no image
+    a folder                                      a class, in the order of names, also if it is empty
+    a folder around all images, with none in it   no class: the folders in it are
+    a link                                        what it leads to; an unreadable sample if it leads nowhere
+    a name that begins with a dot, lost+found,
+    __MACOSX and the like                         left out
+    another file                                  left out; an error if it belongs to an image by its name
+    a file next to the class folders              left out
+
+Samples are sorted by class, then by path. A folder at the end of several links counts once per class, under its
+shortest and then first path. `LeftOut` counts the entries that are left out.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections import Counter
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+from typing import Any, NamedTuple, Protocol
+
+from raypipe.errors import StoreError
+from raypipe.stores.base import ARRAY_SUFFIX, IMAGE_SUFFIXES
+
+logger = logging.getLogger(__name__)
+
+FOLDER, FILE = "folder", "file"
+BY_FOLDER = "folder"
+"""The value of target_column that takes the folders for classes whatever else is in them."""
+
+_SYSTEM_NAMES = frozenset({"__MACOSX", "lost+found", "$RECYCLE.BIN", "System Volume Information", "@eaDir"})
+_SUFFIXES = {*IMAGE_SUFFIXES, ARRAY_SUFFIX}
+_SPLITS = frozenset({"train", "training", "val", "valid", "validation", "test", "testing", "eval", "dev"})
+_HIDDEN, _BESIDE = "hidden or of the system", "outside the class folders"
+_NUM_NAMED = 3
+
+LeftOut = Counter[str]
+"""How many entries of a tree are no samples, by the reason: a suffix, or words."""
+
+Sample = tuple[str, Any]
+"""Path from the root, and what its tree knows of the file."""
+
+
+class Entry(NamedTuple):
+    """An entry of a folder, links followed: `kind` is FOLDER, FILE, or the words for anything else."""
+
+    name: str
+    kind: str
+    value: Any = None
+
+
+class Tree(Protocol):
+    """A tree of files; paths are relative to its root, "" is the root."""
+
+    def entries(self, folder: str) -> Iterable[Entry]:
+        """Yield the entries of a folder, unordered; none of a folder that is not there."""
+        ...
+
+    def identity(self, folder: str) -> Hashable:
+        """Return what is equal for two paths of one folder."""
+        ...
+
+
+class Layout(NamedTuple):
+    """Result of `find_classes`.
+
+    Attributes:
+        root: path of the folder that the classes are in.
+        classes: class names.
+        samples: the samples of each tree, by class.
+        left_out: all other entries.
+        of_images: other files that belong to images by their names.
+        has_images: False if the samples are arrays.
+        flat: images that are in no folder.
+        has_tars: whether there are tars next to the folders.
+    """
+
+    root: str
+    classes: tuple[str, ...]
+    samples: list[list[list[Sample]]]
+    left_out: LeftOut
+    of_images: list[str]
+    has_images: bool
+    flat: list[Sample]
+    has_tars: bool
+
+
+def is_left_out(name: str) -> bool:
+    """Return whether an entry of this name never counts."""
+    return name.startswith(".") or name in _SYSTEM_NAMES
+
+
+def suffix_of(name: str) -> str:
+    """Return the suffix of a file's name, in lower case, with the dot."""
+    return PurePosixPath(name).suffix.lower()
+
+
+@dataclass
+class _Files:
+    """The files of a folder and of all folders below it."""
+
+    images: list[Sample] = field(default_factory=list)
+    arrays: list[Sample] = field(default_factory=list)
+    left_out: LeftOut = field(default_factory=Counter)
+    with_images: list[str] = field(default_factory=list)  # other files that belong to images
+
+    @property
+    def samples(self) -> list[Sample]:
+        return self.images or self.arrays
+
+
+def find_classes(trees: Sequence[Tree], where: str) -> Layout:
+    """Find the classes of trees, which share them, and their samples; there may be none.
+
+    Args:
+        trees: several tars are several trees.
+        where: name of the store, for errors.
+
+    Raises:
+        StoreError: the folders are splits; or an entry with an image's name is not a file.
+    """
+    flat, names, outside = _top(trees, "")
+    by_class = {name: [_files(tree, name, where) for tree in trees] for name in sorted(names)}
+    root = ""
+    for folder in _folders_around(trees, by_class):
+        outside += Counter(f"{name}/" for name in names if join(root, name) != folder)
+        root = folder
+        _, names, beside = _top(trees, root)
+        outside += beside
+    if root:
+        by_class = {name: [_files(tree, join(root, name), where) for tree in trees] for name in sorted(names)}
+    holding = [name for name, of_trees in by_class.items() if _holds(of_trees)]
+    are_below = len(holding) == 1 and _are_below(join(root, holding[0]), by_class[holding[0]])
+    refuse_splits(where, by_class, holding[0] if are_below else "")
+    every = [files for of_class in by_class.values() for files in of_class]
+    has_images = any(files.images for files in every)
+    left_out = sum((files.left_out for files in every), outside)
+    if has_images and (num_arrays := sum(len(files.arrays) for files in every)):
+        left_out[ARRAY_SUFFIX] += num_arrays
+    samples = [
+        [
+            sorted(files[number].images if has_images else files[number].arrays, key=lambda sample: sample[0])
+            for files in by_class.values()
+        ]
+        for number in range(len(trees))
+    ]
+    has_tars = any(suffix_of(entry.name) == ".tar" for tree in trees for entry in tree.entries(""))
+    of_images = sorted(path for files in every for path in files.with_images)
+    return Layout(root, tuple(by_class), samples, left_out, of_images, has_images, sorted(flat), has_tars)
+
+
+def join(folder: str, name: str) -> str:
+    """Return the path of an entry of a folder."""
+    return f"{folder}/{name}" if folder else name
+
+
+def tell_left_out(where: str, num_samples: int, left_out: LeftOut) -> None:
+    """Say in one line what a store leaves out."""
+    if left_out:
+        logger.warning("%s: %s samples; left out: %s", where, f"{num_samples:,}", words_of(left_out))
+
+
+def words_of(left_out: LeftOut) -> str:
+    """Return what is left out in words, the most frequent first."""
+    told = [f"{num:,} {reason}" for reason, num in left_out.most_common(6)]
+    rest = left_out.total() - sum(num for _, num in left_out.most_common(6))
+    return ", ".join([*told, *([f"{rest:,} others"] if rest else [])])
+
+
+def _top(trees: Sequence[Tree], root: str) -> tuple[list[Sample], set[str], LeftOut]:
+    """Return the images in a folder itself, the names of its folders, and what else is in it."""
+    flat, names, beside = list[Sample](), set[str](), LeftOut()
+    for name, kind, value in itertools.chain.from_iterable(tree.entries(root) for tree in trees):
+        if is_left_out(name):
+            beside[_HIDDEN] += 1
+        elif kind == FOLDER:
+            names.add(name)
+        else:
+            beside[_BESIDE] += 1
+            if kind == FILE and suffix_of(name) in IMAGE_SUFFIXES:
+                flat.append((join(root, name), value))
+    return flat, names, beside
+
+
+def _files(tree: Tree, top: str, where: str) -> _Files:
+    """Return the files of a folder and of all folders below it, unordered."""
+    found, visited = _Files(), set[Hashable]()
+    folders = [top]
+    for folder in folders:  # the loop appends to the list
+        identity = tree.identity(folder)
+        if identity in visited:
+            continue
+        visited.add(identity)
+        within, images, others = list[str](), list[str](), list[str]()
+        for name, kind, value in tree.entries(folder):
+            if is_left_out(name):
+                found.left_out[_HIDDEN] += 1
+                continue
+            if kind == FOLDER:
+                within.append(f"{folder}/{name}")
+                continue
+            suffix = suffix_of(name)
+            if suffix not in _SUFFIXES:
+                others.append(name)
+                continue
+            if kind != FILE:
+                raise StoreError(f"{where}/{folder}/{name} is not an image: it is {kind}; remove it")
+            if suffix == ARRAY_SUFFIX:
+                found.arrays.append((f"{folder}/{name}", value))
+            else:
+                images.append(name)
+                found.images.append((f"{folder}/{name}", value))
+        folders += sorted(within)
+        if others:
+            _count_others(found, folder, images, others)
+    return found
+
+
+def _count_others(found: _Files, folder: str, images: list[str], others: list[str]) -> None:
+    """Note files that are neither images nor arrays, and which of them belong to an image: `a.txt` to `a.jpg`, and
+    `a.jpg.json` too."""
+    stems = {*images, *(PurePosixPath(name).stem for name in images)}
+    for name in others:
+        found.left_out[suffix_of(name) or "without a suffix"] += 1
+        ends = (place for place, letter in enumerate(name) if letter == ".")
+        if any(name[:end] in stems for end in ends):
+            found.with_images.append(f"{folder}/{name}")
+
+
+def _folders_around(trees: Sequence[Tree], by_class: dict[str, list[_Files]]) -> Iterator[str]:
+    """Yield the paths of the folders, each in the one before, that all samples are below, none of them directly.
+
+    An empty folder next to one is a class without samples, so the other is a class too.
+    """
+    samples = [files.samples for of_trees in by_class.values() for files in of_trees]
+    if sum(map(_holds, by_class.values())) != 1:
+        return
+    parts = [path.split("/") for path, _ in itertools.chain.from_iterable(samples)]
+    root = ""
+    for depth in range(min(map(len, parts), default=0) - 2):
+        name = parts[0][depth]
+        if any(path[depth] != name for path in parts):
+            return
+        _, names, _ = _top(trees, root)
+        if any(_is_empty(trees, join(root, other)) for other in names - {name}):
+            return
+        root = join(root, name)
+        yield root
+
+
+def _holds(of_trees: list[_Files]) -> bool:
+    return any(files.samples for files in of_trees)
+
+
+def _is_empty(trees: Sequence[Tree], folder: str) -> bool:
+    """Return whether a folder has no visible entry in any tree."""
+    return all(is_left_out(entry.name) for tree in trees for entry in tree.entries(folder))
+
+
+def _are_below(folder: str, of_trees: list[_Files]) -> bool:
+    """Return whether all samples of a folder are in folders below it."""
+    return all("/" in path[len(folder) + 1 :] for files in of_trees for path, _ in files.samples)
+
+
+def refuse_splits(where: str, classes: Collection[str], only_one: str = "") -> None:
+    """Raise StoreError if class folders are the splits of a dataset, which would be learned as classes.
+
+    Args:
+        only_one: the only folder with samples, if all of them are in folders below it.
+    """
+    several = "train" in classes and not {"val", "valid", "validation", "test"}.isdisjoint(classes)
+    if several or (only_one.lower() in _SPLITS and len(classes) > 1):
+        raise StoreError(
+            f"{where} has the folders {', '.join(classes):.300}, which are splits, not classes: choose one, such "
+            "as the folder train"
+        )
+
+
+def refuse_files_of_images(where: str, of_images: Sequence[str]) -> None:
+    """Raise StoreError if other files belong to images by their names, since they may be the labels."""
+    if not of_images:
+        return
+    more = f" and {len(of_images) - _NUM_NAMED:,} more" if len(of_images) > _NUM_NAMED else ""
+    suffixes = ", ".join(sorted({suffix_of(path)[1:] for path in of_images}))
+    raise StoreError(
+        f"{where}: {', '.join(of_images[:_NUM_NAMED]):.300}{more} belong to images by their names, so the labels "
+        f"may be in them and not in the names of the folders. Set store.target_column to {BY_FOLDER!r} to train "
+        f"on the folders' names, to '' for no target, or, in a tar, to the labels' suffix ({suffixes:.100})"
+    )

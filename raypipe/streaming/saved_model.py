@@ -1,0 +1,139 @@
+"""Trained models, read from checkpoints: their weights, and what their inputs and outputs mean."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from raypipe.config import AugmentConfig, TransformConfig
+from raypipe.errors import ConfigError
+from raypipe.storage.filesystem import as_uri
+from raypipe.streaming.checkpoints import find_newest
+from raypipe.streaming.spec import StreamSpec
+from raypipe.streaming.stateful import loaded
+from raypipe.transform.contents import Content
+from raypipe.transform.fields import IMAGE
+from raypipe.transform.samples import EncodedSample
+
+_ANY_KEY = (0, 0)  # a validation's transform draws nothing
+
+
+def input_of(spec: StreamSpec, augment: AugmentConfig | None, model: str = "") -> dict[str, Any]:
+    """Describe a model's inputs and outputs, as plain values for a checkpoint.
+
+    Returns:
+        `classes`, names by output, or None; `transform`, the settings; `val`, the transform of validations, None
+        if it is an object, which a checkpoint does not hold; `mean` and `std` of the normalization, None if the
+        loop normalizes; and `model`, its name.
+    """
+    store = spec.stores["train"]
+    val = spec.transforms.get("val", spec.transform.val)
+    return {
+        "classes": list(store.classes) if store.classes else None,
+        "transform": dataclasses.asdict(spec.transform),
+        "val": val if isinstance(val, str | list) and _is_plain(val) else None,
+        "mean": list(augment.mean) if augment else None,
+        "std": list(augment.std) if augment else None,
+        "model": model,
+    }
+
+
+def _is_plain(value: Any) -> bool:
+    try:
+        json.dumps(value)
+    except TypeError:
+        return False
+    return True
+
+
+@dataclass(frozen=True)
+class SavedModel:
+    """A model as a checkpoint has it; `raypipe.read_checkpoint` makes one.
+
+    Attributes:
+        address: the checkpoint's folder.
+        epoch, step: its place in the run: the epoch, from 0 on, and the steps done in it.
+        metrics: the run's metrics up to there.
+        state: the state_dict of each part, on the CPU, by its name: of a run `model`, `optimizer`, `scaler` and
+            `ema`, the average of the weights (None without `train.ema_decay`); of an own loop the names that it
+            gave to `loader.report`.
+        classes: the names of the classes, in the order of the outputs; None = the store names none.
+        model: `train.model` of a run; empty = of an own loop.
+        settings: the settings of the run's transform, by name.
+    """
+
+    address: str
+    epoch: int
+    step: int
+    metrics: Mapping[str, Any]
+    state: Mapping[str, Any] = field(repr=False)
+    classes: list[str] | None = field(repr=False)
+    model: str
+    settings: Mapping[str, Any] = field(repr=False)
+    _input: Mapping[str, Any] = field(repr=False)
+
+    def prepare(self, image: bytes) -> torch.Tensor:
+        """Make the model's input of one encoded image, as the run's validations do.
+
+        Returns:
+            float32 (3, H, W), normalized; uint8 (3, H, W) from an own loop that normalizes by itself.
+
+        Raises:
+            SampleError: the image cannot be decoded.
+            ConfigError: the validations' transform was an object.
+        """
+        pixels = torch.from_numpy(self._content.one(EncodedSample(image), _ANY_KEY)[IMAGE])
+        channels_first = pixels.permute(2, 0, 1).contiguous()
+        if self._input["mean"] is None:
+            return channels_first
+        mean = torch.tensor(self._input["mean"]).view(-1, 1, 1)
+        std = torch.tensor(self._input["std"]).view(-1, 1, 1)
+        return (channels_first / 255 - mean) / std
+
+    @functools.cached_property
+    def _content(self) -> Content:
+        val = self._input["val"]
+        if val is None:
+            raise ConfigError(
+                f"{self.address} was trained with a validation transform that is an object, which a checkpoint "
+                "does not hold: apply it to the pixels yourself"
+            )
+        sizes = self.settings["size"]
+        size = {int(epoch): side for epoch, side in sizes.items()} if isinstance(sizes, dict) else sizes
+        kept = {name: self.settings[name] for name in ("decode_as", "crop_decode", "apply_exif")}
+        return Content(val, TransformConfig(size=size, **kept))
+
+
+def read_checkpoint(address: str | Path) -> SavedModel:
+    """Read the newest whole checkpoint of a run, or one checkpoint, to use its model.
+
+    Args:
+        address: the folder or URI of a run, by `raypipe train` or your own loop, or of one of its checkpoints.
+
+    Raises:
+        ConfigError: there is none, or all are damaged.
+    """
+    newest, _ = find_newest(as_uri(str(address)), lambda _: None, with_state=True)
+    if newest is None:
+        raise ConfigError(f"no raypipe checkpoint at {address}: give the folder of a run or of a checkpoint")
+    described = newest.input
+    if not described:
+        raise ConfigError(f"{newest.address} does not describe its model's input: an older raypipe made it")
+    return SavedModel(
+        address=newest.address.removeprefix("file://"),
+        epoch=newest.cursor.epoch,
+        step=newest.cursor.step,
+        metrics=newest.metrics,
+        state=loaded(newest.state),
+        classes=described["classes"],
+        model=described["model"],
+        settings=described["transform"],
+        _input=described,
+    )

@@ -1,0 +1,195 @@
+"""Headers of JPEGs: what decodes a file, its limits, and whether metadata turns it.
+
+    jpeg_size           (height, width) of the kinds that every decoder has at every scale; None: Pillow decodes it
+    jpeg_orientation    by EXIF, or else by XMP, as Pillow has it
+    check_jpeg          the limits, of what Pillow decodes, too
+
+Segments are found here as libjpeg finds them, with fill bytes and other bytes between them. csrc/jpeg_header.h
+reads headers for the kernel: only plain ones, which can be read in one way, and by the same limits. `jpeg_size`
+compares what is found with what libjpeg says, since a file that shows two readers two headers could pass the
+limits by one and be decoded by the other.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import simplejpeg
+
+from raypipe.errors import SampleError
+from raypipe.transform.limits import MAX_DECODE_BYTES, MAX_SCANNED_PIXELS, check_size
+
+# Not stuffing, fill bytes or restarts, as libjpeg looks for the next one.
+_MARKER = re.compile(rb"\xff[\x01-\xcf\xd8-\xfe]")
+_FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
+_PROGRESSIVE = {0xC2, 0xC6, 0xCA, 0xCE}
+_TEM, _EOI, _SOS, _APP1, _APP2 = 0x01, 0xD9, 0xDA, 0xE1, 0xE2
+_ORIENTATION_TAG = 0x0112
+_EXIF, _XMP, _PROFILE = b"Exif\0\0", b"http://ns.adobe.com/xap/1.0/\0", b"ICC_PROFILE\0"
+_SCAN_BYTES = 10  # the header of the shortest scan
+_MOST_BYTES = 15  # per pixel, measured as the peak of a decode: CMYK in several scans
+_KINDS = {
+    0xC1: "extended",
+    0xC2: "progressive",
+    0xC3: "lossless",
+    0xC9: "arithmetic",
+    0xCA: "progressive arithmetic",
+    0xCB: "lossless arithmetic",
+}
+"""Names of frames for messages; baseline has none, and what is left is hierarchical."""
+_SCALED = {0xC0, 0xC1, 0xC2}
+"""Frames, of 8 bits, that simplejpeg decodes at a scale: of others it writes beyond its buffer."""
+
+
+class Frame(NamedTuple):
+    """Frame of a JPEG, by its header.
+
+    Attributes:
+        marker: the kind: 0xC0 is baseline.
+        bits: bits of a channel.
+        height: height in pixels.
+        width: width in pixels.
+        num_components: number of channels, before colors are converted.
+    """
+
+    marker: int
+    bits: int
+    height: int
+    width: int
+    num_components: int
+
+    @property
+    def name(self) -> str:
+        """The kind in a few words."""
+        words = [] if self.bits == 8 else [f"{self.bits}-bit"]
+        if self.marker != 0xC0:
+            words.append(_KINDS.get(self.marker, "hierarchical"))
+        return " ".join([*words, "JPEG"])
+
+
+def jpeg_frame(data: bytes) -> Frame | None:
+    """The frame of a JPEG; None: there is none before the first scan."""
+    for marker, body, _ in _segments(data):
+        if marker in _FRAMES:
+            height, width = int.from_bytes(body[1:3], "big"), int.from_bytes(body[3:5], "big")
+            return Frame(marker, body[0], height, width, body[5]) if len(body) >= 6 else None
+        if marker == _SOS:
+            return None
+    return None
+
+
+def jpeg_size(data: bytes) -> tuple[int, int] | None:
+    """(height, width) of a JPEG within the limits whose kind simplejpeg decodes at any scale; None: Pillow has the
+    last word, on the whole.
+
+    Those are baseline, extended and progressive ones of 8 bits.
+
+    Raises:
+        SampleError: it is over a limit.
+    """
+    frame = jpeg_frame(data)
+    if frame is None or frame.marker not in _SCALED or frame.bits != 8:
+        return None
+    size = _size_by_simplejpeg(data)
+    if size is None and _PROFILE in data:
+        size = _size_by_simplejpeg(without_profile(data))
+    if size != (frame.height, frame.width):
+        return None
+    check_jpeg(data, frame.width, frame.height, 3)
+    return size
+
+
+def _size_by_simplejpeg(data: bytes) -> tuple[int, int] | None:
+    try:
+        height, width, *_ = simplejpeg.decode_jpeg_header(data)
+    except Exception:  # ValueError of damage, KeyError of a rare subsampling, such as 4:4:1
+        return None
+    return height, width
+
+
+def without_profile(data: bytes) -> bytes:
+    """Leave out the color profile: no pixel depends on it, and simplejpeg refuses a JPEG with a damaged one."""
+    kept, at = bytearray(), 0
+    for marker, body, end in _segments(data):
+        if marker == _SOS:
+            break
+        if marker == _APP2 and body.startswith(_PROFILE):
+            kept += data[at : end - len(body) - 4]
+            at = end
+    return bytes(kept + data[at:]) if at else data
+
+
+def check_jpeg(data: bytes, width: int, height: int, pixel_bytes: int) -> None:
+    """Check the limits of a JPEG, `pixel_bytes` of each of whose pixels are held in any case.
+
+    libjpeg keeps the coefficients of all components if there are several scans, and goes through them for each.
+    """
+    num_pixels = width * height
+    check_size(width, height)
+    most_scans = MAX_SCANNED_PIXELS // max(1, num_pixels)
+    if len(data) // _SCAN_BYTES <= most_scans and num_pixels * _MOST_BYTES <= MAX_DECODE_BYTES:
+        return  # nearly all, in no time
+    num_components, num_scans, is_progressive = 0, 0, False
+    for marker, body, _ in _segments(data):
+        if marker in _FRAMES:
+            num_components, is_progressive = min(4, *body[5:6], 4), marker in _PROGRESSIVE
+        elif marker == _SOS:
+            if not num_scans:
+                has_one = not is_progressive and body[:1] == bytes([num_components])
+                kept = (4 if num_components == 4 else 0) + (0 if has_one else 2 * num_components)
+                check_size(width, height, num_pixels * (pixel_bytes + kept))
+                if has_one:  # libjpeg refuses a second one
+                    return
+            num_scans += 1
+            if num_scans > most_scans:
+                raise SampleError(
+                    f"a JPEG of {width}x{height} pixels in more than {most_scans} scans, the limit for its size: "
+                    "store it as a baseline JPEG"
+                )
+
+
+def _segments(data: bytes) -> Iterator[tuple[int, bytes, int]]:
+    """Yield the marker, the body and the end of each segment, up to the image's end."""
+    at = 2
+    while match := _MARKER.search(data, at):
+        at = match.end()
+        marker = data[at - 1]
+        if marker == _EOI:
+            return
+        if marker != _TEM:
+            end = at + max(2, int.from_bytes(data[at : at + 2], "big"))
+            yield marker, data[at + 2 : end], end
+            at = end
+
+
+def jpeg_orientation(data: bytes) -> int:
+    """Orientation by EXIF, or else by XMP, 1 to 8; 1 where the metadata is damaged: the pixels are still good."""
+    metadata: dict[str, bytes] = {}
+    for marker, body, _ in _segments(data):
+        if marker == _SOS:
+            break
+        if marker == _APP1 and body.startswith(_EXIF):
+            metadata["exif"] = metadata.get("exif", _EXIF) + body[len(_EXIF) :]
+        elif marker == _APP1 and body.startswith(_XMP):
+            metadata["xmp"] = body[len(_XMP) :]
+    if not metadata:
+        return 1
+    from PIL import Image  # 0.1 s, and most stores have no metadata
+
+    image = Image.Image()
+    image.info.update(metadata)
+    return orientation_of(image)
+
+
+def orientation_of(image: Any) -> int:
+    """Orientation of Pillow's image by its metadata, 1 to 8, as `exif_transpose` has it; 1: damaged, or none."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            value = image.getexif().get(_ORIENTATION_TAG, 1)
+            return int(value) if value in range(2, 9) else 1
+        except Exception:  # Pillow raises a dozen types on bad bytes
+            return 1

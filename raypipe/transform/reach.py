@@ -1,0 +1,180 @@
+"""Random generators that a user's code can reach, and that are not those of the process.
+
+    def f(image): return pipeline(image=image)["image"]      a pipeline of Albumentations in a closure or a module
+    class Jitter: def __init__(self): self.rng = np.random.default_rng()
+
+Found are those in closures, defaults, the globals that a function names, attributes, lists, dicts, partials and
+methods. Not found are those that the code makes in each call, or keeps in a library: making a sample twice
+shows these, see `raypipe.streaming.remake`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import random
+import sys
+import sysconfig
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from raypipe.transform.draws import Key, KeyedGenerator
+
+_MAX_OBJECTS = 5_000  # a policy has some hundred; data that a transform holds can be endless
+_MAX_ITEMS = 256
+_OURS = str(Path(__file__).parents[1])
+_LIBRARIES = *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib")), _OURS
+_INSTALLED = {"site-packages", "dist-packages"}
+_OF_PIPELINE = "random_generator", "py_random"  # each step of Albumentations has both
+_LEAVES = (str, bytes, int, float, complex, type(None), np.ndarray, np.generic, type, types.ModuleType)
+
+
+def reached(root: Any) -> Iterator[Any]:
+    """The objects that a user's code can reach, each once, in an order that copies of the code share."""
+    todo, seen = [root], set[int]()
+    while todo and len(seen) < _MAX_OBJECTS:
+        value = todo.pop()
+        if id(value) in seen or isinstance(value, _LEAVES):
+            continue
+        seen.add(id(value))
+        yield value
+        todo += reversed(list(_within(value, is_root=value is root)))
+
+
+def _within(value: Any, is_root: bool) -> Iterator[Any]:
+    match value:
+        case types.FunctionType():
+            if is_root or _is_own(value.__code__.co_filename):
+                yield from _within_function(value)
+        case types.MethodType():
+            yield from (value.__self__, value.__func__)
+        case functools.partial():
+            yield from (value.func, *value.args, *value.keywords.values())
+        case list() | tuple():
+            yield from value[:_MAX_ITEMS]
+        case dict():
+            yield from list(value.values())[:_MAX_ITEMS]
+        case _:
+            attributes = list(getattr(value, "__dict__", {}).items())
+            yield from (part for name, part in attributes if name not in _OF_PIPELINE)
+            own = (kind for kind in type(value).__mro__ if _is_own(_file_of(kind)))
+            yield from (part for kind in own for part in vars(kind).values() if callable(part))
+
+
+def _within_function(function: types.FunctionType) -> Iterator[Any]:
+    yield from function.__defaults__ or ()
+    yield from (function.__kwdefaults__ or {}).values()
+    yield from function.__dict__.values()
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # it is empty
+            yield cell.cell_contents
+    names = list(_names(function.__code__))
+    for name in names:
+        value = function.__globals__.get(name)
+        if isinstance(value, types.ModuleType) and _is_own(getattr(value, "__file__", None) or ""):
+            yield from (vars(value)[part] for part in names if part in vars(value))
+        elif value is not None:
+            yield value
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    """The global names, and those of attributes, in a function and in those within it."""
+    yield from code.co_names
+    for part in code.co_consts:
+        if isinstance(part, types.CodeType):
+            yield from _names(part)
+
+
+def _file_of(kind: type) -> str:
+    return getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_own(file: str) -> bool:
+    """True for a file of the user's, which no library has installed."""
+    if file.startswith(_LIBRARIES) or file.startswith("<frozen"):
+        return False
+    return bool(file) and not _INSTALLED & set(Path(file).parts)
+
+
+Put = Callable[[], object]
+
+
+class ReachedGenerators:
+    """The generators that a user's code can reach, which it shares with the rest of the process.
+
+    Args:
+        code: the user's function, module or pipeline.
+        seeded: a generator that is seeded already: steps of Albumentations that have it stay as they are.
+    """
+
+    def __init__(self, code: Any, seeded: np.random.Generator | None = None) -> None:
+        self._code, self._seeded = code, seeded
+        self._keyed, self._random = KeyedGenerator(), random.Random()
+        self._found: list[Any] = []
+        self.look()
+
+    def __bool__(self) -> bool:
+        return bool(self._found)
+
+    def look(self) -> bool:
+        """Look for them again, since some are made at the first call; True = there are more."""
+        before = {id(each) for each in self._found}
+        found = (each for each in reached(self._code) if _is_random(each))
+        self._found = [each for each in found if getattr(each, "random_generator", self) is not self._seeded]
+        return any(id(each) not in before for each in self._found)
+
+    @contextlib.contextmanager
+    def keyed(self, key: Key) -> Iterator[None]:
+        """Context manager: they draw under a sample's key; then their states are as they were."""
+        put_back: list[Put] = []
+        self._keyed.rewind(key)
+        self._random.seed(key[0] << 64 | key[1])
+        try:
+            for number, each in enumerate(self._found):
+                put_back.append(self._seed(each, [*key, number]))
+            yield
+        finally:
+            for put in reversed(put_back):
+                put()
+
+    def _seed(self, found: Any, words: list[int]) -> Put:
+        """Seed one of them; return what puts its state back."""
+        if isinstance(found, np.random.Generator):
+            bits = found.bit_generator
+            state = bits.state
+            bits.state = type(bits)(np.random.SeedSequence(words)).state  # type: ignore[call-arg]
+            return functools.partial(setattr, bits, "state", state)
+        if isinstance(found, np.random.RandomState):
+            put = functools.partial(found.set_state, found.get_state(legacy=False))
+            found.seed(np.random.SeedSequence(words).generate_state(4))
+            return put
+        if isinstance(found, random.Random):
+            put = functools.partial(found.setstate, found.getstate())
+            found.seed(functools.reduce(lambda seed, word: seed << 64 | word, words))
+            return put
+        if _is_of(found, "torch", "Generator"):
+            put = functools.partial(found.set_state, found.get_state())
+            found.manual_seed(int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0]) >> 1)
+            return put
+        put = functools.partial(found.__dict__.update, {name: vars(found)[name] for name in _OF_PIPELINE})
+        found.random_generator, found.py_random = self._keyed.generator, self._random
+        return put
+
+
+def _is_of(value: Any, package: str, *names: str) -> bool:
+    return any(
+        kind.__name__ in names and kind.__module__.partition(".")[0] == package for kind in type(value).__mro__
+    )
+
+
+def _is_random(value: Any) -> bool:
+    if isinstance(value, np.random.Generator | np.random.RandomState | random.Random):
+        return value is not np.random.mtrand._rand  # type: ignore[attr-defined]
+    if _is_of(value, "albumentations", "BaseCompose", "BasicTransform"):
+        return set(_OF_PIPELINE) <= vars(value).keys()
+    return _is_of(value, "torch", "Generator") and value is not sys.modules["torch"].default_generator

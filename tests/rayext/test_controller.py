@@ -1,0 +1,70 @@
+"""The driver watches Ray Train's controller and the head of the cluster."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from raypipe.rayext import controller
+from raypipe.rayext.controller import DriverWatch
+from raypipe.rayext.watch import Process, _stat
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    context = SimpleNamespace(get_node_id=lambda: "here")
+    monkeypatch.setattr(controller, "ray", SimpleNamespace(get_runtime_context=lambda: context))
+    monkeypatch.setattr(controller, "process_of", lambda handle: handle)
+
+
+def test_a_silent_head_is_told_ever_less_often_and_ends_the_run_once(capsys: pytest.CaptureFixture[str]) -> None:
+    reasons: list[str] = []
+    watch = DriverWatch(None, 100.0, reasons.append)
+    watch._answered_at = 0.0
+    for now in range(100):
+        watch.turn(float(now))
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(";")[0].split()[-2] for line in lines] == ["10", "20", "40", "80"] and not reasons
+    assert lines[0].endswith("the run ends in 90 s (pool.stall_timeout_s)")
+    watch.turn(100.0)
+    assert reasons == ["the head of the Ray cluster has not answered for 100 s"]
+
+
+def test_a_head_that_answers_again_is_told_anew_when_it_falls_silent(capsys: pytest.CaptureFixture[str]) -> None:
+    watch = DriverWatch(None, 100.0, lambda reason: None)
+    for answered_at in (0.0, 50.0):
+        watch._answered_at = answered_at
+        for second in range(15):
+            watch.turn(answered_at + second)
+    assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+@pytest.mark.parametrize("node", ["here", "there"])
+def test_a_stopped_controller_of_this_node_is_killed(node: str) -> None:
+    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        faults: list[str] = []
+        process = Process("Ray Train's controller", busy.pid, _stat(busy.pid)[1], "10.0.0.1", node)
+        watch = DriverWatch(process, 100.0, lambda reason: None, faults.append)
+        watch._answered_at = 0.0
+        watch.turn(0.0)
+        busy.send_signal(19)
+        while _stat(busy.pid)[0] != "T":
+            time.sleep(0.01)
+        for now in (1.0, 2.0):  # for a moment, a profiler may stop it
+            watch.turn(now)
+        assert busy.poll() is None
+        watch.turn(3.0)
+        if node == "here":
+            assert busy.wait(20) == -9 and len(faults) == 1
+        else:
+            assert busy.poll() is None and not faults
+    finally:
+        busy.kill()
+        busy.wait()

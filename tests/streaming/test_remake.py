@@ -1,0 +1,272 @@
+"""State that decides pixels and is not under the sample's key ends a stream at its first samples."""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pictures
+import pytest
+import torch
+from pictures import picture
+
+from raypipe.config import PlanConfig, PoolConfig, TransformConfig
+from raypipe.errors import ConfigError
+from raypipe.stores.base import MemoryStore
+from raypipe.streaming.inline import inline_batches
+from raypipe.streaming.maker import MicroBatchMaker
+from raypipe.streaming.opening import open_stream
+from raypipe.streaming.remake import copied
+
+STORE = MemoryStore([picture(number) for number in range(8)], np.zeros(8, np.int64), columns={"n": list(range(8))})
+COUNTED = [0]
+SCRATCH = np.zeros((8, 8, 3), np.uint8)
+SEEN: dict[bytes, np.ndarray] = {}
+
+
+def of(image: np.ndarray, number: float) -> np.ndarray:
+    return (image[:8, :8] + np.uint8(number % 251)).astype(np.uint8)
+
+
+class Counter:
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, image: np.ndarray) -> np.ndarray:
+        self.calls += 1
+        return of(image, self.calls)
+
+
+class RunningMean:
+    def __init__(self) -> None:
+        self.mean = 0.0
+
+    def __call__(self, image: np.ndarray) -> np.ndarray:
+        self.mean = 0.5 * self.mean + 0.5 * float(image.mean())
+        return of(image, self.mean * 7)
+
+
+class First:
+    """Takes the first image as the reference of all."""
+
+    reference: Any = None
+
+    def __call__(self, image: np.ndarray) -> np.ndarray:
+        if self.reference is None:
+            self.reference = image[:8, :8].astype(int)
+        return of(image, self.reference.sum())
+
+
+class InPlace(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(1))
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        self.mean += image.float().mean()
+        return (image[:, :8, :8].int() + int(self.mean * 7)).to(torch.uint8)
+
+
+def by_module(image: np.ndarray) -> np.ndarray:
+    COUNTED[0] += 1
+    return of(image, COUNTED[0])
+
+
+def by_closure() -> Callable[[np.ndarray], np.ndarray]:
+    previous = 0
+
+    def transform(image: np.ndarray) -> np.ndarray:
+        nonlocal previous
+        previous += int(image.sum())
+        return of(image, previous)
+
+    return transform
+
+
+def by_clock(image: np.ndarray) -> np.ndarray:
+    return of(image, time.perf_counter_ns() // 1000)
+
+
+def by_new_generator(image: np.ndarray) -> np.ndarray:
+    return of(image, np.random.default_rng().integers(1 << 40))
+
+
+def beside_rng(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    return of(image, np.random.default_rng().random() * 251)
+
+
+def in_scratch(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    SCRATCH[:] = image[:8, :8]
+    for _ in range(40):
+        SCRATCH[:] = SCRATCH // 2 + image[:8, :8] // 2 + sum([1, 0])
+    return SCRATCH
+
+
+IMPURE: dict[str, Any] = {
+    "counter": Counter(),
+    "method": Counter().__call__,
+    "partial": functools.partial(lambda image, counter: counter(image), counter=Counter()),
+    "running mean": RunningMean(),
+    "first image": First(),
+    "buffer of a module": InPlace(),
+    "global counter": by_module,
+    "closure": by_closure(),
+    "clock": by_clock,
+    "generator of each call": by_new_generator,
+    "generator beside rng": beside_rng,
+}
+
+
+class Cached:
+    """Remembers what it has made, by what it made it of."""
+
+    def __init__(self) -> None:
+        self.made: dict[bytes, np.ndarray] = {}
+        self.scratch = np.zeros((8, 8, 3), np.uint8)
+
+    def __call__(self, image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        key = image.tobytes()
+        if key not in self.made:
+            self.made[key] = of(image, image.sum())
+        self.scratch[:] = self.made[key]
+        self.scratch += rng.integers(0, 9, 3, dtype=np.uint8)
+        return self.scratch
+
+
+class Counting:
+    """Counts its calls, which no pixel shows."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, image: np.ndarray) -> np.ndarray:
+        self.calls += 1
+        return of(image, np.random.randint(9))
+
+
+PURE: dict[str, Any] = {"cache": Cached(), "counting": Counting(), "lambda": lambda image: image[:8, :8]}
+
+
+def spec_of(transform: Any, threads: int = 0, **options: Any) -> Any:
+    return open_stream(
+        STORE,
+        plan=PlanConfig(epochs=1, micro_batch_size=4),
+        train_transform=transform,
+        pool=PoolConfig(engine="inline", max_actors=threads),
+        **options,
+    )
+
+
+@pytest.mark.parametrize("name", IMPURE)
+def test_state_beside_the_key_is_an_error_that_names_the_transform(name: str) -> None:
+    spec = spec_of(IMPURE[name])
+    with pytest.raises(ConfigError, match=r"transform\.train is a \w+, which does not make the same") as caught:
+        list(inline_batches(spec, spec.plan.start()))
+    assert ("twice in a row" in str(caught.value)) == (name != "first image")
+
+
+@pytest.mark.parametrize("threads", [0, 2])
+@pytest.mark.parametrize("name", PURE)
+def test_caches_buffers_and_counts_that_no_pixel_shows_are_fine(name: str, threads: int) -> None:
+    spec = spec_of(PURE[name], threads)
+    found = [batch["image"].copy() for batch in inline_batches(spec, spec.plan.start())]
+    maker = MicroBatchMaker(spec_of(copied(PURE[name])))
+    again = [maker.batch(at)["image"].copy() for at in reversed(list(spec.plan.micro_batches(spec.plan.start())))]
+    assert all(np.array_equal(one, other) for one, other in zip(found, again[::-1], strict=True))
+
+
+def test_a_buffer_that_threads_share_is_an_error_where_there_are_threads() -> None:
+    list(inline_batches(alone := spec_of(in_scratch), alone.plan.start()))
+    shared = spec_of(in_scratch, 3)
+    with pytest.raises(ConfigError, match="3 threads that run it at once get in each other's way"):
+        list(inline_batches(shared, shared.plan.start()))
+
+
+def test_columns_that_are_made_are_checked_as_well() -> None:
+    def columns(values: Any) -> dict[str, Any]:
+        COUNTED[0] += 1
+        return {"n": COUNTED[0]}
+
+    spec = spec_of("none", columns=["n"], make_columns=columns)
+    with pytest.raises(ConfigError, match=r"make_columns does not make the same of the same sample"):
+        list(inline_batches(spec, spec.plan.start()))
+
+
+def test_targets_and_padding_are_compared_by_their_fields() -> None:
+    import albumentations as A  # noqa: N812
+
+    def same(image: np.ndarray, **_: Any) -> np.ndarray:
+        return image
+
+    boxes = MemoryStore(
+        [picture(number) for number in range(8)],
+        np.zeros(8, np.int64),
+        columns={"b": [[[0, 0, 5, 5, 1]] * (number % 3) for number in range(8)]},
+    )
+    spec = open_stream(
+        boxes,
+        plan=PlanConfig(epochs=1, micro_batch_size=4),
+        transform=TransformConfig(boxes_column="b", max_targets=3),
+        train_transform=A.Compose([A.Resize(8, 8), A.Lambda(image=functools.partial(same), p=1)]),
+        pool=PoolConfig(engine="inline"),
+    )
+    assert len(list(inline_batches(spec, spec.plan.start()))) == 2
+
+
+IN_A_PROCESS = """
+    import pickle, sys
+    from pathlib import Path
+    import numpy as np
+    sys.path.insert(0, {support!r})
+    from pictures import picture
+    from raypipe.config import PlanConfig, PoolConfig
+    from raypipe.plan.places import MicroBatchId
+    from raypipe.stores.base import MemoryStore
+    from raypipe.streaming.maker import MicroBatchMaker
+    from raypipe.streaming.opening import open_stream
+
+    def by_hash(image):
+        return image[:8, :8] + np.uint8(hash("a name") % 251)
+
+    latched = []
+    def by_first(image):
+        latched[:] = latched or [int(image.sum()) % 251]
+        return image[:8, :8] + np.uint8(latched[0])
+
+    def pure(image):
+        return image[:8, :8]
+
+    store = MemoryStore([picture(number) for number in range(16)], np.zeros(16, np.int64))
+    plan = PlanConfig(epochs=1, micro_batch_size=4)
+    code = globals()[sys.argv[1]]
+    spec = open_stream(store, plan=plan, train_transform=code, pool=PoolConfig(engine="inline"))
+    maker = MicroBatchMaker(spec)
+    maker.batch(MicroBatchId("train", 0, int(sys.argv[2]), 0))
+    (probe,) = maker.probes
+    path = Path(sys.argv[3])
+    if path.exists():
+        print("compared", maker.check_probe(pickle.loads(path.read_bytes())))
+    path.write_bytes(pickle.dumps(probe))
+"""
+
+
+@pytest.mark.parametrize(("name", "is_pure"), [("by_hash", False), ("by_first", False), ("pure", True)])
+def test_code_whose_results_hang_on_the_process_is_found_by_two(name: str, is_pure: bool, tmp_path: Path) -> None:
+    program = textwrap.dedent(IN_A_PROCESS.format(support=str(Path(pictures.__file__).parent)))
+    for step in (0, 1):
+        command = [sys.executable, "-c", program, name, str(step), str(tmp_path / "probe")]
+        environment = {**os.environ, "PYTHONHASHSEED": str(step + 1)}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    if is_pure:
+        assert done.stdout.strip() == "compared" and not done.returncode, done.stderr
+    else:
+        assert "transform.train is a function, which does not make the same" in done.stderr
+        assert "two processes differ" in done.stderr

@@ -1,0 +1,226 @@
+"""Whatever the user's code draws from is under the sample's key, and is as it was behind the stream."""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+import subprocess
+import sys
+import textwrap
+from typing import Any
+
+import cv2
+import numpy as np
+import pytest
+import torch
+from torchvision.transforms import v2
+
+os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
+import albumentations as A  # noqa: N812
+
+from raypipe.transform.draws import KeyedGenerator
+from raypipe.transform.sample_transform import SampleTransform
+
+KEYS = [(1, 2), (3, 4), (5, 6), (7, 8), (9, 10)]
+IMAGE = np.full((8, 8, 3), 100, np.uint8)
+
+
+def noisy() -> Any:
+    return A.Compose([A.OneOf([A.GaussNoise(p=1), A.Compose([A.GaussNoise(p=1)])], p=1)])
+
+
+PIPELINE, GENERATOR, STATE, PYTHONS = noisy(), np.random.default_rng(), np.random.RandomState(), random.Random()
+TORCHS, LATER = torch.Generator(), {}
+STEP = A.GaussNoise(p=1)
+
+
+def by_global(image: np.ndarray) -> np.ndarray:
+    return PIPELINE(image=image)["image"]
+
+
+def through_others(image: np.ndarray) -> np.ndarray:
+    return by_global(image)
+
+
+def by_step(image: np.ndarray) -> np.ndarray:
+    return STEP(image=image)["image"]
+
+
+def made_at_the_first_call(image: np.ndarray) -> np.ndarray:
+    if "pipeline" not in LATER:
+        LATER["pipeline"] = noisy()
+    return LATER["pipeline"](image=image)["image"]
+
+
+def by_default(image: np.ndarray, pipeline: Any = PIPELINE) -> np.ndarray:
+    return pipeline(image=image)["image"]
+
+
+def by_generator(image: np.ndarray) -> np.ndarray:
+    return GENERATOR.integers(0, 256, image.shape, dtype=np.uint8)
+
+
+def by_state(image: np.ndarray) -> np.ndarray:
+    return STATE.randint(0, 256, image.shape).astype(np.uint8)
+
+
+def by_pythons(image: np.ndarray) -> np.ndarray:
+    return image + np.uint8(PYTHONS.randrange(150))
+
+
+def by_torchs(image: np.ndarray) -> np.ndarray:
+    return torch.randint(0, 256, image.shape, generator=TORCHS, dtype=torch.uint8).numpy()
+
+
+def by_spawns(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    rng.bit_generator.seed_seq.spawn(1)
+    first, second = rng.spawn(2)
+    return first.integers(0, 100, image.shape, dtype=np.uint8) + second.integers(
+        0, 100, image.shape, dtype=np.uint8
+    )
+
+
+def with_rng_and_others(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    return by_global(image) + rng.integers(0, 9, image.shape, dtype=np.uint8)
+
+
+def step_of_users(image: np.ndarray, **_: Any) -> np.ndarray:
+    return by_global(image)
+
+
+def closure() -> Any:
+    pipeline = noisy()
+    return lambda image: pipeline(image=image)["image"]
+
+
+class Held:
+    """Has it among others, deep within."""
+
+    def __init__(self) -> None:
+        self.steps = [{"noise": noisy()}, (np.random.default_rng(),)]
+
+    def __call__(self, image: np.ndarray) -> np.ndarray:
+        image = self.steps[0]["noise"](image=image)["image"]
+        return image + self.steps[1][0].integers(0, 9, image.shape, dtype=np.uint8)
+
+    def method(self, image: np.ndarray) -> np.ndarray:
+        return self(image)
+
+
+class InModule(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pipeline = noisy()
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        made = self.pipeline(image=image.permute(1, 2, 0).numpy())["image"]
+        return torch.from_numpy(made).permute(2, 0, 1)
+
+
+def listed(image: np.ndarray, steps: list[Any]) -> np.ndarray:
+    return functools.reduce(lambda made, step: step(made), steps, image)
+
+
+CODE: dict[str, Any] = {
+    "global": by_global,
+    "function of a function": through_others,
+    "a bare step": by_step,
+    "made at the first call": made_at_the_first_call,
+    "default": by_default,
+    "closure": closure(),
+    "attributes": Held(),
+    "method": Held().method,
+    "module": InModule(),
+    "modules in a row": v2.Compose([v2.RandomHorizontalFlip(), InModule()]),
+    "partial of a list": functools.partial(listed, steps=[by_global, Held()]),
+    "step of Albumentations": A.Compose([A.Lambda(image=step_of_users, p=1), A.GaussNoise(p=1)]),
+    "numpy's": by_generator,
+    "numpy's old": by_state,
+    "Python's": by_pythons,
+    "torch's": by_torchs,
+    "spawned": by_spawns,
+    "rng and others": with_rng_and_others,
+}
+
+
+def made(code: Any, keys: list[tuple[int, int]]) -> dict[tuple[int, int], bytes]:
+    transform = SampleTransform(code)
+    return {key: transform(IMAGE.copy(), key).tobytes() for key in keys}
+
+
+@pytest.mark.parametrize("name", CODE)
+def test_the_users_code_draws_under_the_key_whatever_was_drawn_before(name: str) -> None:
+    LATER.clear()
+    first = made(CODE[name], KEYS)
+    np.random.rand(3), random.random(), torch.rand(5), GENERATOR.random(), cv2.randu(IMAGE.copy(), 0, 9)
+    by_global(IMAGE.copy())
+    again = made(CODE[name], KEYS[::-1])
+    assert first == again and len(set(first.values())) == len(KEYS)
+
+
+def states() -> list[Any]:
+    held = [
+        GENERATOR.bit_generator.state,
+        STATE.get_state(legacy=False),
+        PYTHONS.getstate(),
+        TORCHS.get_state().tolist(),
+    ]
+    nodes = [PIPELINE, *PIPELINE.transforms, STEP]
+    return [str(held), [(id(node.random_generator), id(node.py_random)) for node in nodes]]
+
+
+def test_the_generators_of_a_process_are_as_they_were() -> None:
+    before = states()
+    for code in CODE.values():
+        made(code, KEYS)
+    assert states() == before
+
+
+def test_what_a_generator_spawns_hangs_on_its_key_and_domain() -> None:
+    keyed, other = KeyedGenerator(), KeyedGenerator(9)
+    of_first = [keyed.rewind((1, 2)).spawn(1)[0].random() for _ in range(2)]
+    keyed.rewind((3, 4)).spawn(5)
+    assert {*of_first, keyed.rewind((1, 2)).spawn(1)[0].random()} == {of_first[0]}
+    one, two = keyed.rewind((1, 2)).spawn(2)
+    assert len({one.random(), two.random(), other.rewind((1, 2)).spawn(1)[0].random(), of_first[0]}) == 3
+
+
+LAZY = """
+    import hashlib, sys
+    import numpy as np
+    from raypipe.transform import process_state
+    from raypipe.transform.process_state import process_kept
+    from raypipe.transform.sample_transform import SampleTransform
+
+    def lazy(image):
+        import torch
+        return torch.randint(0, 256, image.shape, dtype=torch.uint8).numpy()
+
+    def digest(key):
+        made = transform(np.zeros((8, 8, 3), np.uint8), key)
+        return hashlib.blake2b(made.tobytes(), digest_size=6).hexdigest()
+
+    transform = SampleTransform(lazy)
+    assert "torch" not in sys.modules
+    found, where = [], sys.argv[1:]
+    if "kept" in where:
+        with process_kept():
+            found = [digest((number, 7)) for number in map(int, where[0].split(","))]
+    else:
+        found = [digest((number, 7)) for number in map(int, where[0].split(","))]
+    import torch
+    is_as_imported = torch.equal(torch.default_generator.get_state(), process_state._watch.state)
+    print(*found, is_as_imported, torch.__spec__.loader is torch.__loader__, len(sys.meta_path))
+"""
+
+
+@pytest.mark.parametrize("where", [[], ["kept"]])
+def test_torch_that_the_code_is_first_to_import_is_seeded_with_it(where: list[str]) -> None:
+    def run(order: str) -> list[str]:
+        command = [sys.executable, "-c", textwrap.dedent(LAZY), order, *where]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+
+    one, other = run("0,1,2"), run("2,0,1")
+    assert one[:3] == [other[1], other[2], other[0]]
+    assert one[3:5] == [str(bool(where)), "True"]

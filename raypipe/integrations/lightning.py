@@ -138,7 +138,7 @@ class _LightningEpochs(SharedEpochs):
         self._module = module
 
     def next(self, split: Split) -> Pass:
-        trainer = self._module.trainer
+        trainer: Any = self._module.trainer  # with attributes that its types lack
         if split == "train" and trainer is not None:
             self._module._check_accumulation(trainer)
             loop: Any = trainer.fit_loop

@@ -32,7 +32,6 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 _MARKERS = [0x01, *range(0xC0, 0x100)]
 _NUMBERS = [0, 1, 2, 3, 4, 0x11, 0x12, 0x21, 0x22, 0x41, 0x44, 0xFF]
-_TABLES = re.compile(rb"\xff[\xc4\xdb\xcc\xdd]")
 
 
 def originals() -> list[bytes]:
@@ -41,15 +40,15 @@ def originals() -> list[bytes]:
     smooth = noise.resize((7, 6)).resize((WIDTH, HEIGHT), Image.Resampling.BICUBIC)
     images = []
     for image, options, sampling in itertools.product((noise, smooth), OPTIONS, ("4:4:4", "4:2:2", "4:2:0", None)):
-        images.append(_saved(image.convert("RGB" if sampling else "L"), **options, **_sampling(sampling)))
+        images.append(saved(image.convert("RGB" if sampling else "L"), **options, **_sampling(sampling)))
     exif = Image.Exif()
     exif[0x0112] = 6
-    images.append(_saved(smooth, exif=exif, icc_profile=bytes(70_000), comment=b"a comment"))
+    images.append(saved(smooth, exif=exif, icc_profile=bytes(70_000), comment=b"a comment"))
     for options in OPTIONS:  # with more in front than an encoder's first buffer holds
-        images.append(_saved(noise, comment=bytes(5000), **options))
-    images.append(_saved(noise, keep_rgb=True))
-    images.append(_saved(smooth.convert("CMYK")))
-    images.append(_without(_saved(smooth), _TABLES, 0xC4))  # as Motion JPEG: the standard's tables are meant
+        images.append(saved(noise, comment=bytes(5000), **options))
+    images.append(saved(noise, keep_rgb=True))
+    images.append(saved(smooth.convert("CMYK")))
+    images.append(without_tables(saved(smooth)))
     rng = np.random.default_rng(1)
     for num_components, progressive in itertools.product((1, 3), (False, True)):
         images += [arithmetic(rng, num_components, progressive) for _ in range(2)]
@@ -57,7 +56,8 @@ def originals() -> list[bytes]:
     return images
 
 
-def _saved(image: Image.Image, **options: Any) -> bytes:
+def saved(image: Image.Image, **options: Any) -> bytes:
+    """A JPEG by Pillow."""
     out = io.BytesIO()
     image.save(out, "JPEG", **options)
     return out.getvalue()
@@ -80,9 +80,10 @@ def segments(data: bytes) -> tuple[list[bytes], bytes]:
     return found, data[at:]
 
 
-def _without(data: bytes, markers: re.Pattern[bytes], marker: int) -> bytes:
+def without_tables(data: bytes) -> bytes:
+    """A file as Motion JPEG has it: the standard's Huffman tables are meant."""
     head, rest = segments(data)
-    return SOI + b"".join(one for one in head if not (markers.match(one) and one[1] == marker)) + rest
+    return SOI + b"".join(one for one in head if one[1] != 0xC4) + rest
 
 
 def mutated(data: bytes, rng: np.random.Generator) -> bytes:

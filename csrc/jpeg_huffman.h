@@ -451,29 +451,42 @@ static void scan_of_libjpeg(j_decompress_ptr info, Scan *scan)
     }
 }
 
-/* Whether the places of rows are those of this scan. Rows are opened when something is wanted of them. */
+/* Whether the places of rows are those of this scan: the codes have a restart marker before each of them, in turns, and
+ * no other marker up to the file's end. A place that is right for itself may still skip rows, or lie behind the end. */
 static int begin_seeking(const Entropy *e)
 {
-    uint64_t first;
-    return e->interval == e->columns && (uint64_t)num_rows_of(&e->seek) * e->columns == e->left &&
-           place_of_row(&e->seek, 0, &first) && first == e->seek.file.left - e->codes.left;
+    const size_t before = e->seek.file.left - e->codes.left; /* places count from the file's first byte */
+    const size_t num_rows = num_rows_of(&e->seek);
+    uint64_t place;
+    Reader rest = e->codes;
+    if (e->interval != e->columns || (uint64_t)num_rows * e->columns != e->left ||
+        !place_of_row(&e->seek, 0, &place) || place != before)
+        return 0;
+    for (size_t row = 1; pass(&rest, num_before(&rest, 0xFF) + 1);) {
+        const int code = byte_at(&rest, 0);
+        if (!pass(&rest, 1))
+            return 0;
+        if (code == 0)
+            continue;
+        if (row == num_rows)
+            return code == JPEG_EOI && rest.left == 0;
+        if (code != (int)(JPEG_RST0 + (row - 1) % 8) || !place_of_row(&e->seek, row, &place) ||
+            place != e->seek.file.left - rest.left)
+            return 0;
+        row++;
+    }
+    return 0;
 }
 
-/* Goes to the beginning of a row. 0: its codes are not where they should be, in the scan and between two markers. */
+/* Goes to the beginning of a row. 0: it is not within the codes. */
 static int open_row(Entropy *e)
 {
-    const uint64_t before = e->seek.file.left - e->codes.left; /* places count from the file's first byte */
+    const uint64_t before = e->seek.file.left - e->codes.left;
     uint64_t from, end = e->seek.file.left;
-    Reader mark, codes;
     if (!place_of_row(&e->seek, e->row, &from) ||
         (e->row + 1 < num_rows_of(&e->seek) && !place_of_row(&e->seek, e->row + 1, &end)) || from < before || end < from ||
-        !part_of(&e->codes, from - before, end - from, &codes) || !cut(&codes, 2)) /* the next marker's bytes */
-        return 0;
-    if (e->row && (from - before < 2 || !part_of(&e->codes, from - before - 2, 2, &mark) || byte_at(&mark, 0) != 0xFF ||
-                   byte_at(&mark, 1) != (int)(JPEG_RST0 + (e->row - 1) % 8)))
-        return 0;
-    e->raw = codes;
-    if (!begin_segment(e))
+        !part_of(&e->codes, from - before, end - from, &e->raw) || !cut(&e->raw, 2) || /* the next marker's bytes */
+        !begin_segment(e))
         return 0;
     e->open_row = e->row + 1;
     return e->raw.left == 0;

@@ -84,6 +84,8 @@ static void write_plain(Transcoder *t, const unsigned char *data, size_t size)
     jpeg_read_header(&t->from, TRUE);
     if (!is_usual(&t->from))
         refuse(&t->trouble, "an unusual kind of JPEG");
+    if ((size_t)t->from.image_height * t->from.image_width > MAX_PIXELS) /* all coefficients are held at a time */
+        refuse(&t->trouble, "over the limit of pixels");
     jvirt_barray_ptr *coefficients = jpeg_read_coefficients(&t->from);
     if (!is_complete(&t->from))
         refuse(&t->trouble, "a progressive JPEG that lacks scans");

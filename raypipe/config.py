@@ -241,7 +241,8 @@ class TransformConfig(Section, prefix="transform."):
             crop at a reduced size; "off": decode the whole image.
         wire: how images travel to the device: "rgb", or "yuv420": in half the bytes, with color at half the
             resolution.
-        apply_exif: rotate images by their EXIF orientation; off = use the pixels as stored, as torchvision does.
+        apply_exif: rotate images by their EXIF orientation, or else by XMP's, as Pillow does; masks, boxes and
+            keypoints must then be those of the upright image; off = use the pixels as stored, as torchvision does.
         mask_column: column with a mask for each sample, a PNG of one channel, transformed together with the image;
             empty = none.
         boxes_column: column with boxes for each sample, `[x0, y0, x1, y1, label]` in pixels, transformed together
@@ -288,8 +289,6 @@ class TransformConfig(Section, prefix="transform."):
         if self.wire == "yuv420":  # it converts uint8 RGB
             ok = self.decode_as == "rgb"
             self._require(ok, "decode_as", self.decode_as, "'rgb' with transform.wire='yuv420'")
-        if self.target_columns:  # their pixels are those of the stored image
-            self._require(not self.apply_exif, "apply_exif", True, f"False with {self.target_settings}")
 
     @property
     def size_by_epoch(self) -> dict[int, int]:

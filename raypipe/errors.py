@@ -7,6 +7,7 @@
     │   └── TransformError  the user's code failed on a sample
     ├── BadSamplesError    the number of bad samples exceeds the run's limit
     ├── ResourceError      the cluster lacks resources for the run
+    │   └── NoRoomError        it had none in time, and may have them later: the same command tries again
     ├── OutageError        storage was unavailable for too long; a run returns to its last checkpoint
     ├── RunError           an error of other code, or the death of its trainers, ended a run
     └── CursorError        a checkpoint belongs to another plan
@@ -70,6 +71,10 @@ class BadSamplesError(RaypipeError):
 
 class ResourceError(RaypipeError):
     """The cluster lacks resources for the run."""
+
+
+class NoRoomError(ResourceError):
+    """The cluster had no free resources in time, and may have them later."""
 
 
 class OutageError(RaypipeError):

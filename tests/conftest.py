@@ -20,6 +20,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # All are read when Ray is imported. Metrics are exported every 10 s by default.
 os.environ |= {"RAY_metrics_report_interval_ms": "2000", **RAY_ON_THIS_MACHINE}
 
+import hypothesis
 import pytest
 import s3_server
 from full_disk import small_disk
@@ -28,6 +29,9 @@ from tiers import pytest_addoption, pytest_configure, select  # noqa: F401  the 
 
 import raypipe  # noqa: F401  first of all: it sets what Ray and Albumentations read at import
 from raypipe.stores.destination import write_atomically
+
+hypothesis.settings.register_profile("any pace", deadline=None)  # on a busy machine an example may take seconds
+hypothesis.settings.load_profile("any pace")
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups

@@ -503,9 +503,13 @@ def test_the_job_starts_the_run_or_goes_on_with_it_by_a_file_of_the_image(
     )
     (container,) = job["spec"]["template"]["spec"]["containers"]
     assert container["image"] == cluster["spec"]["headGroupSpec"]["template"]["spec"]["containers"][0]["image"]
-    assert f"http://{cluster['metadata']['name']}-head-svc:8265" in container["command"]
-    program = Path(container["command"][-1])
-    assert (ROOT / program.relative_to("/opt/raypipe")).is_file()
+    address, name = container["command"][2:]
+    assert address == f"http://{cluster['metadata']['name']}-head-svc:8265"
+    assert f"--name={name}" in container["args"]
+    for program in (container["command"][1], container["args"][1]):
+        assert (ROOT / Path(program).relative_to("/opt/raypipe")).is_file()
+    rules = job["spec"]["podFailurePolicy"]["rules"]
+    assert {"action": "Ignore", "onExitCodes": {"operator": "In", "values": [os.EX_TEMPFAIL]}} in rules
 
 
 # The image

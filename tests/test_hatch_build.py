@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -47,6 +48,28 @@ def test_what_cannot_be_compiled_has_a_reason(
     monkeypatch.setenv("CC", compiler)
     found = hook.compile_extension(ROOT / hook.SOURCE, tmp_path / hook.TARGET)
     assert found and reason in found
+
+
+def test_the_hardening_that_a_compiler_knows_is_used(hook: ModuleType) -> None:
+    if not shutil.which("gcc"):
+        pytest.skip("there is no gcc")
+    flags = hook.hardening(["gcc"])
+    assert {"-D_FORTIFY_SOURCE=3", "-fstack-protector-strong"} <= set(flags)
+    assert hook.hardening(["gcc", "-fno-such-option"]) == [] == hook.hardening(["no-such-compiler"])
+
+
+@pytest.mark.parametrize("unknown", ["stack-clash", "FORTIFY", "sanitize", "relro"])
+def test_a_flag_that_a_compiler_does_not_know_costs_that_flag_alone(
+    hook: ModuleType, tmp_path: Path, unknown: str
+) -> None:
+    if not shutil.which("gcc"):
+        pytest.skip("there is no gcc")
+    compiler = tmp_path / "cc"
+    compiler.write_text(f'#!/bin/sh\ncase "$*" in *{unknown}*) exit 1;; esac\nexec gcc "$@"\n')
+    compiler.chmod(0o755)
+    flags, others = hook.hardening([str(compiler)]), hook.hardening(["gcc"])
+    assert flags == [flag for flag in others if flag in flags] and len(flags) < len(others)
+    assert not any(unknown in flag for flag in flags)
 
 
 def test_old_and_other_libjpegs_are_refused(

@@ -3,7 +3,8 @@
 A command prints text in a terminal. In a pipe, or with --json, the last line of its output is one JSON object.
 
 Exit codes: 0 done; 1 an error, a comparison that found a difference, or a failed check of doctor; 2 wrong usage;
-75 a run was stopped, and has a checkpoint to continue from; 130 interrupted.
+75 a run was stopped, and has a checkpoint to continue from, or found no room in time: the same command goes on;
+130 interrupted.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from raypipe.commands import audit, bench, doctor, status
 from raypipe.commands.parser import error_text, fail, meant, printing, settings_text
 from raypipe.commands.settings import parse_command
 from raypipe.config import RunConfig
-from raypipe.errors import ConfigError, RaypipeError, without_credentials
+from raypipe.errors import ConfigError, NoRoomError, RaypipeError, without_credentials
 from raypipe.logs import configure_logs, is_json, phase, print_any_letter, table
 from raypipe.lookup import version_of
 from raypipe.storage.filesystem import is_remote
@@ -251,10 +252,11 @@ def _finish(
             sys.exit(code)
     except RaypipeError as error:
         text = str(error)
-        with _ending(1, lambda: _tell(text)):
+        code = os.EX_TEMPFAIL if is_run and isinstance(error, NoRoomError) else 1
+        with _ending(code, lambda: _tell(text)):
             _shutdown()
         _tell(text)
-        sys.exit(1)
+        sys.exit(code)
     except Stopped:
         with _ending(os.EX_TEMPFAIL):
             _shutdown()

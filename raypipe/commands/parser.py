@@ -115,7 +115,7 @@ class Parser:
         return texts, configs
 
     def _instead(self, word: str) -> str:
-        """Return what to do with a word that is no option, if it looks like the address of a store."""
+        """Return the advice about an unexpected word, if it looks like the address of a store."""
         is_store = "://" in word or word.endswith((".lmdb", ".parquet", ".tar")) or Path(word).exists()
         if "store.train" not in self.known or not is_store:
             return ""

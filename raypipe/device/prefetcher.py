@@ -117,6 +117,18 @@ class Batch(Unlike, instead=_INSTEAD):
         """A copy with other values of some fields."""
         return replace(self, fields={**self.fields, **fields}, **changes)
 
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
+        """A copy on another device, or itself. Libraries call it on whatever their loops get."""
+        if self.weight.device == torch.device(device):
+            return self
+
+        def moved(value: Any) -> Any:
+            return value.to(device, non_blocking=non_blocking) if isinstance(value, torch.Tensor) else value
+
+        fields = {name: moved(value) for name, value in self.fields.items()}
+        mix = replace(self.mix, target=moved(self.mix.target)) if self.mix else None
+        return replace(self, fields=fields, weight=moved(self.weight), mix=mix)
+
 
 def on_device(
     batches: Iterable[MicroBatch],

@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import fields, replace
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 
-from raypipe.device.prefetcher import Batch
 from raypipe.errors import ConfigError
 from raypipe.plan.places import Split
 from raypipe.streaming.epochs import Pass
@@ -81,16 +78,6 @@ class StreamDataModule(pl.LightningDataModule):
 
     def val_dataloader(self) -> PlainLoader | list[PlainLoader]:
         return self._val if len(self._val) else []
-
-    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Move a batch that is not yet there; the loader has brought it to its own device."""
-        if self._loader.device == device:
-            return batch
-        if isinstance(batch, Batch):
-            values = {field.name: getattr(batch, field.name) for field in fields(batch)}
-            moved = super().transfer_batch_to_device(values, device, dataloader_idx)
-            return replace(batch, **moved)
-        return super().transfer_batch_to_device(batch, device, dataloader_idx)
 
     def state_dict(self) -> dict[str, Any]:
         return self._loader.state_dict() | {"accumulation_steps": self._loader.accumulation_steps}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Collection
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -68,15 +68,24 @@ class StreamTrainer(transformers.Trainer):
                 f"max_steps must be at most {most}, or -1 for all of them, got {arguments.max_steps}: the plan "
                 "has no more (plan.epochs)"
             )
+        size = config.micro_batch_size
+        of_plan = {
+            "num_train_epochs": (config.epochs, "plan.epochs"),
+            "per_device_train_batch_size": (size, "plan.micro_batch_size"),
+            "per_device_eval_batch_size": (size, "plan.micro_batch_size"),
+            "gradient_accumulation_steps": (loader.accumulation_steps, "plan.global_batch_size"),
+        }
+        defaults = {field.name: field.default for field in fields(transformers.TrainingArguments)}
+        for name, (needed, setting) in of_plan.items():
+            if (value := getattr(arguments, name)) not in (needed, defaults[name]):
+                raise ConfigError(f"{name} must be {needed}, got {value}: leave it out, since {setting} sets it")
+            setattr(arguments, name, needed)
         ahead = loader.accumulation_steps - 1
         if loader.device.type == "cuda" and loader.keep_batches < ahead:
             raise ConfigError(
                 f"a Trainer fetches all {ahead + 1} batches of a step before it uses the first: keep them valid "
                 f"with raypipe.loader(…, keep_batches={ahead})"
             )
-        arguments.num_train_epochs = config.epochs
-        arguments.per_device_train_batch_size = arguments.per_device_eval_batch_size = config.micro_batch_size
-        arguments.gradient_accumulation_steps = loader.accumulation_steps
         arguments.ignore_data_skip = True  # the Trainer would fetch the batches of finished steps again
         self._loader = loader
         self._stream_train, self._stream_val = plain_loaders(loader, format)

@@ -64,7 +64,7 @@ class Plan:
         sources: names of a mixture's stores.
         end_step: the training step, counted through all epochs, before which the schedule is cut off; None = not
             cut off.
-        alone: the only segment of the schedule, see `only`; None = all of a run's.
+        single: the schedule's only segment, see `only`; None = it has all of the run's.
     """
 
     config: PlanConfig
@@ -77,7 +77,7 @@ class Plan:
     kept: dict[Split, Selection | JoinedSelection] = field(repr=False, compare=False)
     sources: tuple[str, ...] = ()
     end_step: int | None = None
-    alone: Segment | None = None
+    single: Segment | None = None
 
     @staticmethod
     def of(config: PlanConfig, train: Source | Mapping[str, Source], val: Source | None = None) -> Plan:
@@ -132,8 +132,8 @@ class Plan:
         return replace(self, end_step=step)
 
     def only(self, segment: Segment) -> Plan:
-        """This plan, whose schedule is one segment alone, from any cursor: a validation that is made again."""
-        return replace(self, alone=segment)
+        """This plan with a schedule of a single segment, from any cursor: a validation that is made again."""
+        return replace(self, single=segment)
 
     @property
     def num_train(self) -> int:
@@ -217,8 +217,8 @@ class Plan:
     def segments(self, cursor: Cursor) -> Iterator[Segment]:
         """The rest of the schedule, from a cursor on."""
         self.check(cursor)
-        if self.alone:
-            yield self.alone
+        if self.single:
+            yield self.single
             return
         last_step = self.config.epochs * self.steps_per_epoch if self.end_step is None else self.end_step
         for epoch in range(cursor.epoch, self.config.epochs):

@@ -108,8 +108,8 @@ def allocate(offer: Resources, pool: PoolConfig, train: TrainConfig | None, per_
     ):
         if num > free:
             raise HeldError(
-                f"{needs}; other jobs hold all but {max(0.0, free):g} of the cluster's {total:g} "
-                f"{kind}s. Wait for them, stop them (`ray job list`), or add {kind} nodes"
+                f"{needs}; other jobs, or other streams of this one, hold all but {max(0.0, free):g} of the "
+                f"cluster's {total:g} {kind}s. Wait for them, stop them (`ray job list`), or add {kind} nodes"
             )
     spare = max(pool.least_actors, int((offer.cpus - workers * per_worker) / pool.cpus_per_actor + 1e-9))
     max_actors = min(spare, pool.max_actors) if pool.max_actors else spare

@@ -6,10 +6,13 @@ import contextlib
 import functools
 import logging
 import os
+import secrets
 import signal
+import stat
 import sys
 import threading
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -106,6 +109,7 @@ def connect(
         ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV = False
     # Ray warns that authentication is on, which is irrelevant to a private cluster on one machine.
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
+    _keep_token_private()
     environment = _LOCAL_ENV | ({"RAY_BACKEND_LOG_JSON": "1"} if log_format == "json" else {})
     with _inherited(environment), _small_head(), _spared_signals(), _whole_start():
         try:
@@ -123,6 +127,23 @@ def connect(
             ) from error
     global _own_node
     _own_node = ray.get_runtime_context().get_node_id()
+
+
+def _keep_token_private() -> None:
+    """Let nobody else read the token of Ray's local clusters, whoever made it.
+
+    Ray makes it at the first start, with the modes that the umask leaves, which are 0644 on most machines; its
+    ports are open to the network, and the token is the key to run code.
+    """
+    token = Path.home() / ".ray" / "auth_token"
+    with contextlib.suppress(OSError):  # no home, or another user's: Ray's start tells
+        token.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not token.exists():
+            file = os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(file, "w") as new:
+                new.write(secrets.token_hex(32))  # as Ray's own
+        elif stat.S_IMODE(token.stat().st_mode) & 0o077:
+            token.chmod(0o600)
 
 
 def started_here() -> bool:

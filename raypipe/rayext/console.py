@@ -6,6 +6,7 @@ lines of progress without that name, and drops lines without meaning to a run's 
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
 import threading
@@ -47,8 +48,12 @@ def await_progress() -> None:
 
 
 def take_console() -> None:
-    """Install the filter between Ray and this process's console; must come before Ray connects."""
+    """Install the filter between Ray and this process's console, whether or not Ray is connected."""
     _worker.print_to_stdstream = _print
+    dispatcher = ray_logging.global_worker_stdstream_dispatcher
+    for number, (name, handler) in enumerate(dispatcher.handlers):
+        if getattr(handler, "func", None) is _rays_print:  # Ray is connected already
+            dispatcher.handlers[number] = (name, functools.partial(_print, *handler.args, **handler.keywords))
 
 
 def quiet_broadcasts() -> None:

@@ -37,8 +37,8 @@ _LOOK_PERIOD_S = 0.1  # the period of Ray Data's own loop
 _START_S = 15.0  # time for the first block
 
 
-# What a user's context may change in a stream: what Ray Data writes about it. All else decides what is delivered,
-# and whether the stream moves, and is the stream's own: `max_errored_blocks` would drop blocks in silence.
+# Settings of a user's context that a stream takes over, for Ray Data's logs. All others decide what is delivered,
+# and whether the stream moves: `max_errored_blocks` would drop blocks in silence.
 _USERS = (
     "enable_auto_log_stats",
     "verbose_stats_logs",
@@ -264,8 +264,10 @@ class StreamAutoscaler:
         if self._said is not None and ray.wait([self._said], timeout=0)[0]:
             said, self._said = self._said, None
             try:
-                self._num_waiting = ray.get(said)
-            except ray.exceptions.RayError:
+                word = ray.get(said)
+                self._num_waiting = word.num_waiting
+                self._keeper.give_way(word.given_cpus)
+            except ray.exceptions.RayError:  # it may have been restarted
                 self._num_waiting = 0
 
     def on_executor_shutdown(self) -> None:

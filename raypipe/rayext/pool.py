@@ -13,7 +13,7 @@ import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ import ray
 from ray.data._internal.actor_autoscaler import ActorPoolScalingRequest
 
 from raypipe.config import PoolConfig
-from raypipe.errors import RaypipeError, ResourceError
+from raypipe.errors import NoRoomError, RaypipeError, ResourceError
 from raypipe.rayext.limits import draining, resource_state
 from raypipe.rayext.placement import is_labelled, nodes, placement
 
@@ -133,6 +133,21 @@ class PoolKeeper:
         self._room_at: dict[Any, float] = {}  # actor that died with blocks → time to make room for it
         self._room_made = set[Any]()  # actors for which room was made
         self._leaving = set[Any]()  # replaced actors on nodes that are about to go
+        self._given = 0.0  # CPUs left to other streams
+        self._most: int | None = None  # limit of actors meanwhile; None = none
+
+    def give_way(self, cpus: float) -> None:
+        """Leave so many CPUs in all, of those that the pool has, to other streams of the job; keep its least."""
+        more = cpus - self._given
+        self._given = cpus
+        if not cpus or not self._cpus:
+            self._most = None
+        elif more > 0:
+            size = self._pool.current_size()
+            now = size if self._most is None else min(self._most, size)
+            self._most = max(self._rules.min_actors, now - math.ceil(more / self._cpus - 1e-9))
+        elif more < 0 and self._most is not None:
+            self._most += int(-more / self._cpus + 1e-9)
 
     def keep(
         self,
@@ -169,6 +184,9 @@ class PoolKeeper:
         pool = self._pool
         if (missing := pool.min_size() - pool.current_size()) > 0:
             self._grow(missing, "the pool is below its minimum")
+        if self._most is not None and (surplus := pool.current_size() - self._most) > 0:
+            self._target = min(self._target or self._most, self._most)
+            self._shrink(surplus)
         if not finished:  # the first actors are still starting
             return
         if self._sizer is None:
@@ -186,6 +204,8 @@ class PoolKeeper:
         restarting = any(state.is_restarting for state in pool._running_actors.values())
         if decision is not None and decision.size > size and restarting:
             decision = None  # new actors would take the CPUs of those that must make their blocks again
+        if decision is not None and self._most is not None and decision.size > self._most:
+            decision = replace(decision, size=self._most) if size < self._most else None
         if decision is not None:
             self._target = decision.size
             self._supervisor.scaled.remote(f"{size} → {decision.size} transform actors: {decision.reason}")
@@ -321,7 +341,8 @@ class PoolKeeper:
                     "the one that waits: each rank must take all of its batches, and report when the others do"
                 )
             info = self._op.get_actor_info()
-            raise ResourceError(
+            # Actors that wait for nodes, as for spot capacity, may start later.
+            raise (NoRoomError if info.pending and not info.running else ResourceError)(
                 f"{stalled} (pool.stall_timeout_s). Transform actors: {info.running} run, {info.restarting} died "
                 f"and have not restarted, {info.pending} have not started; the cluster has {_free_cpus():g} free "
                 "CPUs. Add CPU nodes, lower pool.min_actors or pool.cpus_per_actor, or inspect the actors with "

@@ -20,7 +20,7 @@ from ray.train.v2.api import config as ray_config
 from ray.train.v2.api.exceptions import ControllerError, TrainingFailedError, WorkerGroupError
 from ray.train.v2.torch.torch_trainer import TorchTrainer
 
-from raypipe.errors import ResourceError
+from raypipe.errors import NoRoomError, ResourceError
 from raypipe.logs import LogFormat, configure_logs
 from raypipe.metrics.prometheus import Recorder
 from raypipe.metrics.records import append_fault
@@ -79,7 +79,7 @@ class BoundedScalingPolicy(scaling_policy.ScalingPolicy):
         if self._run:
             Recorder(self._run).set({"trainer_room_wait_seconds": waited_s})
         if waited_s > self._timeout_s:
-            raise ResourceError(self._waiting(f"have had no room for {self._timeout_s:g} s"))
+            raise NoRoomError(self._waiting(f"have had no room for {self._timeout_s:g} s"))
         if waited_s > _LOG_AFTER_S and not self._has_logged:
             self._has_logged = True
             logger.warning(self._waiting(f"have no room; the run ends in {self._timeout_s - waited_s:.0f} s"))

@@ -15,7 +15,7 @@ from ray import _raylet
 from ray._private import services
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raypipe.errors import ResourceError
+from raypipe.errors import NoRoomError
 from raypipe.logs import progress
 from raypipe.rayext.watch import Process, is_stopped, this_process
 
@@ -52,12 +52,12 @@ class Wait:
         self._line_at = self._begun + _FIRST_LINE_S - _LINE_EVERY_S
 
     def turn(self, thing: str, pause_s: float = 0.5) -> None:
-        """Wait a little longer for a thing; raise ResourceError at the limit."""
+        """Wait a little longer for a thing; raise NoRoomError at the limit."""
         self._check()
         now = time.monotonic()
         left_s = self._begun + self._timeout_s - now
         if left_s <= 0:
-            raise ResourceError(f"waited {self._timeout_s:g} s{self._setting} for {thing}")
+            raise NoRoomError(f"waited {self._timeout_s:g} s{self._setting} for {thing}")
         if now - self._line_at >= _LINE_EVERY_S:
             self._line_at = now
             progress(logger, f"waiting up to {left_s:.0f} s more{self._setting} for {thing}")

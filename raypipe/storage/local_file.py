@@ -131,7 +131,7 @@ def make_cache_folder(name: str = "") -> Path:
         status = folder.lstat()
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
             raise PermissionError(f"{folder} belongs to another user, or is a link: remove it")
-        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):  # what is in it may be somebody else's by now
+        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):  # its files may be somebody else's by now
             mode = stat.S_IMODE(status.st_mode)
             raise PermissionError(f"{folder} can be written to by other users (mode {mode:o}): remove it")
     return folder

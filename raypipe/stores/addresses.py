@@ -27,7 +27,6 @@ import pyarrow.fs
 from raypipe.errors import ConfigError, StoreError
 from raypipe.storage.files import RemoteFile, read_json, write_json
 from raypipe.storage.filesystem import explained, is_remote, join, open_filesystem, split
-from raypipe.stores.class_folders import is_left_out
 
 MANIFEST = "_raypipe.json"
 VERSION = 1
@@ -38,6 +37,7 @@ _SPLIT = re.compile(r"(train|training|test|testing|val|valid|validation|eval|dev
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 _UPLOADED = re.compile(r"\d{5}-[0-9a-f]{8}\.\w+")  # name of a shard that a conversion uploaded
 _MAX_SHARDS = 100_000
+_SYSTEM_NAMES = frozenset({"__MACOSX", "lost+found", "$RECYCLE.BIN", "System Volume Information", "@eaDir"})
 
 
 def expand(address: str) -> list[str]:
@@ -107,6 +107,11 @@ def names_at(address: str) -> set[str] | None:
         if kind == pyarrow.fs.FileType.NotFound:
             raise StoreError(f"{address} or its bucket does not exist")
         return None if kind == pyarrow.fs.FileType.File else names_in(filesystem, place)
+
+
+def is_left_out(name: str) -> bool:
+    """Return whether a file or folder of this name never counts: it is hidden, or its system made it."""
+    return name.startswith(".") or name in _SYSTEM_NAMES
 
 
 def folders_at(address: str) -> set[str]:

@@ -180,7 +180,7 @@ class FileStore(ABC, Generic[C]):
 
     def element_type(self, name: str) -> str | None:
         """Return the type of the numbers in a column, or in its lists, "int64", "float64" or "bool"; None if the
-        format has no schema, or they are no numbers."""
+        format has no schema, or the values are not numbers."""
         of_contents = getattr(self._contents, "element_type", None)
         return of_contents(name) if of_contents else None
 

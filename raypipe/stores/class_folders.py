@@ -1,6 +1,6 @@
 """Class folders, `class/image.jpg`: which entries of a tree of files are samples, of which class, in which order.
 
-A folder, its copy in an object store and its tar go through the same rules, and so are one data set:
+A folder, its copy in an object store and its tar are one data set, by the same rules:
 
     an image, in a folder or in folders below it  a sample of the class that the folder names
     a .npy                                        a sample, if the tree has no image
@@ -10,10 +10,10 @@ A folder, its copy in an object store and its tar go through the same rules, and
     a name that begins with a dot, lost+found,
     __MACOSX and the like                         left out
     another file                                  left out; an error if it belongs to an image by its name
-    a file beside the class folders               left out
+    a file next to the class folders              left out
 
 Samples are sorted by class, then by path. A folder at the end of several links counts once per class, under its
-shortest and then first path. What is left out is counted, see `LeftOut`.
+shortest and then first path. `LeftOut` counts the entries that are left out.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from pathlib import PurePosixPath
 from typing import Any, NamedTuple, Protocol
 
 from raypipe.errors import StoreError
+from raypipe.stores.addresses import is_left_out
 from raypipe.stores.base import ARRAY_SUFFIX, IMAGE_SUFFIXES
 
 logger = logging.getLogger(__name__)
@@ -35,7 +36,6 @@ FOLDER, FILE = "folder", "file"
 BY_FOLDER = "folder"
 """The value of target_column that takes the folders for classes whatever else is in them."""
 
-_SYSTEM_NAMES = frozenset({"__MACOSX", "lost+found", "$RECYCLE.BIN", "System Volume Information", "@eaDir"})
 _SUFFIXES = {*IMAGE_SUFFIXES, ARRAY_SUFFIX}
 _SPLITS = frozenset({"train", "training", "val", "valid", "validation", "test", "testing", "eval", "dev"})
 _HIDDEN, _BESIDE = "hidden or of the system", "outside the class folders"
@@ -69,17 +69,17 @@ class Tree(Protocol):
 
 
 class Layout(NamedTuple):
-    """What `find_classes` finds.
+    """Result of `find_classes`.
 
     Attributes:
         root: path of the folder that the classes are in.
         classes: class names.
         samples: the samples of each tree, by class.
-        left_out: what else there is.
+        left_out: all other entries.
         of_images: other files that belong to images by their names.
         has_images: False if the samples are arrays.
         flat: images that are in no folder.
-        has_tars: whether there are tars beside the folders.
+        has_tars: whether there are tars next to the folders.
     """
 
     root: str
@@ -90,11 +90,6 @@ class Layout(NamedTuple):
     has_images: bool
     flat: list[Sample]
     has_tars: bool
-
-
-def is_left_out(name: str) -> bool:
-    """Return whether an entry of this name never counts."""
-    return name.startswith(".") or name in _SYSTEM_NAMES
 
 
 def suffix_of(name: str) -> str:
@@ -124,7 +119,7 @@ def find_classes(trees: Sequence[Tree], where: str) -> Layout:
         where: name of the store, for errors.
 
     Raises:
-        StoreError: the folders are splits; or something of an image's name is no file.
+        StoreError: the folders are splits; or an entry with an image's name is not a file.
     """
     flat, names, outside = _top(trees, "")
     by_class = {name: [_files(tree, name, where) for tree in trees] for name in sorted(names)}
@@ -237,7 +232,7 @@ def _count_others(found: _Files, folder: str, images: list[str], others: list[st
 def _folders_around(trees: Sequence[Tree], by_class: dict[str, list[_Files]]) -> Iterator[str]:
     """Yield the paths of the folders, each in the one before, that all samples are below, none of them directly.
 
-    An empty folder beside one is a class without samples, so the other is a class too.
+    An empty folder next to one is a class without samples, so the other is a class too.
     """
     samples = [files.samples for of_trees in by_class.values() for files in of_trees]
     if sum(map(_holds, by_class.values())) != 1:
@@ -269,14 +264,14 @@ def _are_below(folder: str, of_trees: list[_Files]) -> bool:
     return all("/" in path[len(folder) + 1 :] for files in of_trees for path, _ in files.samples)
 
 
-def refuse_splits(where: str, classes: Collection[str], alone: str = "") -> None:
+def refuse_splits(where: str, classes: Collection[str], only_one: str = "") -> None:
     """Raise StoreError if class folders are the splits of a dataset, which would be learned as classes.
 
     Args:
-        alone: the only folder with samples, if all of them are in folders below it.
+        only_one: the only folder with samples, if all of them are in folders below it.
     """
     several = "train" in classes and not {"val", "valid", "validation", "test"}.isdisjoint(classes)
-    if several or (alone.lower() in _SPLITS and len(classes) > 1):
+    if several or (only_one.lower() in _SPLITS and len(classes) > 1):
         raise StoreError(
             f"{where} has the folders {', '.join(classes):.300}, which are splits, not classes: choose one, such "
             "as the folder train"

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from raypipe.errors import StoreError
+from raypipe.stores.addresses import is_left_out
 from raypipe.stores.base import ARRAY_SUFFIX, IMAGE_SUFFIXES, hash_of_facts
 from raypipe.stores.class_folders import (
     Layout,
     LeftOut,
     Tree,
     find_classes,
-    is_left_out,
     refuse_files_of_images,
     refuse_splits,
     suffix_of,
@@ -57,12 +57,12 @@ def find_files(name: str, members: Sequence[tuple[str, Member]], tree: Tree) -> 
 
     Args:
         name: name of the tar, for errors.
-        members: names, and what they are, in the tar's order. The last of equal names counts.
+        members: names and nodes, in the tar's order. The last of equal names counts.
         tree: the same as a tree.
 
     Returns:
         JSON values: `about`; `digest`, a hash over the samples' names, sizes and modification times; and all that
-        `_tree_of` needs: `files`, names of members; `places` of each, -1 for what is no file; and `others`, by
+        `_tree_of` needs: `files`, names of members; `places` of each, -1 for all but files; and `others`, by
         number, ["link", target] or ["special", kind], and [] for folders.
     """
     layout = find_classes([tree], name)

@@ -18,6 +18,7 @@ from raypipe.errors import ConfigError, StoreError
 from raypipe.storage.filesystem import explained, is_remote, join, open_filesystem
 from raypipe.storage.local_file import kind_of, open_regular
 from raypipe.storage.patience import in_threads, progress
+from raypipe.stores.addresses import is_left_out
 from raypipe.stores.base import (
     ARRAY_SUFFIX,
     IMAGE_SUFFIXES,
@@ -34,7 +35,6 @@ from raypipe.stores.class_folders import (
     Layout,
     Tree,
     find_classes,
-    is_left_out,
     refuse_files_of_images,
     tell_left_out,
     words_of,

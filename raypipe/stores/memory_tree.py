@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from raypipe.stores.class_folders import FILE, FOLDER, Entry, join
 
-_MAX_LINKS = 40  # as Linux
+_MAX_LINKS = 40  # the limit of Linux
 
 
 class File(NamedTuple):
@@ -23,7 +23,7 @@ class Link(NamedTuple):
 
 
 class Special(NamedTuple):
-    """What is neither file nor folder, in words."""
+    """An entry that is neither file nor folder, in words."""
 
     kind: str
 
@@ -45,7 +45,7 @@ class MemoryTree:
         folder = self._root
         for end, parent in enumerate(parents, 1):
             inner = folder.get(parent)
-            if isinstance(inner, Link):  # what is behind a link to a folder is in that folder
+            if isinstance(inner, Link):  # entries behind a link to a folder are in that folder
                 inner = self._node("/".join(parents[:end]))
             if not isinstance(inner, dict):
                 inner = folder[parent] = {}

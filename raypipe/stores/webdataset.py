@@ -28,8 +28,9 @@ from typing import Any
 import numpy as np
 
 from raypipe.errors import StoreError
+from raypipe.stores.addresses import is_left_out
 from raypipe.stores.base import ARRAY_SUFFIX, IMAGE_SUFFIXES, RENAMED, missing
-from raypipe.stores.class_folders import LeftOut, is_left_out
+from raypipe.stores.class_folders import LeftOut
 from raypipe.stores.numbers import exactly
 
 TEXT_SUFFIXES = frozenset({"txt", "text", "transcript", "html", "htm", "json", "jsn"})
@@ -121,7 +122,7 @@ def find_samples(
         descriptor: file descriptor of the tar.
         image_column: the suffix of the images; "image" = any image suffix.
         target_column: the suffix of the labels, or their field in the JSON; "label" = as above; empty = as
-            "label", but wrong and missing labels are no error.
+            "label", but wrong and missing labels are allowed.
         needs_labels: whether images need labels or texts to be a WebDataset.
 
     Returns:

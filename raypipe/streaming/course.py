@@ -1,4 +1,4 @@
-"""Where a rank stands in what its stream brings, and how far it is from there to another micro-batch. Pure."""
+"""The place of a rank in its stream, and the distance from there to another micro-batch. Pure."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ class Course:
     """Micro-batches that a rank's stream still brings, in order.
 
     Args:
-        segments: of the stream, in order; they may be many, and are asked for one by one.
+        segments: the stream's, in order; they may be many, and are asked for one by one.
         per_step: M.
-        rank, world_size: of the rank, which gets the micro-batches m of each step with m mod W = its rank.
+        rank, world_size: the rank gets the micro-batches m of each step with m mod W = its number.
     """
 
     def __init__(self, segments: Iterable[Segment], per_step: int, rank: int, world_size: int) -> None:
         self._later: Iterator[Segment] = iter(segments)
         self._known = deque[Segment]()
         self._per_rank, self._rank, self._world_size = per_step // world_size, rank, world_size
-        self._num_taken = 0  # of the first segment
+        self._num_taken = 0  # micro-batches of the first segment
 
     def take(self) -> None:
         """The next micro-batch was taken."""
@@ -43,7 +43,7 @@ class Course:
 
     @property
     def is_at_start(self) -> bool:
-        """Whether the next one is the first of its segment."""
+        """True if the next one is the first of its segment."""
         return self._num_taken == 0
 
     def before(self, at: MicroBatchId) -> int | None:

@@ -13,7 +13,7 @@ from raypipe.plan.schedule import Segment
 
 
 class _Source(Protocol):
-    """What delivers the batches of passes: the loader, which ends its stream when no pass holds it any more."""
+    """Source of the batches of passes: the loader, which ends its stream when no pass holds it any more."""
 
     @property
     def accumulation_steps(self) -> int: ...
@@ -29,7 +29,7 @@ class Pass(Iterator[Batch]):
     """This rank's micro-batches of an epoch's training, or of its validation, in order.
 
     After a resume only the rest of them, possibly none. A validation may be iterated again, at any time: each
-    `for` loop gets all of it. A training comes once: a second loop goes on where the first was left, and after
+    `for` loop gets all of it. A training comes once: a second loop continues where the first was left, and after
     the last batch raises.
 
     A loop that leaves them is through with them: a state that is saved then continues after them, as the loop
@@ -58,7 +58,7 @@ class Pass(Iterator[Batch]):
 
     @property
     def is_open(self) -> bool:
-        """Whether a loop takes more of it: none has begun yet, or one that began has not been left."""
+        """True if a loop takes more of it: none has begun yet, or one that began has not been left."""
         is_running = not self.begun or self._num_loops > 0
         return self._num_taken < self._len and is_running and not self._was_left
 
@@ -83,9 +83,9 @@ class Pass(Iterator[Batch]):
             return self._whole()
         if self.segment and self._num_taken == self._len:
             raise RaypipeError(
-                f"all batches of epoch {self.segment.epoch}'s training were taken, and a training comes once: go "
-                "on with the next epoch of loader.epochs(). To see the same batches again without training, make "
-                "another loader: raypipe.loader(spec, cursor=spec.plan.cursor_at(STEP))"
+                f"all batches of epoch {self.segment.epoch}'s training were taken, and a training comes once: "
+                "continue with the next epoch of loader.epochs(). To see the same batches again without training, "
+                "make another loader: raypipe.loader(spec, cursor=spec.plan.cursor_at(STEP))"
             )
         return self._rest()
 

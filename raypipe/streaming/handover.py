@@ -6,11 +6,13 @@ stream from there, splits it over the current W ranks, and hands out the iterato
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -19,13 +21,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import ray
 import torch
 
-from raypipe.config import AtLeast1, AugmentConfig
+from raypipe.config import AtLeast1, AugmentConfig, PoolConfig
 from raypipe.errors import ConfigError, RaypipeError
 from raypipe.metrics.records import Folder
 from raypipe.mistakes import checks_keywords
 from raypipe.plan.places import Cursor
 from raypipe.plan.schedule import Segment
-from raypipe.rayext.console import quiet_broadcasts
+from raypipe.rayext.console import quiet_broadcasts, take_console
 from raypipe.rayext.controller import own_controller, process_of
 from raypipe.rayext.iteration import begun, stop_execution
 from raypipe.rayext.watch import in_worker, this_process
@@ -37,7 +39,7 @@ from raypipe.streaming.loader import Loader
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.moves import Move
 from raypipe.streaming.row import host_batches
-from raypipe.streaming.running import Feed, end_oldest
+from raypipe.streaming.running import Feed, end_oldest, supervisors
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.stateful import latest_of_train
 from raypipe.streaming.supervisor import end_actors, start_supervisor
@@ -54,6 +56,8 @@ _SETTLE_S = 2.0  # CPUs of a stream that has just ended come back
 _START_IMAGES = 5_000
 # A rank that would skip a long part waits so long for the others to say that they do, too.
 _AGREE_S = 60.0
+# Time for other pools to give way: they know within a second or two, and actors finish their blocks.
+_GIVE_WAY_S = 6.0
 
 
 @checks_keywords
@@ -138,6 +142,7 @@ def loader(
             maker = MicroBatchMaker(part)
             batches = inline_batches(part, start, rank, world_size, maker)
             return Feed(batches, draws_globally=maker.draws_globally)
+        give_back = _ask_for_room(spec.pool) if rank == 0 else lambda: None
         iterators, supervisor, most = _handed_round(
             part, start, most, rank, world_size, in_train, apart=device.type == "cuda", again=again
         )
@@ -147,7 +152,7 @@ def loader(
             supervisor,
             actors=most,
             stop=functools.partial(stop_execution, supervisor),
-            end=functools.partial(end_actors, supervisor, iterators, rank),
+            end=lambda: (end_actors(supervisor, iterators, rank), give_back()),
             start_images=_START_IMAGES * most,
             moves=functools.partial(_moved, supervisor, rank, world_size) if world_size > 1 else None,
         )
@@ -174,7 +179,7 @@ def loader(
 def _moved(supervisor: Any, rank: int, world_size: int, move: Move) -> bool:
     """Tell the other ranks of a move of this one; returns whether it leaves the execution, since all do.
 
-    It waits for them no longer than `_AGREE_S`: one that computes for so long reads on later, and so does this.
+    It waits for them no longer than `_AGREE_S`, and then reads on, as one that computes for so long does later.
     """
     supervisor.moves_to.remote(rank, world_size, move)
     deadline, answer = time.monotonic() + _AGREE_S, "wait"
@@ -236,6 +241,7 @@ def check_resources(spec: StreamSpec, scaling_config: ScalingConfig) -> None:
         workers = min(workers)  # elastic
     if not ray.is_initialized():
         ray.init()
+    take_console()
     pool, per_worker, offer = spec.pool, worker_resources(config), cluster_resources()
     cpus = per_worker.get("CPU", 0.0)
     check_own(offer.cpus, workers, cpus, pool, offer.gpus, per_worker.get("GPU", 0.0))
@@ -258,7 +264,7 @@ def _handed_round(
     from raypipe.streaming.pipeline import splits
 
     handed: tuple[str, str, tuple[list[DataIterator], Any, int]] | None = None
-    only = spec.plan.alone
+    only = spec.plan.single
     place = f"epoch {start.epoch}, step {start.step}"
     if only:
         place = f"step {only.first_step} of the validation of epoch {only.epoch}"
@@ -316,11 +322,35 @@ def _make_room(cpus: float) -> None:
             time.sleep(0.1)
         return True
 
-    while not has_room() and end_oldest("its CPUs were needed by one that this process opened later"):
+    while not has_room() and end_oldest():
         _logger.warning(
             "an earlier stream of this process was left open, and has been ended: its CPUs are needed for the "
-            "new one. End one by loader.close(), or leave room for both (pool.max_actors)"
+            "new one. It starts again if it is asked for more. End one by loader.close(), or leave room for both"
         )
+
+
+def _ask_for_room(pool: PoolConfig) -> Callable[[], None]:
+    """Let the pools of this process's other streams give way, as far as a new one needs it and they have more than
+    their least; returns what ends that.
+    """
+    from raypipe.rayext.allocation import cluster_resources
+
+    cpus = pool.least_actors * pool.cpus_per_actor
+    others = supervisors()
+    if not others or cluster_resources().free_cpus >= cpus:
+        return lambda: None
+    deadline = time.monotonic() + _GIVE_WAY_S
+
+    def ask(more: float) -> None:
+        for other in others:
+            with contextlib.suppress(ray.exceptions.RayError):
+                if ray.is_initialized():  # a call would restart it
+                    other.give_way.remote(more)
+
+    ask(cpus)
+    while cluster_resources().free_cpus < cpus and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return functools.partial(ask, -cpus)
 
 
 def _in_train_worker() -> bool:

@@ -142,17 +142,17 @@ class Loader(Unlike, instead=_INSTEAD):
     def _go_to(self, cursor: Cursor) -> None:
         self.plan.check(cursor)
         self._start = cursor = self.plan.normalized(cursor)
+        self._in_step = 0  # batches of the training step under way, behind the cursor
         self._stand_at(cursor)
         self._left: Split | None = None  # what the loop has left early, of the epoch that was handed out last
-        self._in_step = 0  # batches of the training step under way
-        self._turn += 1  # of the epoch that was handed out last
+        self._turn += 1  # the number of the epoch that was handed out last
         self._has_begun = self._was_left = False
         self._epoch, self._diagnosed = cursor.epoch - 1, cursor.epoch - 1
         # What the loader holds refers to it weakly, or not at all: a ring would keep a dropped one running.
         self._training: weakref.ref[Pass] | None = None
         self._segments = _by_epoch(self.plan, cursor)
         self._delivered: tuple[int, Split] | None = None  # turn and split of the last batch
-        # Of the last batch, if it ended a step of the training: whether it was the epoch's last.
+        # Whether the last batch was the epoch's last, if it ended a step of the training.
         self._ended_step: bool | None = None
         self._batches: Any = None  # an iterator of Batch
 
@@ -175,12 +175,12 @@ class Loader(Unlike, instead=_INSTEAD):
         """
         # Of the feed no more is held than these: its execution is to be collected once it has ended.
         feed = self._open_at(start, only) if only else self._open_at(start)
-        self._supervisor, has_actors = feed.supervisor, feed.supervisor is not None
+        self._supervisor = feed.supervisor
         account, spec, plan = self.account, self._spec, self.plan.only(only) if only else self.plan
         self._course = Course(plan.segments(start), plan.config.per_step, self.rank, self.world_size)
         self._start_images, self._moves = feed.start_images, feed.moves
         account.actors = feed.actors
-        account.readers = int(has_actors and "train" in spec.readers())
+        account.readers = int(feed.supervisor is not None and "train" in spec.readers())
         self._batches = on_device(
             feed.batches,
             self.device,
@@ -193,18 +193,18 @@ class Loader(Unlike, instead=_INSTEAD):
         close = functools.partial(_close, self._running, feed.stop)
         closes = (functools.partial(close, generator) for generator in (feed.batches, self._batches))
         ends: list[Callable[[], object]] = [feed.end, account.exported.end, account.chronicle.unfollow, *closes]
-        if has_actors:
+        if feed.supervisor is not None:
             sentry = Sentry(feed.supervisor, self.rank, account.chronicle.waited_s)
             sentry.start()
             ends.insert(1, sentry.stop)  # before its Supervisor ends, and after the last wait for a batch
-        self._running.begin(has_actors, *ends)
+        self._running.begin(feed.supervisor, *ends)
         account.chronicle.follow(self._supervisor)
 
     def epochs(self) -> Epochs:
         """Iterate once over the remaining epochs; the first may be the rest of one.
 
         A `for` loop over them ends the stream's processes when it is left: at its end, by `break`, or by an
-        exception. What is asked for after that, of its last epoch or of `epochs`, starts them again.
+        exception. A later batch, from its last epoch or from `epochs`, starts them again.
         """
         return Epochs(self)
 
@@ -220,6 +220,7 @@ class Loader(Unlike, instead=_INSTEAD):
 
     def _stand_at(self, cursor: Cursor) -> None:
         self.cursor = cursor
+        self._in_step = 0
         self.account.chronicle.step = self.global_step
 
     def _next_epoch(self) -> Epoch:
@@ -251,7 +252,7 @@ class Loader(Unlike, instead=_INSTEAD):
         self._diagnose(self._epoch)
 
     def _end(self) -> None:
-        """All epochs were handed out, and the last one was left."""
+        """End the stream: all epochs were handed out, and the last one was left."""
         if self._running.why is None:
             stands = self._course.next
             if stands is None:
@@ -264,7 +265,7 @@ class Loader(Unlike, instead=_INSTEAD):
             self._running.end(EXHAUSTED)
 
     def _leave(self) -> None:
-        """The loop over the epochs was left: what is asked for from now on starts the stream again."""
+        """Note that the loop over the epochs was left: the next batch starts the stream again."""
         self._was_left = True
         self._running.end(LEFT)
 
@@ -472,7 +473,7 @@ class Loader(Unlike, instead=_INSTEAD):
         return replace(batch, ends_step=ends_step)
 
     def _is_at_end(self, of: Pass) -> bool:
-        """Whether a validation comes after its epoch's training, and no loop takes more of that."""
+        """Return whether a validation comes after its epoch's training, of which no loop takes more."""
         training = self._training() if self._training else None
         is_of_epoch = of.segment is not None and of.segment.epoch == self._epoch
         return is_of_epoch and not (training and training.is_open)
@@ -511,8 +512,9 @@ class Loader(Unlike, instead=_INSTEAD):
         account = self.account
         self._running.reader = threading.get_ident()
         asked = account.asked()
-        awaited = functools.partial(self.account.chronicle.awaited, self._supervisor)
         thing = str(expected) if self.first_batch_s else "the first batch"
+        # It is kept a little longer than the wait, and must not hold the loader.
+        awaited = functools.partial(Loader._awaited, weakref.proxy(self))
         with account.chronicle.waiting(thing, awaited, is_batch=True):
             self._reach(expected, goes_on)
             batch = next(self._batches, None)
@@ -544,13 +546,19 @@ class Loader(Unlike, instead=_INSTEAD):
         )
         return batch
 
+    def _awaited(self) -> str:
+        """Name what holds up a batch."""
+        if self._running.why is not None:
+            return "the stream starts again for it"
+        return self.account.chronicle.awaited(self._supervisor)
+
     def _reach(self, at: MicroBatchId, goes_on: bool) -> None:
         """Go to a place of the schedule, so that its micro-batch comes next.
 
         A stream can start anywhere. It is read on where that costs less than a start.
 
         Args:
-            goes_on: of a validation, whether the next epoch comes after it.
+            goes_on: whether the next epoch comes after a validation.
         """
         num = self._course.before(at) if self._running.why is None else None
         if num is None or not self._reads_on(at, num):
@@ -561,7 +569,7 @@ class Loader(Unlike, instead=_INSTEAD):
             self._discard()
 
     def _reads_on(self, at: MicroBatchId, num: int) -> bool:
-        """Whether to read on, over a number of batches, and not to start again behind them."""
+        """Return whether to read on, over a number of batches, and not to start again behind them."""
         is_far = num * self.world_size * self.plan.config.micro_batch_size > self._start_images
         stands = self._course.next
         if not self._moves or stands is None:

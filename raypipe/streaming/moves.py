@@ -1,10 +1,10 @@
-"""What the ranks of one execution go to, and whether they all leave it for another place. Pure.
+"""Agreement of the ranks of one execution: do they all leave it for another place? Pure.
 
-An execution brings each rank its share, so a rank that leaves it alone would let the others wait for ever. A rank
-that skips a long part therefore says so, and leaves only if all do:
+An execution brings each rank its share, so the others would wait forever for one that leaves. A rank
+that skips a long part says so, and leaves only if all do:
 
     all ranks skip to the same place                    they leave, and the stream starts again there
-    another takes what it skips, or goes elsewhere      it reads on, as far as it wants to skip
+    another takes the skipped part, or goes elsewhere   it reads on, as far as it wants to skip
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Answer = Literal["leave", "read on", "wait"]
 
 
 class Move(NamedTuple):
-    """What a rank says: where it stands, where it goes, and whether it would leave the execution for that."""
+    """A rank's statement: its place, where it goes, and whether it would leave the execution for that."""
 
     stands: Place
     goes: Place
@@ -70,12 +70,15 @@ class Moves:
         )
 
     def answer(self, rank: int, is_last: bool = False) -> Answer:
-        """What a rank that would leave is to do, as far as the others have said.
+        """Answer a rank that would leave, as far as the others have spoken.
 
         Args:
             is_last: it waits no longer, and reads on unless all have agreed.
         """
-        own, others = self._last[rank], [move for of, move in self._last.items() if of != rank]
+        own = self._last.get(rank)
+        if own is None:  # the process that knew has died
+            return "read on"
+        others = [move for of, move in self._last.items() if of != rank]
         if all(self._agrees(own, move) for move in others) and len(others) == self._world_size - 1:
             return "leave"
         if is_last or not all(self._agrees(own, move) or self._is_past(own, move) for move in others):
@@ -89,5 +92,5 @@ class Moves:
 
     @staticmethod
     def _is_past(own: Move, other: Move) -> bool:
-        """Whether it is from before the place where the rank stands."""
+        """Return whether it comes before the rank's own place."""
         return not other.leaves and other.goes < own.stands

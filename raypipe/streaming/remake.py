@@ -1,6 +1,6 @@
 """Makes the first samples of a split twice, to find a user's code whose results depend on more than the sample.
 
-What a transform draws is seeded, as far as it can be found. State that is not (a counter, a running statistic, a
+A transform's draws are seeded, as far as its generators are found. Other state (a counter, a running statistic, a
 generator made from the clock, a buffer that threads share) shows itself where the same samples are made again in
 another copy of the transform, last first, and, where threads share its module, by several of them at once.
 """
@@ -28,7 +28,7 @@ from raypipe.transform.fields import COLUMN
 from raypipe.transform.samples import EncodedSample
 
 NUM_REMADE = 4
-_NUM_ROUNDS = 8  # of each thread
+_NUM_ROUNDS = 8  # each thread makes all samples so many times
 _LONGEST_S = 0.2  # after one round, for slow transforms
 _SWITCH_S = 1e-5  # as often as Python can change the thread that runs
 
@@ -42,7 +42,7 @@ class Probe:
 
     Attributes:
         of: split and size of image that it was made for.
-        sample, key: what it was made of.
+        sample, key: the stored sample and its key.
         digest: hash of its fields.
         machine: model of the processor, on which pixels of libraries depend.
     """
@@ -120,7 +120,7 @@ def check_remade(
     Args:
         first: the samples as the stream has made them.
         maker: makes a copy of the code, as a function that makes the sample with a number in `first`.
-        title: of the transform, for errors.
+        title: name of the transform, for errors.
         num_threads: threads of this process that will make samples at once.
 
     Raises:
@@ -154,7 +154,7 @@ def _is_equal(one: Any, other: Any) -> bool:
 
 
 def _cause(make: Callable[[int], Sample]) -> str:
-    """What a copy that makes one sample twice shows."""
+    """Describe the cause, by a copy that makes one sample twice."""
     if _differing(make(0), make(0)):
         return (
             "the same sample made twice in a row differs, so it keeps state from call to call, or draws elsewhere"

@@ -14,7 +14,8 @@ from raypipe.transform.fields import MicroBatch
 
 EXHAUSTED = ""
 LEFT = "the loop over its epochs was left"
-GOES_ON = (EXHAUSTED, LEFT)
+GAVE_WAY = "its CPUs were needed by one that this process opened later"
+GOES_ON = (EXHAUSTED, LEFT, GAVE_WAY)
 """The ends after which a loop may ask for more: the stream then starts again, where it is asked for."""
 
 
@@ -40,7 +41,7 @@ class Feed(NamedTuple):
     draws_globally: bool = False
     actors: int = 0
     stop: Callable[[], None] = lambda: None
-    end: Callable[[], None] = lambda: None
+    end: Callable[[], object] = lambda: None
     start_images: int = 0
     moves: Callable[[Move], bool] | None = None
 
@@ -63,11 +64,11 @@ class Running:
         self._close_record, self._ends, self._one_by_one = close_record, ExitStack(), threading.RLock()
         _all.add(self)
 
-    def begin(self, has_actors: bool, *ends: Callable[[], object]) -> None:
+    def begin(self, supervisor: Any, *ends: Callable[[], object]) -> None:
         """The stream is open.
 
         Args:
-            has_actors: whether it holds CPUs of the cluster.
+            supervisor: handle of its Supervisor, if it holds CPUs of the cluster.
             ends: what ends it; the last is called first.
         """
         self.why = None
@@ -77,11 +78,11 @@ class Running:
         # these hooks the last that was registered runs first, and Ray's was before.
         atexit.unregister(_close_all)
         atexit.register(_close_all)
-        if has_actors:
+        if supervisor is not None:
             from raypipe.rayext.patches import before_shutdown  # this imports ray.data
 
             before_shutdown(_close_those_with_actors)
-            _with_actors[self] = None
+            _with_actors[self] = supervisor
 
     def end(self, why: str) -> None:
         """End the stream, if it has not ended; its record continues."""
@@ -104,8 +105,8 @@ class Running:
 
 
 _all = weakref.WeakSet[Running]()
-# Those that are open, in the order in which they were opened.
-_with_actors: dict[Running, None] = {}
+# Those that are open, in the order in which they were opened, and their supervisors.
+_with_actors: dict[Running, Any] = {}
 
 
 def _close_all() -> None:
@@ -118,9 +119,14 @@ def _close_those_with_actors() -> None:
         running.close("Ray was shut down")
 
 
-def end_oldest(why: str) -> bool:
+def supervisors() -> list[Any]:
+    """Handles of the supervisors of this process's streams with actors."""
+    return list(_with_actors.values())
+
+
+def end_oldest() -> bool:
     """End the stream with actors that this process opened first; returns whether there was any."""
     oldest = next(iter(_with_actors), None)
     if oldest:
-        oldest.end(why)
+        oldest.end(GAVE_WAY)
     return oldest is not None

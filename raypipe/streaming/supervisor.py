@@ -32,7 +32,7 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import ray
 
@@ -67,6 +67,8 @@ _REMEMBERED = (
     "_deaths_reading",
     "_sizes",
     "_left",
+    "_moves",
+    "_given",
 )
 _EVENTS_REMEMBERED = 200
 _LOOK = "look for `out of memory` or a crash in the logs of Ray's workers (`ray logs`)"
@@ -79,6 +81,18 @@ class Orders:
     careful: bool = False  # announce each sample before it is touched
     bad: tuple[int, ...] = ()  # indices of samples of this split that have killed their process
     error: str = ""  # why the run must end; empty = it need not
+
+
+class Word(NamedTuple):
+    """Answer to an execution.
+
+    Attributes:
+        num_waiting: ranks that have waited for more than a second, for whatever reason.
+        given_cpus: CPUs that its pool is to leave to other streams of the job.
+    """
+
+    num_waiting: int
+    given_cpus: float
 
 
 @dataclass
@@ -129,6 +143,7 @@ class Supervisor:
         self._sizes: dict[str, dict[Split, int]] = {}  # task of a reader → k of each split
         self._left: set[int] = set()  # ranks
         self._moves: Moves | None = None
+        self._given = 0.0  # CPUs left to other streams
         self._stands: dict[str, str] = {}  # execution that has brought blocks → what it is at
         self._ready, self._num_looks = 0.0, 0  # sum over the executions' looks, one a second, and their number
         self._waits: dict[int, float] = {}  # rank → since when it has waited for a batch
@@ -176,15 +191,12 @@ class Supervisor:
         process: Process | None = None,
         at: str = "",
         ready: float = 0.0,
-    ) -> int:
+    ) -> Word:
         """An execution runs, as it says each second; no rank has taken a block from it for so long.
 
         Args:
             at: what its blocks are at; empty = it has brought none yet.
             ready: share of the ranks for which a finished block lies ready now.
-
-        Returns:
-            The number of ranks that have waited for more than a second, for whatever reason.
         """
         if self._watch.moves(execution, still_s, process):
             self._remember()
@@ -193,11 +205,16 @@ class Supervisor:
             self._ready += ready
             self._num_looks += 1
         now = time.monotonic()
-        return sum(now - since > _WAITS_S for since in self._waits.values())
+        return Word(sum(now - since > _WAITS_S for since in self._waits.values()), self._given)
 
     def ready(self) -> float:
         """Return the mean share of the ranks for which a finished block lay ready, over the stream so far."""
         return self._ready / self._num_looks if self._num_looks else 0.0
+
+    def give_way(self, cpus: float) -> None:
+        """Let the pool leave so many CPUs more to other streams of the job; fewer, if the number is negative."""
+        self._given = max(0.0, self._given + cpus)
+        self._remember()
 
     def left(self, key: str) -> None:
         """A process, or an execution, is no more part of the stream."""
@@ -320,9 +337,10 @@ class Supervisor:
         self._moves = self._moves or Moves(world_size)
         if warning := self._moves.says(rank, move):
             self.note(warning)
+        self._remember()
 
     def answer(self, rank: int, is_last: bool = False) -> Answer:
-        """What a rank that would leave the execution is to do, see `Moves`."""
+        """Answer a rank that would leave the execution, see `Moves`."""
         return self._moves.answer(rank, is_last) if self._moves else "read on"
 
     def leaves(self, rank: int) -> int:

@@ -154,8 +154,8 @@ def _of_store(
 def _add_later(
     store: Store, columns: SampleColumns, maker: ColumnMaker, values: dict[str, list[Any]], start: int
 ) -> None:
-    """Add to columns without a number or text in their values the first later value that has one, which tells the
-    type. If none has, an empty array of the type in the store's schema does."""
+    """Add to columns without a number or text in their values the first later value that has one, for the type.
+    If none has, the values become empty arrays of the type in the store's schema."""
     unknown = {name for name, of_column in values.items() if all(map(_tells_nothing, of_column))}
     for first in range(start, len(store) if unknown else 0, _NUM_AT_ONCE):
         indices = np.arange(first, min(first + _NUM_AT_ONCE, len(store)))

@@ -19,7 +19,7 @@ from raypipe.plan.places import Sides
 from raypipe.transform import kernel
 from raypipe.transform.at_once import ProgramsAtOnce, by_field, crops_of
 from raypipe.transform.columns import NO_COLUMNS, ColumnMaker, SampleColumns
-from raypipe.transform.decode import decode, stored_bytes
+from raypipe.transform.decode import decode, stored_bytes, stored_orientation
 from raypipe.transform.decode_array import decode_array
 from raypipe.transform.draws import Key
 from raypipe.transform.fields import IMAGE, LABEL, Field, Rows, chroma_of, learn
@@ -105,8 +105,7 @@ class Content:
         image = self._opened(sample)
         targets: dict[str, np.ndarray] = {}
         if self._targets:
-            size = image.shape[:2] if isinstance(image, np.ndarray) else image[0]
-            targets = decode_targets(sample.columns, self._targets, size, self._config.boxes_format)
+            targets = self._decoded_targets(sample, image.shape[:2] if isinstance(image, np.ndarray) else image[0])
         try:
             made = self._transformed(image, _by_keyword(targets), key)
         except NOT_OF_A_SAMPLE:
@@ -173,8 +172,24 @@ class Content:
             return {}
         program = self._crops[0].transform.program
         assert program is not None and program.size is not None
-        targets = decode_targets(sample.columns, self._targets, size, self._config.boxes_format)
+        targets = self._decoded_targets(sample, size)
         return self._finished(follow(program.applied(params), size, _by_keyword(targets)), targets, program.size)
+
+    def _decoded_targets(self, sample: EncodedSample, size: Sides) -> dict[str, np.ndarray]:
+        """Targets of an image of this size; an error says so where the image is one that metadata turns."""
+        try:
+            return decode_targets(sample.columns, self._targets, size, self._config.boxes_format)
+        except SampleError as error:
+            orientation = 1 if self._is_array else stored_orientation(stored_bytes(sample.image))
+            if orientation == 1:
+                raise
+            hint = "off: set it if targets are those of the upright image"
+            if self._config.apply_exif:
+                hint = "on: targets must be those of the upright image"
+            raise SampleError(
+                f"{error}; the photo says that it is turned (EXIF orientation {orientation}), and "
+                f"transform.apply_exif is {hint}"
+            ) from error
 
     def _finished(
         self, made: dict[str, np.ndarray], targets: dict[str, np.ndarray], shape: tuple[int, ...]

@@ -101,6 +101,12 @@ def image_size(data: bytes | bytearray | memoryview | None, *, exif: bool = Fals
     return height, width
 
 
+def stored_orientation(data: bytes) -> int:
+    """Orientation, 1 to 8, by which `exif` turns a JPEG or PNG; 1: it is upright, or of another kind."""
+    kind = image_kind(data)
+    return jpeg_orientation(data) if kind == "JPEG" else png_orientation(data) if kind == "PNG" else 1
+
+
 def stored_bytes(data: bytes | bytearray | memoryview | None) -> bytes:
     """Return a sample's stored bytes; raise SampleError if there are none."""
     if data is None:
@@ -170,7 +176,7 @@ def _opened(data: bytes, kind: str) -> Any:
     try:
         return open_pillow(data, kind)
     except SyntaxError as error:
-        if str(error) == "unknown pixel mode":  # of an undamaged TIFF, which Pillow does not know
+        if str(error) == "unknown pixel mode":  # Pillow does not know it, damaged or not
             raise SampleError(f"TIFF of pixels that are not read here: {_OTHER_TIFF}") from error
         raise
 

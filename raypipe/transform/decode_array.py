@@ -30,7 +30,13 @@ from raypipe.transform.jpeg import upright
 from raypipe.transform.limits import check_size
 
 _PNG_BYTES = 12  # per pixel of 8 bits: RGBA, three times
-_PNG_DEPTHS = {0: (1, 2, 4, 8, 16), 2: (8, 16), 3: (1, 2, 4, 8), 4: (8, 16), 6: (8, 16)}  # by kind of color
+_PNG_DEPTHS = {
+    0: (1, 2, 4, 8, 16),
+    2: (8, 16),
+    3: (1, 2, 4, 8),
+    4: (8, 16),
+    6: (8, 16),
+}  # bits by color
 _PALETTE, _YCBCR = 3, 6  # photometries of a TIFF
 _TIFF_JPEG = 7  # a compression
 _ORIENTATION = 274  # a tag
@@ -110,7 +116,7 @@ def _png(data: bytes) -> np.ndarray:
     if any(holds is None for _, holds in png_chunks(data)):
         raise SampleError(f"truncated PNG ({len(data)} bytes)")
     with damage_in("PNG", data):
-        data = png_of_pixels(data)  # of an animation cv2 would give another picture than Pillow
+        data = png_of_pixels(data)  # cv2 would give the first frame of an animation, Pillow the picture before it
     height, width = png_size(data)
     depth, color, *others = data[24:29]
     if depth not in _PNG_DEPTHS.get(color, ()) or others not in ([0, 0, 0], [0, 0, 1]):

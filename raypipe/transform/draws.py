@@ -73,8 +73,8 @@ class _KeyedSeeds(ISpawnableSeedSequence):
 class KeyedGenerator:
     """Generator of numpy, set to the state of a fresh `Generator(Philox(key=key))`.
 
-    That costs a few microseconds a sample; making a new one costs tens. Generators that it spawns, too, depend on
-    the key alone.
+    That costs a few microseconds a sample; making a new one costs tens. Generators that it spawns, too, depend
+    only on the key.
 
     Args:
         domain: another place in the key's stream, 2^192 draws on for each, so that two uses of a key differ.

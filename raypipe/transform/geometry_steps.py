@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from raypipe.plan.places import Sides
 from raypipe.transform.draws import between, integers
 from raypipe.transform.exact import exp, sin_cos
 from raypipe.transform.ops import Op
@@ -143,7 +142,7 @@ class SmallestMaxSize(_Resizing):
         # To the bit as the library: a quotient first, and then products.
         return [np.maximum(1, np.rint(sizes * self._scales(sizes))).astype(np.int64), self.interpolation]
 
-    def keypoint_scale(self, size: Sides, resized: Sides) -> tuple[float, float]:
+    def keypoint_scale(self, size: tuple[int, int], resized: tuple[int, int]) -> tuple[float, float]:
         """The scale before sides are rounded, as the library has it."""
         scale = float(self._scales(np.array([size]))[0, 0])
         return scale, scale

@@ -107,7 +107,7 @@ def _png_chunks(data: bytes) -> Iterator[tuple[bytes, int, int, bool | None]]:
 
 
 def png_of_pixels(data: bytes) -> bytes:
-    """What the pixels of a PNG are made of; without metadata, and without the frames of an animation.
+    """Copy the parts of a PNG that make its pixels, without metadata and without the frames of an animation.
 
     Raises:
         ValueError: a checksum is wrong: Pillow does not compare those of pixels. Of metadata it is of no interest.
@@ -134,7 +134,7 @@ def png_orientation(data: bytes) -> int:
         warnings.simplefilter("ignore")
         try:  # metadata behind the pixels, too, which Pillow would decode first
             of_metadata = PngImagePlugin.PngImageFile(io.BytesIO(data[:33] + b"".join(told) + _PNG_END))
-        except Exception:  # as of damage in it
+        except Exception:  # Pillow raises a dozen types on bad bytes
             return 1
         image = Image.Image()
         image.info.update(of_metadata.info)

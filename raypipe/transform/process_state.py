@@ -31,7 +31,7 @@ class _TorchWatch(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds torch as it is imported, and seeds it behind its import by the key that a thread has last seeded with.
 
     Attributes:
-        key: of this thread's sample; None = no work of raypipe's is under way.
+        key: thread and seed of a sample; None = no work of raypipe's is under way.
         state: of torch's generator as it was imported; None = it has not been.
     """
 

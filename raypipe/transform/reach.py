@@ -4,7 +4,7 @@
     class Jitter: def __init__(self): self.rng = np.random.default_rng()
 
 Found are those in closures, defaults, the globals that a function names, attributes, lists, dicts, partials and
-methods. Not found are those that the code makes anew at each call, or keeps in a library: making a sample twice
+methods. Not found are those that the code makes in each call, or keeps in a library: making a sample twice
 shows these, see `raypipe.streaming.remake`.
 """
 
@@ -22,15 +22,14 @@ from typing import Any
 
 import numpy as np
 
-import raypipe
 from raypipe.transform.draws import Key, KeyedGenerator
 
 _MAX_OBJECTS = 5_000  # a policy has some hundred; data that a transform holds can be endless
 _MAX_ITEMS = 256
-_OURS = str(Path(raypipe.__file__).parent)
+_OURS = str(Path(__file__).parents[1])
 _LIBRARIES = *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib")), _OURS
 _INSTALLED = {"site-packages", "dist-packages"}
-_OF_PIPELINE = "random_generator", "py_random"  # of each step of Albumentations
+_OF_PIPELINE = "random_generator", "py_random"  # each step of Albumentations has both
 _LEAVES = (str, bytes, int, float, complex, type(None), np.ndarray, np.generic, type, types.ModuleType)
 
 
@@ -96,7 +95,7 @@ def _file_of(kind: type) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def _is_own(file: str) -> bool:
-    """True for a file that is no library's, and for code that comes from none, as in a notebook."""
+    """True for a file of the user's, which no library has installed."""
     if file.startswith(_LIBRARIES) or file.startswith("<frozen"):
         return False
     return bool(file) and not _INSTALLED & set(Path(file).parts)
@@ -110,7 +109,7 @@ class ReachedGenerators:
 
     Args:
         code: the user's function, module or pipeline.
-        seeded: a generator that is seeded already: the steps of Albumentations that have it are left alone.
+        seeded: a generator that is seeded already: steps of Albumentations that have it stay as they are.
     """
 
     def __init__(self, code: Any, seeded: np.random.Generator | None = None) -> None:
@@ -131,7 +130,7 @@ class ReachedGenerators:
 
     @contextlib.contextmanager
     def keyed(self, key: Key) -> Iterator[None]:
-        """Within, they draw under a sample's key; then their states are as they were."""
+        """Context manager: they draw under a sample's key; then their states are as they were."""
         put_back: list[Put] = []
         self._keyed.rewind(key)
         self._random.seed(key[0] << 64 | key[1])

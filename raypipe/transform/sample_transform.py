@@ -46,6 +46,9 @@ from raypipe.transform.targets import TARGETS, by_pipeline, target_pipeline
 from raypipe.transform.user_code import rng_parameter
 
 _NOTHING = contextlib.nullcontext()
+_MAKES_FLOATS = ("ToTensor", "Normalize")
+_MAY_MAKE_FLOATS = ("ConvertImageDtype", "ToDtype")
+
 Kind = Literal["none", "program", "albumentations", "torchvision", "plain"]
 
 
@@ -84,6 +87,8 @@ class SampleTransform:
         # Programs take only uint8 RGB: the library transforms other arrays in all steps.
         self.has_rest = bool(rest) or self.program is None or arrays
         self.kind = _kind_of(self.transform)
+        if self.kind == "torchvision":
+            _refuse_floats(self.transform)
         if targets and self.has_rest:
             self.transform = target_pipeline(self.transform, targets)
         elif self.kind == "albumentations":
@@ -220,6 +225,26 @@ def _kind_of(transform: Any) -> Kind:
         if is_module or cls.__module__.startswith("torchvision.transforms."):
             return "torchvision"
     return "plain"
+
+
+def _refuse_floats(transform: Any) -> None:
+    """Raise ConfigError for a pipeline of torchvision's that makes floats, as it stands in a training script."""
+    for step in getattr(transform, "transforms", None) or [transform]:
+        name = type(step).__name__
+        package = type(step).__module__
+        is_float = getattr(getattr(step, "dtype", None), "is_floating_point", False)
+        if package == "torchvision.transforms.transforms" and name == "PILToTensor":
+            raise ConfigError(
+                "torchvision's PILToTensor is for PIL images, and a transform gets tensors: leave it out"
+            )
+        if not package.startswith("torchvision.transforms."):
+            continue
+        if name in _MAKES_FLOATS or (name in _MAY_MAKE_FLOATS and is_float):
+            raise ConfigError(
+                f"torchvision's {name} is for floats, and images stay uint8 until they are on the GPU: end the "
+                "pipeline before it, and normalize there, by AugmentConfig(mean=…, std=…) (augment.mean, "
+                "augment.std)"
+            )
 
 
 def _has_user_code(step: Any) -> bool:

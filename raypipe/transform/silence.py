@@ -1,4 +1,4 @@
-"""Silence of decoders: what they find in a file is said once, by the error of its sample.
+"""Silence of decoders: damage in a file is reported once, by the error of its sample.
 
 libtiff prints a line for each damaged row, 43 KB for one file, and Pillow and tifffile log what they find odd.
 All is as before behind the last decode, for a program's own use of these libraries.
@@ -21,7 +21,7 @@ _num_within = 0
 
 
 class _Found(threading.local):
-    """What libtiff called an error on this thread."""
+    """Messages that libtiff called errors on this thread."""
 
     def __init__(self) -> None:
         self.errors: list[str] = []
@@ -43,7 +43,7 @@ def silenced() -> Iterator[list[str]]:
     """Keep decoders silent within, on all threads; several may be in it at the same time.
 
     Yields:
-        What libtiff calls errors on this thread, as they come; Pillow goes on after some, with what it has.
+        Messages that libtiff calls errors on this thread, as they come; Pillow ignores some of them.
     """
     global _num_within
     with _lock:
@@ -75,7 +75,7 @@ def _begin() -> None:
 
 @functools.cache
 def _libtiff() -> tuple[Any, ...]:
-    """What sets the handlers of errors and of warnings in Pillow's libtiff, and returns the one before."""
+    """Functions of Pillow's libtiff that set its handlers of errors and of warnings, and return the one before."""
     try:
         from PIL import _imaging
 

@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from raypipe.plan.places import Sides
 from raypipe.transform.ops import NUM_PARAMS, Op
 
 Range = tuple[float, float]
@@ -60,7 +59,7 @@ class Step:
         """True if boxes and keypoints can follow: a border that repeats pixels would repeat them, too."""
         return True
 
-    def keypoint_scale(self, size: Sides, resized: Sides) -> tuple[float, float]:
+    def keypoint_scale(self, size: tuple[int, int], resized: tuple[int, int]) -> tuple[float, float]:
         """Factors of x and y by which a resize from and to these (height, width) multiplies keypoints."""
         return resized[1] / size[1], resized[0] / size[0]
 

@@ -17,6 +17,7 @@ import contextlib
 import copy
 import io
 import json
+import re
 import sys
 import warnings
 from collections.abc import Callable, Collection, Mapping
@@ -49,7 +50,7 @@ def check_columns(store: Store, targets: Mapping[str, str]) -> None:
             parent, _, field = column.rpartition(".")
             if parent in store.columns:
                 raise ConfigError(
-                    f"transform.{name}_column is {column!r}: name the column that has the labels beside "
+                    f"transform.{name}_column is {column!r}: name the column that has the labels next to "
                     f"{field!r} too, {parent!r}"
                 )
             raise ConfigError(missing(store.address, column, store.columns, f"transform.{name}_column"))
@@ -108,12 +109,13 @@ def decode_boxes(value: Any, size: tuple[int, int], boxes_format: str = "") -> n
         ConfigError: they are a struct of lists, and boxes_format is empty.
     """
     struct = _struct_in(value)
-    if struct is not None and not boxes_format:
+    if struct is not None and not boxes_format and not struct.keys().isdisjoint(_BOXES):
         raise ConfigError(
             f"the boxes are a struct with {', '.join(map(str, struct))}, which may have corners or sizes: set "
             "transform.boxes_format to 'xywh', [x, y, width, height] as in COCO, or to 'xyxy'"
         )
-    boxes = _numbers(value if struct is None else _rows(struct), "boxes", "x0, y0, x1, y1, label")
+    rows = _rows(struct) if struct is not None and boxes_format else value
+    boxes = _numbers(rows, "boxes", "x0, y0, x1, y1, label")
     if boxes_format == "xywh":
         boxes[:, 2:4] += boxes[:, :2]
     corners, labels = boxes[:, :4], boxes[:, 4]
@@ -133,12 +135,14 @@ def decode_boxes(value: Any, size: tuple[int, int], boxes_format: str = "") -> n
 
 
 _BOXES = ("bbox", "bboxes", "boxes")
+_JSON_STRUCTS = re.compile(rb"\s*\[?\s*\{")
 _LABELS = ("category", "categories", "category_id", "label", "labels")
 
 
 def _struct_in(value: Any) -> Mapping[str, Any] | None:
     """Return lists of boxes and of labels by their names, from a struct, a list of structs or JSON; else None."""
-    if isinstance(value, str | bytes) and value.lstrip()[:1] in ("{", b"{"):
+    text = value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value
+    if isinstance(text, bytes) and _JSON_STRUCTS.match(text):
         with contextlib.suppress(ValueError, RecursionError):
             value = json.loads(value)
     if isinstance(value, list) and value and all(isinstance(row, Mapping) for row in value):

@@ -26,7 +26,7 @@ from raypipe.commands.cli import _finish, main
 from raypipe.commands.parser import Parser, printing
 from raypipe.commands.settings import parse_command
 from raypipe.config import RunConfig
-from raypipe.errors import ConfigError, RaypipeError
+from raypipe.errors import ConfigError, NoRoomError, RaypipeError, ResourceError
 from raypipe.section import settings_of
 from raypipe.train.interrupts import Stopped
 from raypipe.train.run_folder import CONFIG_HEAD
@@ -581,3 +581,18 @@ def test_a_command_ends_although_ray_does_not(error: BaseException, code: int, s
     command = [sys.executable, "-c", script, pickle.dumps(error).hex()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == code and said in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "is_run", "code"),
+    [(NoRoomError("no GPU"), True, 75), (NoRoomError("no GPU"), False, 1), (ResourceError("no GPU"), True, 1)],
+)
+def test_a_run_without_room_says_by_its_code_that_it_may_be_tried_again(
+    error: Exception, is_run: bool, code: int
+) -> None:
+    def run() -> dict[str, Any]:
+        raise error
+
+    with pytest.raises(SystemExit) as ended:
+        cli._finish(run, is_run=is_run)
+    assert ended.value.code == code

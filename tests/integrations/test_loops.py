@@ -32,6 +32,15 @@ import ranks
 WORLD_SIZE = 2
 
 
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Layers as small as these wait for other threads most of the time."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
 @pytest.fixture(scope="module")
 def processes() -> Iterator[Any]:
     """They are forked from one that has imported all that they need, which takes it many seconds."""
@@ -111,8 +120,10 @@ def mean_loss(store: Path, weights: Path) -> float:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"max_steps": 5}, "max_steps must be -1, got 5: the plan sets the epochs"),
-        ({"eval_strategy": "steps"}, "eval_strategy must be 'epoch'"),
+        ({"max_steps": 13}, "max_steps must be at most 12, or -1 for all of them, got 13"),
+        ({"num_train_epochs": 9}, r"num_train_epochs must be 2, got 9: leave it out, since plan\.epochs sets it"),
+        ({"gradient_accumulation_steps": 3}, "gradient_accumulation_steps must be 4, got 3"),
+        ({"per_device_eval_batch_size": 5}, "per_device_eval_batch_size must be 4, got 5"),
     ],
 )
 def test_arguments_of_a_trainer_that_are_at_odds_with_the_plan_are_named(
@@ -177,6 +188,76 @@ def trainer_of(model: torch.nn.Module, store: Path, folder: Path, **more: Any) -
         format=lambda batch: {"pixel_values": batch.image.float() / 255, "labels": counted_target(batch)},
         compute_metrics=compute_metrics,
     )
+
+
+@pytest.mark.parametrize(
+    ("changed", "num_steps", "num_evaluations"),
+    [
+        ({}, 12, 2),
+        ({"eval_strategy": "steps", "eval_steps": 5, "eval_on_start": True}, 12, 4),  # and at the end
+        ({"eval_strategy": "no"}, 12, 0),
+        ({"eval_delay": 1}, 12, 2),
+        ({"max_steps": 8}, 8, 2),  # the second where the training ends
+        ({"batch_eval_metrics": True}, 12, 2),
+        ({"eval_strategy": "steps", "eval_steps": 4, "save_strategy": "steps", "save_steps": 4}, 12, 3),
+    ],
+)
+def test_an_argument_of_a_trainer_keeps_its_meaning(
+    changed: dict[str, Any], num_steps: int, num_evaluations: int, stores: dict[str, Path], tmp_path: Path
+) -> None:
+    one = {"compute_metrics": number_counted, "save_strategy": "no"} | changed
+    trainer = trainer_of(ranks.Net(), stores["train"], tmp_path, **one)
+    trainer.train()
+    assert trainer.state.global_step == num_steps
+    counted = [entry["eval_counted"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    assert counted == [100] * num_evaluations
+
+
+num_counted = [0]
+
+
+def number_counted(predictions: Any, compute_result: bool = True) -> dict[str, int]:
+    """A metric that sees all batches at once, or one after the other, as with `batch_eval_metrics`."""
+    num_counted[0] += int((predictions.label_ids >= 0).sum())
+    if not compute_result:
+        return {}
+    found, num_counted[0] = num_counted[0], 0
+    return {"counted": found}
+
+
+def test_a_trainer_evaluates_and_predicts_after_the_training(stores: dict[str, Path], tmp_path: Path) -> None:
+    trainer = trainer_of(
+        ranks.Net(), stores["train"], tmp_path, save_strategy="no", compute_metrics=number_counted
+    )
+    before = trainer.evaluate()
+    trainer.train()
+    last = [entry for entry in trainer.state.log_history if "eval_loss" in entry][-1]
+    after, again, predicted = trainer.evaluate(), trainer.evaluate(), trainer.predict(trainer.eval_dataset)
+    assert before["eval_loss"] != after["eval_loss"] == again["eval_loss"] == last["eval_loss"]
+    assert predicted.metrics["test_loss"] == after["eval_loss"]
+    assert after["eval_counted"] == predicted.metrics["test_counted"] == 100
+    own = [{"pixel_values": torch.rand(3, 12, 12), "labels": number % 5} for number in range(6)]
+    with torch.no_grad():
+        losses = [
+            trainer.model(each["pixel_values"][None], torch.tensor([each["labels"]]))["loss"] for each in own
+        ]
+    of_own = trainer.evaluate(own)
+    assert of_own["eval_counted"] == 6
+    assert of_own["eval_loss"] == pytest.approx(float(sum(losses)) / 6, rel=1e-4)
+
+
+@pytest.mark.parametrize("saves", [{"save_strategy": "epoch"}, {"save_strategy": "steps", "save_steps": 5}])
+def test_each_checkpoint_of_a_trainer_resumes_with_equal_weights(
+    saves: dict[str, Any], stores: dict[str, Path], tmp_path: Path
+) -> None:
+    whole = trainer_of(ranks.Net(), stores["train"], tmp_path / "whole", seed=3, **saves)
+    whole.train()
+    checkpoints = sorted((tmp_path / "whole").glob("checkpoint-*"))
+    assert len(checkpoints) >= 2
+    for checkpoint in checkpoints:
+        resumed = trainer_of(ranks.Net(), stores["train"], tmp_path / "resumed", seed=3, **saves)
+        resumed.train(str(checkpoint))
+        assert torch.equal(resumed.model.layer.weight, whole.model.layer.weight), checkpoint
 
 
 def vit(num_layers: int) -> Any:

@@ -126,12 +126,12 @@ def test_too_few_gpus_suggest_a_number_of_workers_that_works() -> None:
 
 
 def test_cpus_of_other_jobs_are_told_apart_from_missing_ones() -> None:
-    with pytest.raises(ResourceError, match=r"other jobs hold all but 1 of the cluster's 8 CPUs"):
+    with pytest.raises(ResourceError, match=r"other jobs, or .*, hold all but 1 of the cluster's 8 CPUs"):
         share(Resources(8, 0, 1, 0), TrainConfig())
 
 
 def test_gpus_of_other_jobs_are_told_apart_from_missing_ones() -> None:
-    with pytest.raises(ResourceError, match=r"need 2 GPUs; other jobs hold all but 1 of the cluster's 2 GPUs"):
+    with pytest.raises(ResourceError, match=r"need 2 GPUs; other jobs, or .*, hold all but 1 of the cluster's 2"):
         share(Resources(8, 2, 8, 1), TrainConfig(num_workers=2), 2)
 
 

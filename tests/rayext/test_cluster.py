@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -59,3 +60,20 @@ def test_a_control_groups_quota_limits_the_cpus(quotas: dict[str, str], expected
         (root / group / "cpu.max").write_text(text + "\n")
     assert _quota(root, own) == expected
     assert _quota(root, tmp_path / "none") == 1 << 20
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o000])
+def test_rays_token_is_its_owners_alone(umask: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    before = os.umask(umask)
+    try:
+        cluster._keep_token_private()
+    finally:
+        os.umask(before)
+    token = tmp_path / ".ray" / "auth_token"
+    first = token.read_text()
+    assert len(first) == 64 and stat.S_IMODE(token.stat().st_mode) == 0o600
+    assert stat.S_IMODE(token.parent.stat().st_mode) == 0o700
+    token.chmod(0o644)  # as Ray itself leaves it
+    cluster._keep_token_private()
+    assert stat.S_IMODE(token.stat().st_mode) == 0o600 and token.read_text() == first

@@ -179,8 +179,18 @@ class Pool:
             for name, (restarting, tasks, *node) in states.items()
         }
 
+        self.num_pending = 0
+
+    def min_size(self) -> int:
+        return 1
+
+    def current_size(self) -> int:
+        return len(self._running_actors) + self.num_pending
+
     def _try_remove_pending_actor(self) -> bool:
-        return False
+        had_any = self.num_pending > 0
+        self.num_pending -= had_any
+        return had_any
 
     def per_actor_resource_usage(self) -> Any:
         return SimpleNamespace(cpu=1.0)
@@ -366,6 +376,38 @@ def test_the_last_actor_that_runs_stays_while_others_only_restart() -> None:
     keeper = Keeper(Pool(lost=(True, 1), idle=(False, 0), spare=(False, 0), more=(True, 0)))
     keeper._shrink(3)  # to one: not the one that does not run
     assert list(keeper.pool._running_actors) == ["lost", "spare"]
+
+
+# Other streams of the job
+
+
+@given(st.integers(0, 6), st.integers(0, 6), st.lists(st.integers(0, 8), max_size=6))
+def test_a_pool_gives_way_to_other_streams_down_to_its_least(running: int, pending: int, asked: list[int]) -> None:
+    keeper = Keeper(Pool(**{f"a{number}": (False, 0) for number in range(running)}))
+    keeper.pool.num_pending = pending
+    least, given = max(1, running + pending), 0
+    for cpus in asked:
+        keeper.give_way(float(cpus))
+        keeper._size(0.0, finished=0, ranks_waiting=0.0)
+        least = max(1, least - max(0, cpus - given))
+        given = cpus
+        if running or pending > 1:
+            assert keeper.pool.current_size() >= 1
+        if cpus:
+            assert keeper.pool.current_size() <= max(1, running + pending - cpus, least)
+    assert keeper.pool.current_size() >= min(running, 1)
+
+
+def test_a_busy_pool_gives_way_as_its_actors_finish_and_grows_again() -> None:
+    keeper = Keeper(Pool(a=(False, 1), b=(False, 2), c=(False, 0)))
+    keeper.give_way(2.0)
+    keeper._size(0.0, finished=0, ranks_waiting=0.0)
+    assert list(keeper.pool._running_actors) == ["a", "b"]
+    keeper.pool._running_actors["a"].num_tasks_in_flight = 0
+    keeper._size(0.1, finished=0, ranks_waiting=0.0)
+    assert list(keeper.pool._running_actors) == ["b"]
+    keeper.give_way(0.0)
+    assert keeper._most is None
 
 
 # Nodes that are about to go. tests/faults drains a real one.

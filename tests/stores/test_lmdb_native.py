@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from raypipe import native
@@ -106,3 +107,40 @@ def test_a_file_that_is_cut_short_while_it_is_open_costs_samples_alone(tmp_path:
     with path.open("r+b") as file:
         file.truncate(8192)
     assert store.read(np.arange(4))["image"] == [None] * 4
+
+
+@pytest.mark.parametrize(("kind", "num"), [("string", 63), ("string", 64), ("string", 70), ("int64", 1030)])
+def test_a_store_may_have_any_number_of_columns(kind: str, num: int, tmp_path: Path) -> None:
+    types = {"image": "binary", "label": "int64", **{f"c{number}": kind for number in range(num)}}
+    rows = [
+        [f"{row} {number}" if kind == "string" else row * num + number for number in range(num)]
+        for row in range(3)
+    ]
+    with LMDBWriter(tmp_path / "a.lmdb", types) as writer:
+        for row, values in enumerate(rows):
+            others = {f"c{number}": value for number, value in enumerate(values)}
+            writer.append({"image": bytes([row]), "label": row, **others})
+    store = LMDBStore(tmp_path / "a.lmdb")
+    names = ("c0", f"c{num - 1}", "label", "image")
+    read = store.read(np.arange(3), names)
+    assert list(read["c0"]) == [values[0] for values in rows]
+    assert list(read[f"c{num - 1}"]) == [values[-1] for values in rows]
+    assert [bytes(image) for image in read["image"]] == [b"\0", b"\1", b"\2"]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("raypipe.stores.lmdb_pages.LMDBFile.get", lambda self, key: pytest.fail("it was asked"))
+        assert list(store.read(np.arange(3), names)["label"]) == [0, 1, 2]
+
+
+def test_the_memory_of_a_large_record_is_given_back(tmp_path: Path) -> None:
+    with LMDBWriter(tmp_path / "a.lmdb", {"image": "binary", "label": "int64"}) as writer:
+        for row in range(3):
+            writer.append({"image": bytes(64 << 20 if row == 1 else 9), "label": row})
+    store = LMDBStore(tmp_path / "a.lmdb")
+    store.read(np.array([0]), ("image",))
+    before = resident_mib()
+    assert len(store.read(np.array([1]), ("image",))["image"][0]) == 64 << 20
+    assert resident_mib() < before + 32
+
+
+def resident_mib() -> int:
+    return psutil.Process().memory_info().rss >> 20

@@ -147,7 +147,5 @@ def test_what_does_not_go_with_keypoints_ends_the_run() -> None:
         spec_of(lambda image: image)
     with pytest.raises(ConfigError, match=r"no column 'elbows' for transform\.keypoints_column"):
         spec_of(keypoints_column="elbows")
-    with pytest.raises(ConfigError, match=r"apply_exif must be False with .*transform.keypoints_column"):
-        spec_of(apply_exif=True)
     with pytest.raises(ConfigError, match="mixes images, not masks and the like"):
         loader(spec_of(), augment=AugmentConfig(mixup_alpha=0.2))

@@ -52,6 +52,7 @@ def test_a_rank_that_waits_no_longer_keeps_the_others_from_leaving() -> None:
     assert ranks.answer(0, is_last=True) == "read on"
     ranks.says(2, Move(MID, NEXT, leaves=True))
     assert [ranks.answer(rank) for rank in (1, 2)] == ["read on", "read on"]
+    assert Moves(3).answer(0) == "read on"  # the Supervisor was restarted, and knows nothing
 
 
 def test_a_validation_that_some_ranks_leave_out_is_told_once() -> None:

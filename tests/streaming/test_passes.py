@@ -6,6 +6,8 @@ import dataclasses
 import functools
 import hashlib
 import random
+import sys
+import time
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -13,11 +15,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import ray
 
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
 from raypipe.device.prefetcher import Batch
 from raypipe.errors import RaypipeError
 from raypipe.plan.places import Cursor, MicroBatchId, Split
+from raypipe.streaming import handover
 from raypipe.streaming.epochs import Epoch
 from raypipe.streaming.handover import loader
 from raypipe.streaming.inline import inline_batches
@@ -226,6 +230,36 @@ def test_each_pass_of_a_random_program_is_what_the_plan_says(spec: StreamSpec, w
         Program(spec, functools.partial(loader_of, spec, rank, world_size), rank, world_size, seed).run(40)
 
 
+@pytest.mark.parametrize("leave", ["break", "next", "epochs"])
+def test_what_a_loop_leaves_out_is_not_made(stores: dict[str, Path], leave: str) -> None:
+    made: list[int] = []
+
+    def corner(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        made.append(1)
+        return np.ascontiguousarray(image[:8, :8])
+
+    spec = open_stream(
+        stores["train"],
+        stores["val"],
+        plan=PlanConfig(epochs=3, micro_batch_size=6, global_batch_size=24),
+        train_transform=corner,
+        val_transform=corner,
+        pool=PoolConfig(engine="inline"),
+    )
+    one, num = loader(spec), 0
+    made.clear()  # of checks before the stream
+    for epoch in one.epochs():
+        if leave == "next":
+            num += len(next(epoch.train).index)
+            num += len(next(epoch.val).index)
+            continue
+        num += sum(len(batch.index) for batch in islice(epoch.train, 5))
+        num += sum(len(batch.index) for batch in islice(epoch.val, 2))
+        if leave == "epochs":
+            break
+    assert 0 < num <= len(made) <= num + 6  # the first block is made twice, once to learn its shapes
+
+
 @pytest.mark.timeout(300)
 def test_passes_by_actors_are_what_the_plan_says(stores: dict[str, Path], ray_cluster: None) -> None:
     spec = open_stream(
@@ -254,3 +288,73 @@ def test_passes_by_actors_are_what_the_plan_says(stores: dict[str, Path], ray_cl
         getattr(program, turn.replace(" ", "_"))()
         assert program.loader.cursor == program.reference.cursor
     program.loader.close()
+
+
+@pytest.mark.timeout(300)
+def test_two_loaders_of_one_process_share_the_cluster(stores: dict[str, Path], idle_cluster: None) -> None:
+    def opened(size: int) -> StreamSpec:
+        return open_stream(
+            stores["train"],
+            plan=PlanConfig(epochs=30, micro_batch_size=6, global_batch_size=24),
+            transform=TransformConfig(train="small", val="resize", size=size),
+        )
+
+    first, probe = loader(opened(8)), None
+    batches = iter(next(first.epochs()).train)
+    seen = [next(batches).position for _ in range(3)]  # its pool has all 4 CPUs
+    assert first.account.actors == 4
+    probe = loader(opened(12))
+    seen_by_probe = [batch.image.shape[-1] for batch in islice(next(probe.epochs()).train, 3)]
+    assert seen_by_probe == [12] * 3 and first._running.why is None
+    seen += [batch.position for batch in batches]
+    assert seen == Reference(first._spec, 0, 1).of("train", 0)
+    probe.close()
+    first.close()
+
+
+def train_on_two(config: dict[str, Any]) -> None:
+    """All ranks leave each training early, and validate twice; the last validation is iterated by rank 0 alone."""
+    handover._START_IMAGES = 0  # each skip is a seek
+    one, seen = loader(config["spec"]), list[str]()
+    reference = Reference(config["spec"], one.rank, 2)
+    for epoch in one.epochs():
+        got = [batch.position for batch in islice(epoch.train, 4)]
+        assert got == reference.of("train", epoch.number)[:4]
+        is_last = epoch.number == 2
+        for _ in range(1 if is_last else 2):
+            if not is_last or one.rank == 0:
+                got = [batch.position for batch in epoch.val]
+                assert got == reference.of("val", epoch.number)
+                seen.append(f"{epoch.number}")
+        if is_last and one.rank == 0:
+            time.sleep(1.0)  # the other rank says that it leaves it out
+            texts = [text for _, text in ray.get(one._supervisor.events.remote(0))]
+            assert [text for text in texts if "iterates the validation of epoch 2, and rank 1 does not" in text]
+        if is_last:
+            Path(config["folder"], str(one.rank)).write_text(" ".join(seen))
+
+
+@pytest.mark.system
+@pytest.mark.timeout(300)
+def test_two_ranks_skip_together_and_a_validation_by_one_is_told(
+    stores: dict[str, Path], idle_cluster: None, tmp_path: Path
+) -> None:
+    from ray.train import RunConfig, ScalingConfig
+    from ray.train.torch import TorchTrainer
+
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    spec = open_stream(
+        stores["train"],
+        stores["val"],
+        plan=PlanConfig(epochs=3, micro_batch_size=6, global_batch_size=24),
+        transform=TransformConfig(train="small", val="resize", size=8),
+        pool=PoolConfig(stall_timeout_s=60.0),
+    )
+    trainer = TorchTrainer(
+        train_on_two,
+        train_loop_config={"spec": spec, "folder": str(tmp_path)},
+        scaling_config=ScalingConfig(num_workers=2, use_gpu=False),
+        run_config=RunConfig(storage_path=str(tmp_path)),
+    )
+    trainer.fit()
+    assert [(tmp_path / rank).read_text() for rank in ("0", "1")] == ["0 0 1 1 2", "0 0 1 1"]

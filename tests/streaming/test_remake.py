@@ -9,7 +9,9 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -270,3 +272,24 @@ def test_code_whose_results_hang_on_the_process_is_found_by_two(name: str, is_pu
     else:
         assert "transform.train is a function, which does not make the same" in done.stderr
         assert "two processes differ" in done.stderr
+
+
+def test_an_actor_asks_the_supervisor_for_the_first_probe_and_compares(monkeypatch: pytest.MonkeyPatch) -> None:
+    from raypipe.streaming import worker
+
+    asked: list[Any] = []
+
+    class Remote:
+        def remote(self, probe: Any) -> Any:
+            asked.append(probe)
+            return replace(probe, digest="of another process")
+
+    spec = spec_of(PURE["lambda"])
+    actor = object.__new__(worker.TransformWorker)
+    actor._maker, actor._supervisor = MicroBatchMaker(spec), SimpleNamespace(first_probe=Remote())
+    actor._maker.batch(next(iter(spec.plan.micro_batches(spec.plan.start()))))
+    monkeypatch.setattr(worker.ray, "get", lambda made, timeout: made)
+    with pytest.raises(ConfigError, match="two processes differ"):
+        actor._compare_probes()
+    actor._compare_probes()
+    assert len(asked) == 1 and asked[0].sample.image == bytes(asked[0].sample.image)

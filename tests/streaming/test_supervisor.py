@@ -83,9 +83,9 @@ def test_a_restarted_supervisor_knows_what_the_last_one_knew(when: int) -> None:
 def test_an_execution_is_told_how_many_ranks_wait() -> None:
     supervisor = Supervisor(3)
     assert [supervisor.hears(rank, waited) for rank, waited in ((0, 5.0), (1, 0.0), (2, 0.1))] == [None] * 3
-    assert supervisor.moves("execution", 0.0) == 1
+    assert supervisor.moves("execution", 0.0).num_waiting == 1
     supervisor.hears(1, 30.0)
-    assert supervisor.moves("execution", 0.0) == 2
+    assert supervisor.moves("execution", 0.0).num_waiting == 2
     supervisor.leaves(1)
     supervisor.hears(0, 0.0)
     assert supervisor.moves("execution", 0.0) == 0

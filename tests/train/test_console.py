@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+import functools
 import json
 import logging
 from typing import Any
 
 import pytest
-from ray._private import worker
+from ray._private import ray_logging, worker
 
 from raypipe.logs import configure_logs, progress, relay_progress
 from raypipe.rayext import console as rays
@@ -60,3 +61,19 @@ def test_all_lines_of_rays_processes_are_json_where_this_processes_are(
     assert said[0]["pid"] == "raylet" and said[0]["ip"] == "10.0.0.1"
     worker.print_to_stdstream(data | {"lines": ["another word"]}, ignore_prefix=False)
     assert "(raylet" in (shown := capsys.readouterr().out) and "another word" in shown
+
+
+def test_a_console_is_taken_from_a_ray_that_is_connected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "print_to_stdstream", worker.print_to_stdstream)
+    dispatcher = ray_logging.WorkerStandardStreamDispatcher()
+    monkeypatch.setattr(ray_logging, "global_worker_stdstream_dispatcher", dispatcher)
+    left: list[dict[str, Any]] = []
+    monkeypatch.setattr(rays, "_rays_print", lambda data, ignore_prefix: left.append(data))
+    dispatcher.add_handler("ray_print_logs", functools.partial(rays._rays_print, ignore_prefix=True))
+    other = functools.partial(left.append)
+    dispatcher.add_handler("a user's", other)
+    rays.take_console()
+    noise = "Actor with class name: 'MapWorker' has constructor arguments in the object store and max_restarts > 0"
+    dispatcher.handlers[0][1]({"pid": 3, "is_err": True, "lines": [noise, "a user's print"]})
+    assert left == [{"pid": 3, "is_err": True, "lines": ["a user's print"]}]
+    assert dispatcher.handlers[1] == ("a user's", other)

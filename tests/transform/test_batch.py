@@ -448,3 +448,31 @@ def test_scaled_crop_decode_is_another_mode_of_the_same_view() -> None:
     off, scaled = (batch(made(light, crop_decode=mode), big)[0]["image"] for mode in ("off", "scaled"))
     difference = np.abs(off.astype(int) - scaled)
     assert 0 < difference.mean() < 3  # of 255
+
+
+OLD = torchvision.transforms
+
+
+@pytest.mark.parametrize(
+    ("last", "name"),
+    [
+        (OLD.ToTensor(), "ToTensor"),
+        (OLD.PILToTensor(), "PILToTensor"),
+        (OLD.Normalize([0.5], [0.5]), "Normalize"),
+        (OLD.ConvertImageDtype(torch.float32), "ConvertImageDtype"),
+        (v2.ToDtype(torch.float32, scale=True), "ToDtype"),
+        (v2.Normalize([0.5], [0.5]), "Normalize"),
+    ],
+)
+@pytest.mark.parametrize("compose", [OLD.Compose, v2.Compose])
+def test_the_last_lines_of_a_training_script_are_named_with_what_to_do(compose: Any, last: Any, name: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"torchvision's {name} is for .* (end the pipeline before it|leave it out)"
+    ):
+        SampleTransform(compose([OLD.RandomCrop(8), last]))
+
+
+def test_steps_of_torchvision_that_keep_bytes_pass() -> None:
+    steps = [v2.ToImage(), v2.PILToTensor(), v2.RandomCrop(8), v2.ToDtype(torch.uint8), v2.ToPureTensor()]
+    made = SampleTransform(v2.Compose(steps))(np.zeros((10, 12, 3), np.uint8), (1, 2))
+    assert made.shape == (8, 8, 3)

@@ -68,5 +68,5 @@ def test_a_struct_without_boxes_is_an_image_without_boxes() -> None:
 
 def test_a_part_of_a_struct_of_boxes_is_told_with_the_whole() -> None:
     store = MemoryStore([b"x"], None, columns={"objects": [{"bbox": [], "category": []}]})
-    with pytest.raises(ConfigError, match=r"name the column that has the labels beside 'bbox' too, 'objects'"):
+    with pytest.raises(ConfigError, match=r"name the column that has the labels next to 'bbox' too, 'objects'"):
         check_columns(store, {"boxes": "objects.bbox"})

@@ -33,6 +33,8 @@ from raypipe.transform.seekable import check_checksum, is_seekable
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "csrc"))
 from fuzz import fuzz_seekable, sealed
+from fuzz_drawn import segment, wild
+from fuzz_files import forged
 
 pytestmark = pytest.mark.skipif(bool(kernel.why_no_kernel()), reason=f"no kernel: {kernel.why_no_kernel()}")
 
@@ -256,6 +258,73 @@ def test_places_that_are_not_the_rows_are_refused() -> None:
         forged = sealed(data[: first + 4] + place.to_bytes(4, "big") + data[first + 8 :])
         assert run(forged, (20, 0, 30, 64)) is None, place
         assert np.array_equal(decode(forged), decode(data))  # all else does not need them
+
+
+def with_place(data: bytes, row: int, place: int) -> bytes:
+    at = data.index(b"raypipe seekable") + 20 + 4 * row
+    return sealed(data[:at] + place.to_bytes(4, "big") + data[at + 4 :])
+
+
+@pytest.mark.parametrize("level", [0, 2])
+def test_places_in_front_of_the_codes_and_behind_the_end_are_refused(level: int) -> None:
+    """A comment holds a marker, and behind it more bytes than the codes have; so does what follows the end."""
+    from _raypipe_kernel import set_simd
+
+    set_simd(level)
+    data = kernel.to_seekable(saved(np.full((48, 16, 3), 128, np.uint8), subsampling="4:2:0"))
+    decoy = b"\xff\xd1" + b"A" * 60_000
+    comment = segment(0xFE, decoy)
+    scan = data.index(b"\xff\xda")
+    in_front = data[:scan] + comment + data[scan:]
+    first = data.index(b"raypipe seekable") + 20
+    for row in range(3):
+        place = int.from_bytes(data[first + 4 * row : first + 4 * row + 4], "big")
+        in_front = with_place(in_front, row, place + len(comment))
+    assert run(in_front, (33, 0, 15, 16)) is not None
+    behind = sealed(data + decoy)
+    for forgery in (with_place(in_front, 2, scan + 6), with_place(behind, 2, len(data) + 2)):
+        assert run(forgery, (33, 0, 15, 16)) is None
+        assert run(forgery, (0, 0, 15, 16)) is None  # nor are its other rows taken
+
+
+def test_a_place_that_skips_rows_with_a_fitting_marker_is_refused() -> None:
+    data = kernel.to_seekable(saved(noise(16 * 12, 16), subsampling="4:2:0"))
+    at = data.index(b"raypipe seekable") + 20
+    forgery = data
+    for row in (1, 2):  # its markers are those of rows 9 and 10
+        place = int.from_bytes(data[at + 4 * (row + 8) : at + 4 * (row + 9)], "big")
+        forgery = with_place(forgery, row, place)
+    assert run(forgery, (17, 0, 5, 16)) is None
+    assert np.array_equal(decode(forgery), decode(data))
+
+
+def test_forged_places_are_refused_or_those_of_the_file() -> None:
+    data = kernel.to_seekable(saved(noise(100, 60)))
+    whole, num_taken = simplejpeg.decode_jpeg(data, "RGB"), 0
+    for number in range(400):
+        part = run(forged(data, np.random.default_rng(number)), (40, 0, 60, 60))
+        num_taken += part is not None
+        assert part is None or np.array_equal(part, whole[40:])
+    assert num_taken < 200
+
+
+@pytest.mark.parametrize("num_comment", [0, 3000, 5000, 60_000])
+def test_what_the_encoder_refuses_in_the_middle_is_refused(num_comment: int) -> None:
+    """Coefficients that baseline codes cannot hold, when the output has outgrown the encoder's first buffer."""
+    data = wild(np.random.default_rng(0), num_comment)
+    assert simplejpeg.decode_jpeg(data, "RGB").shape == (40, 52, 3)
+    for _ in range(5):
+        if num_comment:
+            with pytest.raises(ValueError, match="DCT coefficient out of range"):
+                kernel.to_seekable(data)
+        else:
+            assert np.array_equal(decode(kernel.to_seekable(data)), decode(data))
+
+
+def test_a_damaged_file_does_not_get_a_new_checksum() -> None:
+    data = kernel.to_seekable(saved(noise(64, 64)))
+    with pytest.raises(ValueError, match="its checksum is wrong"):
+        kernel.to_seekable(data[:-9] + b"\x5a" + data[-8:])
 
 
 def test_mutated_files_do_no_harm() -> None:

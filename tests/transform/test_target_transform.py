@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 from typing import Any
 
@@ -9,6 +10,7 @@ import cv2
 import numpy as np
 import pytest
 from micro_batches import run, transform_of
+from PIL import Image
 
 os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
 import albumentations as A  # noqa: N812
@@ -260,6 +262,72 @@ def test_boxes_that_a_transform_cuts_into_more_than_there_is_room_for() -> None:
         run(cut, SCENES[:1], KEYS)
 
 
+# Photos that metadata turns
+
+ALL = {**BOTH, "keypoints": "points"}
+
+
+def turned(orientation: int, kind: str) -> tuple[EncodedSample, EncodedSample]:
+    """A scene as an upright picture, and as a photo that is stored turned; both with the upright one's targets."""
+    scene = SCENES[3]
+    pixels = cv2.resize(np.random.default_rng(0).integers(0, 256, (12, 16, 3), np.uint8), (256, 192))
+    upright, exif = Image.fromarray(pixels), Image.Exif()
+    stored = upright.transpose(back) if (back := BACK.get(orientation)) is not None else upright
+    exif[0x0112] = orientation
+    files = []
+    for image, metadata in ((upright, None), (stored, exif)):
+        out = io.BytesIO()
+        image.save(out, kind, **({"exif": metadata} if metadata else {}))
+        files.append(out.getvalue())
+    columns = {**scene.columns, "points": [[30, 40, 1], [200, 100, 2]]}
+    first, second = (scene._replace(image=file, columns=columns) for file in files)
+    return first, second
+
+
+# What undoes each orientation's turn.
+BACK = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_90,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_270,
+}
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("preset", ["light", "center", "perspective"])
+def test_a_turned_photo_is_used_with_its_targets_as_the_upright_picture(preset: str, orientation: int) -> None:
+    upright, stored = turned(orientation, "PNG")
+    transform = both(pipeline(preset), ALL, apply_exif=True, size=128)
+    batch, _ = run(transform, [upright, stored], KEYS[:1].repeat(2, 0))
+    for name, values in batch.fields.items():
+        assert np.array_equal(values[0], values[1]), name
+
+
+@pytest.mark.parametrize("crop_decode", ["exact", "scaled", "off"])
+def test_a_turned_jpeg_is_used_with_the_targets_of_the_upright_picture(crop_decode: str) -> None:
+    for orientation in range(1, 9):
+        upright, stored = turned(orientation, "JPEG")
+        transform = both("light", ALL, apply_exif=True, size=64, crop_decode=crop_decode)
+        batch, _ = run(transform, [upright, stored], KEYS[:1].repeat(2, 0))
+        for name in ("mask", "boxes", "keypoints"):
+            assert np.array_equal(batch.fields[name][0], batch.fields[name][1]), (name, orientation)
+        images = batch.fields["image"].astype(int)
+        assert np.abs(images[0] - images[1]).mean() < 12, orientation
+
+
+def test_targets_that_do_not_fit_a_turned_photo_say_so() -> None:
+    _, stored = turned(6, "JPEG")
+    with pytest.raises(SampleError, match=r"256x192 .*EXIF orientation 6\), .*apply_exif is off: set it"):
+        one("center", stored, (1, 2))
+    aside = np.zeros((256, 192), np.uint8)
+    wrong = stored._replace(columns={**stored.columns, "seg": cv2.imencode(".png", aside)[1].tobytes()})
+    with pytest.raises(SampleError, match=r"transform.apply_exif is on: targets must be those of the upright"):
+        one("center", wrong, (1, 2), apply_exif=True)
+
+
 # Settings
 
 
@@ -271,7 +339,6 @@ def test_without_targets_there_are_none() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"apply_exif": True}, "transform.apply_exif must be False with transform.mask_column"),
         ({"max_targets": 0}, "transform.max_targets must be a whole number of at least 1"),
     ],
 )

@@ -177,7 +177,7 @@ class Stored:
 
 
 @pytest.mark.parametrize("name", deliveries.READINGS)
-def test_every_store_delivers_it_so_with_and_without_the_extension(name: str, group: Group) -> None:
+def test_every_store_delivers_it_with_and_without_the_extension(name: str, group: Group) -> None:
     wrong = []
     for store in group.by_array if name == "array" else group.whole:
         expected = store.expected(name)

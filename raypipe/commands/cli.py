@@ -279,7 +279,7 @@ def _ending(code: int, tell: Callable[[], None] = lambda: None) -> Iterator[None
     """Context manager for an end by an error or a signal; exits the process if Ray hangs, as without a head.
 
     Args:
-        tell: tells the error before.
+        tell: prints the error before that.
     """
 
     def leave() -> None:

@@ -164,7 +164,7 @@ class Plan:
         return TrainStep(at.epoch * self.steps_per_epoch + at.step)
 
     def step_of_split(self, at: MicroBatchId) -> int:
-        """Steps before a micro-batch on its split's own clock: of all training, or of this validation."""
+        """Steps before a micro-batch on its split's own clock: all training's, or this validation's."""
         return at.step if at.split == "val" else self.global_step(at)
 
     def has_val(self, epoch: int) -> bool:

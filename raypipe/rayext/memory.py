@@ -30,7 +30,7 @@ class Memory:
 
     def __init__(self) -> None:
         context = ray.get_runtime_context()
-        with warnings.catch_warnings():  # Ray warns of its own use of a deprecated property
+        with warnings.catch_warnings():  # Ray itself uses a deprecated property
             warnings.simplefilter("ignore")
             self.lived_before: bool = context.was_current_actor_reconstructed
         self._key = (context.get_actor_id() or "").encode()

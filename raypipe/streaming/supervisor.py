@@ -19,7 +19,7 @@ at its start, and a restarted one gets the same size, since its blocks must not 
 
 It also ends processes of the stream that were stopped, see `watch`. Ranks end a stopped supervisor, see `sentry`.
 
-What it knows outlives its process, see `memory`: whom it watches, which samples are bad, how large blocks are, and
+Its knowledge outlives its process, see `memory`: whom it watches, which samples are bad, how large blocks are, and
 what happened. A restarted one lacks only the blocks that were in work, which their actors announce again.
 """
 
@@ -58,7 +58,7 @@ _MAX_EVENTS = 10_000
 _NUM_MEASURED = 32
 _PATIENCE_S = 5.0  # wait for an answer, at a run's end
 _WAITS_S = 1.0  # a rank's wait that counts for the size of the pool
-# What a restarted Supervisor remembers, and how many of the last events: those before have been read.
+# A restarted Supervisor remembers these, and so many of the last events: those before have been read.
 _REMEMBERED = (
     "_homes",
     "_bad",

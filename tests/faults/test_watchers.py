@@ -26,7 +26,7 @@ from signalled import started
 from raypipe.stores.destination import write_atomically
 
 # Generous: a busy machine with two cores restarts processes slowly. Before, runs hung for 15 minutes, or for ever.
-LIMIT_S = 120.0
+LIMIT_S = 240.0
 ACTOR, READER, COORDINATOR = "TransformWorker", "ReadPlan", "SplitCoordinator"
 SUPERVISOR, CONTROLLER, TRAINER = "Supervisor", "TrainController", "RayTrainWorker"
 
@@ -164,7 +164,7 @@ HEALED = [
 
 @pytest.mark.system
 @pytest.mark.cluster
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("who", "number", "fault"), HEALED, ids=[f"{who}-{signal.Signals(number).name}" for who, number, _ in HEALED]
 )
@@ -178,7 +178,7 @@ def test_whoever_dies_or_hangs_is_found_and_the_run_goes_on(who: str, number: in
 
 @pytest.mark.system
 @pytest.mark.cluster
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_an_actor_that_hangs_after_the_supervisors_death_is_found(run: Run) -> None:
     run.until(lambda: run.step > 0, "its first steps")
     known = len(run.faults)
@@ -192,7 +192,7 @@ def test_an_actor_that_hangs_after_the_supervisors_death_is_found(run: Run) -> N
 
 @pytest.mark.system
 @pytest.mark.cluster
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_a_stopped_driver_leaves_the_run_going_and_then_takes_its_signal(run: Run) -> None:
     run.until(lambda: run.step > 0, "its first steps")
     run.signal(signal.SIGSTOP)
@@ -204,7 +204,7 @@ def test_a_stopped_driver_leaves_the_run_going_and_then_takes_its_signal(run: Ru
 
 @pytest.mark.system
 @pytest.mark.cluster
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_a_silent_head_is_told_and_ends_the_run_at_its_limit(tmp_path: Path, ray_folder: str) -> None:
     run = Run(tmp_path, ray_folder, "--pool.stall_timeout_s=25")
     try:
@@ -219,7 +219,7 @@ def test_a_silent_head_is_told_and_ends_the_run_at_its_limit(tmp_path: Path, ray
 
 @pytest.mark.system
 @pytest.mark.cluster
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("num_signals", [1, 2])
 def test_a_stop_ends_a_run_whose_storage_does_not_answer(
     num_signals: int, tmp_path: Path, ray_folder: str

@@ -55,6 +55,8 @@ def is_small(data: bytes) -> bool:
         height, width, *_ = simplejpeg.decode_jpeg_header(data)
     except ValueError:
         return True
+    except KeyError:  # simplejpeg lacks a name for a rare subsampling, such as 4:4:1, and tells no size
+        return False
     return bool(height * width <= _MOST_PIXELS)
 
 

@@ -174,7 +174,7 @@ USES = {
     "batch.images": "has no attribute 'images': write batch.image",
     "batch.labels": "has no attribute 'labels': write batch.target",
     "batch.wieght": "did you mean weight?",
-    "batch.to('cuda')": "leave it out: the tensors of a batch are on the rank's device",
+    "loader.to('cuda')": "leave it out: the tensors of a batch are on the rank's device",
     "loader.set_epoch(1)": "leave it out: loader.epochs() continues",
     "loader.epoch": "did you mean epochs?",
     "raypipe.DataLoader": "write raypipe.loader(raypipe.open_stream(…))",

@@ -206,7 +206,9 @@ def _files(tree: Tree, top: str, where: str) -> _Files:
                 others.append(name)
                 continue
             if kind != FILE:
-                raise StoreError(f"{where}/{folder}/{name} is not an image: it is {kind}; remove it")
+                raise StoreError(
+                    f"{where}/{folder}/{name} is not an image: it is {kind}, not a regular file; remove it"
+                )
             if suffix == ARRAY_SUFFIX:
                 found.arrays.append((f"{folder}/{name}", value))
             else:

@@ -133,7 +133,10 @@ def check_remade(
         again = {number: make(number) for number in reversed(numbers)}
         for number in numbers:
             if name := _differing(first[number], again[number]):
-                raise _depends(title, name, _cause(maker()))
+                cause = _cause(maker())
+                if num_threads > 1:  # they have made the first samples
+                    cause += f", or {_in_the_way(num_threads)}"
+                raise _depends(title, name, cause)
         if num_threads > 1:
             _check_threads(first, maker, title, num_threads)
     except SampleError:  # the stream's own errors say what such a sample is
@@ -206,6 +209,8 @@ def _check_threads(
     for failure in failures:
         if isinstance(failure, BaseException):
             raise failure
-        raise _depends(
-            title, failure, f"{num_threads} threads that run it at once get in each other's way (a shared buffer?)"
-        )
+        raise _depends(title, failure, _in_the_way(num_threads))
+
+
+def _in_the_way(num_threads: int) -> str:
+    return f"{num_threads} threads that run it at once get in each other's way (a shared buffer?)"

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pictures import picture
 
 from raypipe.commands import convert as convert_module
 from raypipe.commands.convert import _with_later, convert, digest_of, write_shard
@@ -143,7 +144,7 @@ def test_a_missing_label_is_not_copied_as_nan() -> None:
 
 def test_lists_are_copied_as_json_that_means_the_same(tmp_path: Path) -> None:
     boxes = [[[0.1, 2, 3.5, 4, 1]], [], np.array([[1, 2, 3, 4, 5]], np.float32)]
-    store, file = MemoryStore([b"x"] * 3, [0] * 3, columns={"boxes": boxes}), tmp_path / "copy.lmdb"
+    store, file = MemoryStore([picture(0)] * 3, [0] * 3, columns={"boxes": boxes}), tmp_path / "copy.lmdb"
     types = column_types(store.read(np.arange(3), store.columns), "x")
     assert types["boxes"] == "string"
     assert list(write_shard(store, file, 0, 3, types, 0, 90, "raise")) == [(3, 0, 3, [])]
@@ -173,11 +174,11 @@ def test_sizes_and_qualities_that_cannot_be(values: tuple[int, int]) -> None:
 def test_one_byte_that_changes_on_the_disk_is_found(
     suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    images = [bytes([i]) * (500 + i) for i in range(100)]
+    images = [picture(i) for i in range(100)]
 
     def damaged(file: Path, columns: dict[str, str]) -> str:
         content = bytearray(file.read_bytes())
-        content[content.index(images[90]) + 10] ^= 1
+        content[content.index(images[90]) + len(images[90]) // 2] ^= 1
         file.write_bytes(content)
         return digest_of(file, columns)
 
@@ -190,7 +191,7 @@ def test_one_byte_that_changes_on_the_disk_is_found(
 
 
 def test_a_copy_that_is_no_longer_wanted_leaves_no_file(tmp_path: Path) -> None:
-    file, store = tmp_path / "copy.lmdb", MemoryStore([b"x"] * 200, [0] * 200)
+    file, store = tmp_path / "copy.lmdb", MemoryStore([picture(0)] * 200, [0] * 200)
     copy = write_shard(store, file, 0, 200, {"image": "binary", "label": "int64"}, 0, 90, "raise")
     assert next(copy)[0] == 64
     copy.close()

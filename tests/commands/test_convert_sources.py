@@ -117,7 +117,7 @@ def test_pixels_become_png_and_come_out_equal(tmp_path: Path) -> None:
         ([{"image": np.zeros((0, 2), np.uint8)}], StoreError, r"an image is uint8 of \(0, 2\)"),
         ([{"image": b"x", "label": 1}, {"image": b"x"}], StoreError, "columns"),
         ([{"image": b"x", "text": "\ud800"}], StoreError, "column 'text' has text that is not Unicode"),
-        ([{"image": b"x"}, {"image": None}], SampleError, "sample 1: it has no bytes"),
+        ([{"image": picture(0)}, {"image": None}], SampleError, "sample 1: it has no bytes"),
     ],
 )
 def test_samples_that_are_none(tmp_path: Path, samples: list[Any], error: type[Exception], message: str) -> None:

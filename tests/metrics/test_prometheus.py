@@ -226,6 +226,7 @@ def test_every_metric_has_the_labels_and_the_kind_of_the_documents(
         *(name for name in METRICS if name.startswith("raypipe_storage_")),  # its stores are on a disk
         "raypipe_trainer_last_checkpoint_timestamp_seconds",
         "raypipe_trainer_restarts_total",
+        "raypipe_trainer_room_wait_seconds",  # the trainers of `raypipe train` alone
     }
     for name, samples in seen.items():
         if name.startswith("ray_raypipe_"):

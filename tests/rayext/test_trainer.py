@@ -323,7 +323,8 @@ def test_no_controller_outlives_its_run(tmp_path: Path) -> None:
 def test_the_death_of_a_trainer_is_a_line_and_no_traceback_of_rays() -> None:
     noisy = logging.getLogger("ray.train.v2._internal.callbacks.backend_setup")
     # As Ray Train does when a run begins: this resets the levels of loggers below its own.
-    logging.config.dictConfig({"version": 1, "loggers": {"ray.train": {"level": "INFO"}}, "incremental": False})
+    levels = {"version": 1, "disable_existing_loggers": False, "loggers": {"ray.train": {"level": "INFO"}}}
+    logging.config.dictConfig(levels)
     warning = noisy.makeRecord(noisy.name, logging.WARNING, "", 0, "Graceful shutdown failed", (), None)
     error = noisy.makeRecord(noisy.name, logging.ERROR, "", 0, "an error", (), None)
     assert not noisy.filter(warning) and noisy.filter(error)

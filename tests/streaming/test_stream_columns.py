@@ -123,7 +123,7 @@ def test_a_stream_in_groups_is_read_by_a_reader_and_has_the_same_columns(tmp_pat
     seen = 0
     for task in source.get_read_tasks(1):
         for row in task():
-            block, reads, _ = SourceRow.unpacked(row)
+            block, reads, *_ = SourceRow.unpacked(row)
             assert reads and row["columns"][0].is_valid
             all_made, memory = maker.block(block, reads)
             for batch in batches_of(through_arrow(block_row([made.batch for made in all_made], memory))):

@@ -156,9 +156,9 @@ def slowly(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Names of checkpoints that are whole; each takes longer than some steps. Afterwards no thread is left."""
     whole = list[str]()
 
-    def write(*args: Any, before: str) -> str:
+    def write(*args: Any, **options: Any) -> str:
         time.sleep(0.15)
-        whole.append(write_checkpoint(*args, before=before))
+        whole.append(write_checkpoint(*args, **options))
         return whole[-1]
 
     monkeypatch.setattr(loop, "write_checkpoint", write)

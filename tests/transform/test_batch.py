@@ -177,7 +177,7 @@ def test_no_transform_returns_the_image_as_it_is() -> None:
         (lambda image: image[:0], r"uint8 of shape \(0, 48, 3\)"),
         (lambda image: {"image": image}, "a dict; it must return uint8 HWC"),
         (A.Compose([A.Normalize()]), r"float32 of shape \(48, 48, 3\)"),
-        (v2.ToDtype(torch.float32, scale=True), r"float32 of shape \(3, 48, 48\); it must return uint8 CHW"),
+        (v2.Lambda(lambda image: image / 255), r"float32 of shape \(3, 48, 48\); it must return uint8 CHW"),
         (v2.ToPILImage(), "a Image; it must return uint8 CHW"),
         (v2.Grayscale(1), r"uint8 of shape \(1, 48, 48\)"),
     ],

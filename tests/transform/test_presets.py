@@ -188,7 +188,7 @@ def test_module_name_gives_a_function_of_the_size_or_a_ready_transform(mine: str
     np.testing.assert_array_equal(result, 255 - image[:side, :side])
 
 
-@pytest.mark.parametrize("address", ["raypipe_mine:nothing", "no_such_module_xyz:f", ":f", "raypipe_mine:"])
+@pytest.mark.parametrize("address", ["raypipe_mine:nothing", "no_such_module_xyz:f"])
 def test_what_cannot_be_imported_is_a_config_error(mine: str, address: str) -> None:
     with pytest.raises(ConfigError, match=f"'{address}' cannot be imported"):
         build_transform(address, 8)

@@ -140,7 +140,8 @@ def test_no_kind_of_image_leaves_memory_behind(kind: str, level: int) -> None:
     first = bytes_in_use() - before
     worker.work(20 * BATCH)
     second = bytes_in_use() - before
-    assert max(first, second) < 48 << 10, (first, second)  # libjpeg's lasting memory has up to 16 KiB
+    # Libjpeg's lasting memory has up to 16 KiB, and other parts of the process may take some once.
+    assert min(second, second - first) < 48 << 10, (first, second)
     assert worker.is_done == (kind not in ("arithmetic", "broken", "refused"))
 
 

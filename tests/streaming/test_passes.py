@@ -51,7 +51,7 @@ class Reference:
 
     Attributes:
         cursor: place after the last whole step, or after the epoch.
-        left: the pass of the epoch at hand that a loop has left before its end, for as long as none goes on with it.
+        left: the pass of the epoch at hand that a loop has left before its end, while none goes on with it.
     """
 
     def __init__(self, spec: StreamSpec, rank: int, world_size: int) -> None:

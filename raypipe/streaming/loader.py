@@ -233,6 +233,8 @@ class Loader(Unlike, instead=_INSTEAD):
             self._has_begun = True
             self._begin_record()
         self._turn += 1
+        self._left = None  # of the new epoch nothing was left, and no step of it has begun
+        self._in_step = 0
         number, of_split = next(self._segments, (-1, {}))
         if number < 0:
             self._end()

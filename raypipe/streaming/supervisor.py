@@ -341,7 +341,10 @@ class Supervisor:
 
     def answer(self, rank: int, is_last: bool = False) -> Answer:
         """Answer a rank that would leave the execution, see `Moves`."""
-        return self._moves.answer(rank, is_last) if self._moves else "read on"
+        answer = self._moves.answer(rank, is_last) if self._moves else "read on"
+        if answer == "read on":  # the others are not to leave, whoever answers them
+            self._remember()
+        return answer
 
     def leaves(self, rank: int) -> int:
         """A rank will read no more; returns how many have said so."""

@@ -147,7 +147,7 @@ def test_lists_are_copied_as_json_that_means_the_same(tmp_path: Path) -> None:
     store, file = MemoryStore([picture(0)] * 3, [0] * 3, columns={"boxes": boxes}), tmp_path / "copy.lmdb"
     types = column_types(store.read(np.arange(3), store.columns), "x")
     assert types["boxes"] == "string"
-    assert list(write_shard(store, file, 0, 3, types, 0, 90, "raise")) == [(3, 0, 3, [])]
+    assert list(write_shard(store, file, 0, 3, types, 0, 90, "raise")) == [(3, 0, 3 * len(picture(0)), [])]
     copied = open_store(file).read(np.arange(3), ("boxes",))["boxes"]
     assert [json.loads(text) for text in copied] == [np.asarray(each).tolist() for each in boxes]
 

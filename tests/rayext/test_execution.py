@@ -13,6 +13,7 @@ import pytest
 import ray
 import ray.data
 from ray import cloudpickle
+from ray.data._internal.execution.streaming_executor_state import OpBufferQueue
 from tiers import is_soak
 
 from raypipe.config import PlanConfig, PoolConfig, TransformConfig
@@ -101,7 +102,8 @@ def test_the_reader_stays_on_its_executions_node_until_that_drains(
     actors = SimpleNamespace(per_actor_resource_usage=lambda: SimpleNamespace(cpu=1.0))
     reader = Operator(get_autoscaling_actor_pools=list, _ray_remote_args={})
     pool = Operator(get_autoscaling_actor_pools=lambda: [actors], input_dependencies=[reader])
-    StreamAutoscaler({reader: None, pool: None}, Settings(PoolConfig(), 2, 0, reads=False, supervisor=None))
+    states = {op: SimpleNamespace(output_queue=OpBufferQueue(1)) for op in (reader, pool)}
+    StreamAutoscaler(states, Settings(PoolConfig(), 2, 0, reads=False, supervisor=None))
     strategy = reader._ray_remote_args["scheduling_strategy"]
     assert strategy.node_id == node and strategy.soft  # hard, Ray fails the task once the node drains
 

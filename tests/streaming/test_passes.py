@@ -50,7 +50,8 @@ class Reference:
     """What a loop must get, from the plan alone: the micro-batches of the pass that it asks for, in order.
 
     Attributes:
-        cursor: where a resume goes on.
+        cursor: place after the last whole step, or after the epoch.
+        left: the pass of the epoch at hand that a loop has left before its end, while none goes on with it.
     """
 
     def __init__(self, spec: StreamSpec, rank: int, world_size: int) -> None:
@@ -58,6 +59,25 @@ class Reference:
         self.cursor = spec.plan.start()
         self.epoch, self.first, self.taken, self.is_held = -1, 0, 0, False
         self.has_train = self.has_val = False
+        self.left: Split | None = None
+
+    @property
+    def place(self) -> Cursor:
+        """Where a resume goes on: after what a loop has left."""
+        if not self.left or self.cursor.epoch != self.epoch:
+            return self.named(self.cursor)
+        after = (self.epoch + 1, 0) if self.left == "val" else (self.epoch, self.plan.steps_per_epoch)
+        return self.named(Cursor(*after, self.plan.fingerprint))
+
+    def named(self, place: Cursor) -> Cursor:
+        """The same place, by its one name: the end of an epoch without a validation is the next one's start."""
+        if place.step == self.plan.steps_per_epoch and not self.plan.has_val(place.epoch):
+            return Cursor(place.epoch + 1, 0, place.fingerprint)
+        return place
+
+    def resume(self) -> None:
+        self.cursor = self.place
+        self.epoch, self.left = -1, None
 
     def of(self, split: Split, epoch: int, first_step: int = 0) -> list[MicroBatchId]:
         num = self.plan.steps_per_epoch if split == "train" else self.plan.val_steps
@@ -73,9 +93,8 @@ class Reference:
         steps = self.plan.steps_per_epoch
         if self.epoch >= 0 and not again and self.cursor.epoch <= self.epoch:
             self._stand_at(self.epoch + self.has_val, 0 if self.has_val else steps)
-        place = self.cursor
-        if place.step == steps and not (self.plan.has_val(place.epoch)):
-            place = Cursor(place.epoch + 1, 0, place.fingerprint)
+        self.left = None
+        place = self.named(self.cursor)
         if place.epoch >= self.plan.config.epochs:
             self.epoch = self.plan.config.epochs - 1
             return None
@@ -93,6 +112,9 @@ class Reference:
         self.is_held = (self.is_held or held) and self.taken < len(whole)
         if part and (steps := self.taken // (self.plan.config.per_step // self.world_size)):
             self._stand_at(self.epoch, self.first + steps)
+        if part:
+            is_left = self.taken < len(whole) and not self.is_held
+            self.left = "train" if is_left else None
         return part
 
     @property
@@ -102,8 +124,11 @@ class Reference:
 
     def val(self, epoch: int, num: int) -> list[MicroBatchId]:
         whole = self.of("val", epoch)
-        if num >= len(whole) and self.cursor.epoch <= epoch == self.epoch and not self.train_is_open:
-            self._stand_at(epoch + 1, 0)
+        if epoch == self.epoch and not self.train_is_open:  # it is the one at the epoch's end
+            if num < len(whole):
+                self.left = "val"
+            elif self.cursor.epoch <= epoch:
+                self._stand_at(epoch + 1, 0)
         return whole[:num]
 
 
@@ -138,6 +163,7 @@ class Program:
             name = self.random.choice(OPERATIONS)
             getattr(self, name.replace(" ", "_"))()
             assert self.loader.cursor == self.reference.cursor, name
+            assert self.loader.state_dict() == dataclasses.asdict(self.reference.place), name
         self.loader.close()
 
     def expect(self, batches: Iterator[Batch], places: list[MicroBatchId]) -> None:
@@ -205,13 +231,14 @@ class Program:
         else:
             self.loader.load_state_dict(state)
         self.held, self.epoch = None, None
-        self.reference.epoch = -1
+        self.reference.resume()
         self.next_epoch()
 
     def cell(self) -> None:
         """A loop over the epochs that is left at once, and run again: it goes on at the cursor."""
         self.held = None
         self.loader._leave()
+        assert self.loader.place == self.reference.named(self.reference.cursor)
         self.next_epoch(again=True)
 
 

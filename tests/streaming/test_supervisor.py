@@ -8,7 +8,8 @@ import pytest
 import ray
 
 from raypipe.rayext.watch import Process
-from raypipe.streaming.supervisor import Orders, Supervisor, events_of, start_supervisor
+from raypipe.streaming.moves import Move
+from raypipe.streaming.supervisor import Orders, Supervisor, Word, events_of, start_supervisor
 
 AT = "train-e0000-s000003-m001"
 
@@ -53,6 +54,13 @@ CALLS: list[tuple[str, tuple[Any, ...]]] = [
     ("reads", ("task", "share 1", process_of(9))),
     ("scaled", ("2 to 4",)),
     ("note", ("odd",)),
+    ("moves_to", (0, 2, Move((0, 0, 4), (1, 0, 0), leaves=True))),
+    ("moves_to", (1, 2, Move((0, 0, 4), (1, 0, 0), leaves=True))),
+    ("answer", (0, True)),
+    ("moves_to", (0, 2, Move((1, 0, 2), (2, 0, 0), leaves=True))),
+    ("answer", (0, True)),  # it reads on, so the other is not to leave
+    ("moves_to", (1, 2, Move((1, 0, 2), (2, 0, 0), leaves=True))),
+    ("give_way", (2.0,)),
     ("leaves", (0,)),
     ("left", ("execution 1",)),
     ("has_read", ("task",)),
@@ -75,6 +83,8 @@ def test_a_restarted_supervisor_knows_what_the_last_one_knew(when: int) -> None:
     in_work = {"begins", "touches", "measured"}  # of the blocks in work, actors tell again
     if CALLS[when - 1][0] not in in_work:
         probes = [("begins", ("c", [AT])), ("sizes", ("task", 9, 10_000)), ("reads", ("task", "share 1"))]
+        probes += [("moves_to", (1, 2, Move((1, 0, 2), (2, 0, 0), leaves=True)))]
+        probes += [("answer", (rank,)) for rank in (0, 1)] + [("moves", ("execution 1", 1.0))]
         for name, args in [*probes, ("arrived", ("b", "elsewhere")), ("reading", ("task", "row group 3"))]:
             if name != "sizes" or "task" in twin._sizes:
                 assert getattr(again, name)(*args) == getattr(twin, name)(*args), name
@@ -89,6 +99,8 @@ def test_an_execution_is_told_how_many_ranks_wait() -> None:
     supervisor.leaves(1)
     supervisor.hears(0, 0.0)
     assert supervisor.moves("execution", 0.0).num_waiting == 0
+
+    assert supervisor.moves("execution", 0.0) == Word(num_waiting=0, given_cpus=0.0)
 
 
 def test_an_actor_that_is_new_has_not_died() -> None:

@@ -218,7 +218,7 @@ def test_a_failed_checkpoint_ends_the_run_and_leaves_the_ones_before(
 ) -> None:
     write = loop.write_checkpoint
 
-    def fail(*args: Any, before: str) -> str:
+    def fail(*args: Any, **options: Any) -> str:
         if len(slowly) == 2:
             raise ConfigError("checkpoint 3 cannot be written: no space left")
         return write(*args, before=before)

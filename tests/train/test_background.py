@@ -221,7 +221,7 @@ def test_a_failed_checkpoint_ends_the_run_and_leaves_the_ones_before(
     def fail(*args: Any, **options: Any) -> str:
         if len(slowly) == 2:
             raise ConfigError("checkpoint 3 cannot be written: no space left")
-        return write(*args, before=before)
+        return write(*args, **options)
 
     monkeypatch.setattr(loop, "write_checkpoint", fail)
     with pytest.raises(ConfigError, match="checkpoint 3 cannot be written"):

@@ -3,7 +3,7 @@
 A command prints text in a terminal. In a pipe, or with --json, the last line of its output is one JSON object.
 
 Exit codes: 0 done; 1 an error, a comparison that found a difference, or a failed check of doctor; 2 wrong usage;
-75 a run was stopped, and has a checkpoint to continue from, or found no room in time: the same command goes on;
+75 a run was stopped, and has a checkpoint to continue from, or found no room in time: the same command continues;
 130 interrupted.
 """
 

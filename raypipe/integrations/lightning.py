@@ -32,7 +32,7 @@ class StreamDataModule(pl.LightningDataModule):
         trainer.fit(module, datamodule=StreamDataModule(loader), ckpt_path=…)
 
     A run that is resumed from any of Lightning's checkpoints, made with any number of workers, continues with the
-    next step, even mid-epoch. A checkpoint from the midst of an optimizer step, which has no gradients, continues
+    next step, even mid-epoch. A checkpoint from inside an optimizer step, which has no gradients, continues
     with the whole step.
 
     Args:
@@ -124,7 +124,7 @@ class _LightningLoader(PlainLoader):
     """Plain loader whose place is in the data module's state."""
 
     def state_dict(self) -> dict[str, Any]:
-        return {}  # Lightning saves a loader's own state beside that of the data module
+        return {}  # Lightning saves a loader's own state besides that of the data module
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         pass
@@ -138,7 +138,7 @@ class _LightningEpochs(SharedEpochs):
         self._module = module
 
     def next(self, split: Split) -> Pass:
-        trainer: Any = self._module.trainer  # with attributes that its types lack
+        trainer: Any = self._module.trainer  # its types lack some attributes
         if split == "train" and trainer is not None:
             self._module._check_accumulation(trainer)
             loop: Any = trainer.fit_loop
@@ -148,12 +148,12 @@ class _LightningEpochs(SharedEpochs):
             epoch = 0 if getattr(trainer, "overfit_batches", 0) else loop.epoch_progress.current.processed
             self.go_to(epoch, step)
         if split == "val" and trainer is not None and self._epoch and _has_trained(trainer.fit_loop):
-            self._epoch.train.leave()  # which Lightning does not tell its iterator
+            self._epoch.train.leave()  # Lightning does not tell its iterator
         return super().next(split)
 
 
 def _has_trained(loop: Any) -> bool:
-    """Whether a fit has trained an epoch to its end, or up to its limit."""
+    """Return whether a fit has trained an epoch to its end, or up to its limit."""
     batches = loop.epoch_loop.batch_progress
     return batches.is_last_batch or 0 < loop.max_batches <= batches.current.ready
 

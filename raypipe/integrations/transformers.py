@@ -41,7 +41,7 @@ class StreamTrainer(transformers.Trainer):
     """Trainer of Transformers that trains and evaluates on this rank's loader.
 
     The plan sets its arguments for epochs, batch size and accumulation. It evaluates when its arguments or you say
-    so: on the stream's validation, or on a dataset of yours. A resumed run continues with the next step, by the
+    so: on the stream's validation, or on your dataset. A resumed run continues with the next step, by the
     step count in the checkpoint, and with all of its weights: a checkpoint of another model is rejected.
 
     Validation rows that do not count have the label -100, which `compute_metrics` must ignore too. The validation
@@ -89,7 +89,7 @@ class StreamTrainer(transformers.Trainer):
         arguments.ignore_data_skip = True  # the Trainer would fetch the batches of finished steps again
         self._loader = loader
         self._stream_train, self._stream_val = plain_loaders(loader, format)
-        self._is_of_stream = True  # what is evaluated
+        self._is_of_stream = True  # the data that it evaluates
         super().__init__(*args, **{"eval_dataset": self._stream_val} | kwargs)
         # It comes first, so that all other callbacks see the epoch that is logged.
         self.callback_handler.callbacks.insert(0, _EpochOfRun(loader.plan.steps_per_epoch))

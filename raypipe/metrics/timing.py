@@ -55,7 +55,7 @@ class StageTimes:
         micro_batches: delivered, but for the very first.
         drained: on CUDA, those before which the device had finished all its work when they were asked for.
         checkpoint_s: the device had nothing to do because of a checkpoint.
-        outage_s: of the actors' reading, waiting for object storage that did not answer.
+        outage_s: part of the actors' reading, waiting for object storage that did not answer.
     """
 
     images: int = 0
@@ -148,7 +148,7 @@ class Situation:
         actors: transform actors that the pool has at most; 0 = the trainers make the stream themselves.
         device: type of the training device.
         readers: that read the store at one time; 0 = the actors do.
-        ready: share of the time for which a finished block lay ready for a rank.
+        ready: share of the time for which a rank had a finished block to take.
         spilled_bytes: that the cluster's object store has written to disk since the stream began.
         is_run: whether `raypipe train` trains, which has settings for what a loop of one's own decides itself.
     """

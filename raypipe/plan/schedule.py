@@ -181,7 +181,7 @@ class Plan:
         return Cursor(*divmod(global_step, self.steps_per_epoch), self.fingerprint)
 
     def normalized(self, cursor: Cursor) -> Cursor:
-        """The same place, named by the next epoch where no validation is next."""
+        """Name a place by the next epoch where no validation is next."""
         if cursor.step == self.steps_per_epoch and not self.has_val(cursor.epoch):
             return Cursor(cursor.epoch + 1, 0, cursor.fingerprint)
         return cursor

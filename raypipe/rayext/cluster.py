@@ -141,7 +141,7 @@ def _keep_token_private() -> None:
         if not token.exists():
             file = os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             with os.fdopen(file, "w") as new:
-                new.write(secrets.token_hex(32))  # as Ray's own
+                new.write(secrets.token_hex(32))  # Ray's own has the same form
         elif stat.S_IMODE(token.stat().st_mode) & 0o077:
             token.chmod(0o600)
 

@@ -10,7 +10,7 @@ _ANSWER_S = 5.0
 
 
 def spilled_bytes() -> int:
-    """Return the bytes that all nodes have written to disk for want of memory since the cluster began.
+    """Return the bytes that all nodes have written to disk for lack of memory since the cluster began.
 
     It is 0 if Ray does not tell.
     """

@@ -215,7 +215,7 @@ class Chronicle:
             return f"the stream's supervisor does not answer ({type(error).__name__})"
 
     def ready(self) -> float:
-        """Return the share of the time for which a finished block lay ready for a rank; 0 if nobody knows."""
+        """Return the share of the time for which a rank had a finished block to take; 0 if nobody knows."""
         if self._supervisor is None or not ray.is_initialized():
             return 0.0
         with contextlib.suppress(ray.exceptions.RayError):

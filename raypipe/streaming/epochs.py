@@ -33,7 +33,7 @@ class Pass(Iterator[Batch]):
     the last batch raises.
 
     A loop that leaves them is through with them: a state that is saved then continues after them, as the loop
-    does. Within the loop, a state is in their midst.
+    does. Within the loop, a state is between them.
 
     Args:
         segment: its place in the plan; None = it is empty.

@@ -203,7 +203,7 @@ def _broadcast(handed: Any, rank: int, place: str, timeout_s: float) -> Any:
     """
     from ray.train.collective import broadcast_from_rank_zero
 
-    quiet_broadcasts()  # of more than 1,000 bytes, it warns; these are about 6,000, once
+    quiet_broadcasts()  # it warns of more than 1,000 bytes; these are about 6,000, once
     if not place:
         return broadcast_from_rank_zero(handed)
     waiting = ThreadPoolExecutor(1, "raypipe-handover").submit(broadcast_from_rank_zero, handed)

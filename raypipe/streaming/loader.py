@@ -144,7 +144,9 @@ class Loader(Unlike, instead=_INSTEAD):
         self._start = cursor = self.plan.normalized(cursor)
         self._in_step = 0  # batches of the training step under way, behind the cursor
         self._stand_at(cursor)
-        self._left: Split | None = None  # what the loop has left early, of the epoch that was handed out last
+        self._left: Split | None = (
+            None  # the split that the loop has left early, of the epoch that was handed out last
+        )
         self._turn += 1  # the number of the epoch that was handed out last
         self._has_begun = self._was_left = False
         self._epoch, self._diagnosed = cursor.epoch - 1, cursor.epoch - 1
@@ -233,7 +235,7 @@ class Loader(Unlike, instead=_INSTEAD):
             self._has_begun = True
             self._begin_record()
         self._turn += 1
-        self._left = None  # of the new epoch nothing was left, and no step of it has begun
+        self._left = None  # nothing of the new epoch was left, and no step of it has begun
         self._in_step = 0
         number, of_split = next(self._segments, (-1, {}))
         if number < 0:
@@ -307,7 +309,7 @@ class Loader(Unlike, instead=_INSTEAD):
     def state_dict(self) -> dict[str, Any]:
         """The run's place after the last step of which all batches were handed out; plain numbers and text.
 
-        Inside of the loop over an epoch's batches that is in their midst. After it, also after a `break`, it is
+        Inside of the loop over an epoch's batches that is between them. After it, also after a `break`, it is
         behind them: a resumed run begins with what the loop would have done next.
         """
         return asdict(self.place)

@@ -144,7 +144,7 @@ class MicroBatchMaker:
             reads, read_s: samples that a reader has read for each, and its seconds for all; None = read the
                 store here.
             attempt: called before each one; returns knowledge from earlier attempts.
-            outage_s: of read_s, waiting for object storage that did not answer.
+            outage_s: part of read_s, waiting for object storage that did not answer.
 
         Returns:
             The micro-batches, and the memory of them all; None = each has its own, since images differ in size.

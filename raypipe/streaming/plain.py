@@ -116,7 +116,7 @@ class PlainLoader:
         batch_size: B, the size of this rank's micro-batches; several make up an optimizer step, see
             `Loader.accumulation_steps`.
         end_of_dataloader: whether the newest batch is the last of a training step, or of a validation. Accelerate
-            reads it, and begins to count a step's batches anew.
+            reads it, and begins to count a step's batches again.
         remainder: -1, as Accelerate has it for samples that need not be cut off: their weights are 0.
     """
 
@@ -148,12 +148,12 @@ class PlainLoader:
 
         Raises:
             ConfigError: some batches of an optimizer step were handed out, and others not. Their gradients are in
-                no checkpoint, and the loop's count of batches would go on from another place than the stream.
+                no checkpoint, and the loop's count of batches would continue from another place than the stream.
         """
         loader = self._loader
         if num := loader.num_beyond:
             raise ConfigError(
-                f"a checkpoint in the midst of an optimizer step, after {num} of this rank's "
+                f"a checkpoint inside an optimizer step, after {num} of this rank's "
                 f"{loader.accumulation_steps} batches, would lose their gradients, and the resumed loop would "
                 "step at other batches: save after the last (if batch.ends_step, if accelerator.sync_gradients)"
             )

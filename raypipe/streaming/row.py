@@ -59,7 +59,7 @@ class SourceRow(NamedTuple):
 
     Attributes:
         reads: None = the actor reads.
-        outage_s: of read_s, waiting for object storage that did not answer.
+        outage_s: part of read_s, waiting for object storage that did not answer.
     """
 
     block: Block

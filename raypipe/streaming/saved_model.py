@@ -29,8 +29,8 @@ def input_of(spec: StreamSpec, augment: AugmentConfig | None, model: str = "") -
     """Describe a model's inputs and outputs, as plain values for a checkpoint.
 
     Returns:
-        `classes`, names by output, or None; `transform`, the settings; `val`, the transform of validations, None
-        if it is an object, which a checkpoint does not hold; `mean` and `std` of the normalization, None if the
+        `classes`, names by output, or None; `transform`, the settings; `val`, the transform during validation,
+        None if it is an object, which a checkpoint does not hold; `mean` and `std` of the normalization, None if the
         loop normalizes; and `model`, its name.
     """
     store = spec.stores["train"]
@@ -61,8 +61,8 @@ class SavedModel:
         address: the checkpoint's folder.
         epoch, step: its place in the run: the epoch, from 0 on, and the steps done in it.
         metrics: the run's metrics up to there.
-        state: the state_dict of each part, on the CPU, by its name: of a run `model`, `optimizer`, `scaler` and
-            `ema`, the average of the weights (None without `train.ema_decay`); of an own loop the names that it
+        state: the state_dict of each part, on the CPU, by its name: a run has `model`, `optimizer`, `scaler` and
+            `ema`, the average of the weights (None without `train.ema_decay`); an own loop has the names that it
             gave to `loader.report`.
         classes: the names of the classes, in the order of the outputs; None = the store names none.
         model: `train.model` of a run; empty = of an own loop.

@@ -196,7 +196,7 @@ class Supervisor:
 
         Args:
             at: what its blocks are at; empty = it has brought none yet.
-            ready: share of the ranks for which a finished block lies ready now.
+            ready: share of the ranks that have a finished block to take now.
         """
         if self._watch.moves(execution, still_s, process):
             self._remember()
@@ -208,7 +208,7 @@ class Supervisor:
         return Word(sum(now - since > _WAITS_S for since in self._waits.values()), self._given)
 
     def ready(self) -> float:
-        """Return the mean share of the ranks for which a finished block lay ready, over the stream so far."""
+        """Return the mean share of the ranks that had a finished block to take, over the stream so far."""
         return self._ready / self._num_looks if self._num_looks else 0.0
 
     def give_way(self, cpus: float) -> None:

@@ -153,7 +153,7 @@ def read_error(run_uri: str) -> str:
 
 
 def remove_error(run_uri: str) -> None:
-    """Remove the error of an earlier start, since the run goes on."""
+    """Remove the error of an earlier start, since the run continues."""
     if exists(join(run_uri, ERROR_FILE)):
         filesystem, path = open_filesystem(join(run_uri, ERROR_FILE))
         filesystem.delete_file(path)

@@ -29,9 +29,10 @@ import simplejpeg
 
 from raypipe.errors import SampleError
 from raypipe.stores.numbers import NPY
-from raypipe.transform.image_header import damage_in, image_kind, open_pillow, plain_size, png_orientation
+from raypipe.transform.image_header import damage_in, image_kind, plain_size
 from raypipe.transform.jpeg import decode_jpeg, upright
 from raypipe.transform.jpeg_header import jpeg_frame, jpeg_orientation, jpeg_size, orientation_of
+from raypipe.transform.pillow_images import open_pillow, png_orientation
 from raypipe.transform.seekable import check_checksum
 
 _CV2_FLAGS = cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION

@@ -130,7 +130,7 @@ class MicroBatch:
         fields: by name: arrays (B, …), and `Ragged`.
         num_bad: samples that were replaced or left out.
         read_s, work_s: seconds that were spent on reading it, and on it in all.
-        outage_s: of read_s, waiting for object storage that did not answer.
+        outage_s: part of read_s, waiting for object storage that did not answer.
     """
 
     position: MicroBatchId

@@ -2,7 +2,7 @@
 
     jpeg_header.jpeg_size    the usual JPEGs                          scans, and the coefficients kept for them
     plain_size               PNG and WebP without extras, for cv2
-    open_pillow              whatever Pillow is to decode             canvases, strips and tiles, copies
+    pillow_images.open_pillow   whatever Pillow is to decode          canvases, strips and tiles, copies
 
 All decoding and all queries of sizes use one of the three. None of them allocates pixels.
 """
@@ -10,16 +10,11 @@ All decoding and all queries of sizes use one of the three. None of them allocat
 from __future__ import annotations
 
 import contextlib
-import importlib
-import io
 import warnings
 import zlib
 from collections.abc import Iterator
-from typing import Any
 
 from raypipe.errors import ConfigError, SampleError
-from raypipe.lookup import to_install
-from raypipe.transform.jpeg_header import check_jpeg, jpeg_frame, orientation_of
 from raypipe.transform.limits import check_size
 from raypipe.transform.silence import silenced
 
@@ -32,7 +27,6 @@ _MAGIC = {
 }
 # Bytes per pixel, measured as the peak of a decode: with two canvases and two copies of the one frame.
 _WEBP_BYTES = 19
-_TILE_WIDTH, _TILE_HEIGHT = 322, 323  # tags of a TIFF
 _PNG_ORIENTATION = {b"eXIf", b"iTXt", b"tEXt", b"zTXt"}
 _PNG_METADATA = _PNG_ORIENTATION | set(
     b"tIME iCCP cICP gAMA cHRM sRGB sBIT pHYs bKGD hIST sPLT mDCV cLLI acTL fcTL fdAT".split()
@@ -41,9 +35,6 @@ _PNG_END = b"\0\0\0\0IEND\xae\x42\x60\x82"
 # Of an ISO file: brands of AVIF; and of HEIC, some of which AVIF has as well.
 _AVIF_BRANDS = {b"avif", b"avis"}
 _HEIC_BRANDS = {b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1"}
-# Bytes per pixel: 8 bits and 4:2:0 took 9 and 7 at the peak of a decode. AVIF's container is read: libavif
-# decodes a frame that is larger than declared, up to its own limit, 2^28 pixels.
-_HEIF_BYTES = 20
 
 
 def image_kind(data: bytes) -> str | None:
@@ -63,7 +54,7 @@ def plain_size(data: bytes, kind: str) -> tuple[int, int] | None:
     Raises:
         SampleError: it is over a limit.
     """
-    return _webp_size(data) if kind == "WebP" else _plain_png_size(data) if kind == "PNG" else None
+    return webp_size(data) if kind == "WebP" else _plain_png_size(data) if kind == "PNG" else None
 
 
 def _plain_png_size(data: bytes) -> tuple[int, int] | None:
@@ -122,26 +113,17 @@ def png_of_pixels(data: bytes) -> bytes:
     return b"".join(kept)
 
 
-def png_orientation(data: bytes) -> int:
-    """Orientation of a PNG by its eXIf, or else by XMP or text, 1 to 8; 1 where they are damaged."""
-    from PIL import Image, PngImagePlugin
+def orientation_chunks(data: bytes) -> bytes:
+    """Return a PNG of the header and the metadata that may have an orientation, also from behind the pixels.
 
+    It is empty if there is no such metadata, or if it is damaged.
+    """
     chunks = list(_png_chunks(data))
-    told = [data[at:end] for kind, at, end, holds in chunks if holds and kind in _PNG_ORIENTATION]
-    if not told:
-        return 1
-    with warnings.catch_warnings(), silenced():
-        warnings.simplefilter("ignore")
-        try:  # metadata behind the pixels, too, which Pillow would decode first
-            of_metadata = PngImagePlugin.PngImageFile(io.BytesIO(data[:33] + b"".join(told) + _PNG_END))
-        except Exception:  # Pillow raises a dozen types on bad bytes
-            return 1
-        image = Image.Image()
-        image.info.update(of_metadata.info)
-        return orientation_of(image)
+    found = [data[at:end] for kind, at, end, holds in chunks if holds and kind in _PNG_ORIENTATION]
+    return data[:33] + b"".join(found) + _PNG_END if found else b""
 
 
-def _webp_size(data: bytes) -> tuple[int, int] | None:
+def webp_size(data: bytes) -> tuple[int, int] | None:
     """(height, width) of a complete lossy WebP without extras; None for any other.
 
     Raises:
@@ -161,54 +143,6 @@ def _webp_size(data: bytes) -> tuple[int, int] | None:
         is_plain = is_whole and data[23:26] == b"\x9d\x01\x2a"
     check_size(width, height, 0 if is_plain else width * height * _WEBP_BYTES)
     return (height, width) if is_plain else None
-
-
-def open_pillow(data: bytes, kind: str) -> Any:
-    """Pillow's image, not yet decoded. Its plugin is called by name: `Image.open` would judge the size first.
-
-    Raises:
-        SampleError: it is over a limit.
-        ConfigError: what decodes this kind is not installed.
-        Exception: Pillow's plugins raise a dozen types on bad bytes.
-    """
-    if kind == "WebP":
-        _webp_size(data)
-    if kind == "PNG":
-        data = png_of_pixels(data)
-    image = _plugin(kind)(io.BytesIO(data))
-    width, height = image.size
-    if kind in ("AVIF", "HEIC"):
-        check_size(width, height, width * height * _HEIF_BYTES)
-        return image
-    pixel_bytes = {"1": 1, "L": 1, "P": 1, "I;16": 2, "I;16B": 2, "I;16L": 2}.get(image.mode, 4)
-    if kind == "JPEG":
-        frame = jpeg_frame(data)
-        if frame is None or (frame.height, frame.width) != (height, width):
-            raise ValueError("its header can be read in two ways")
-        check_jpeg(data, width, height, pixel_bytes + 3)
-    elif kind != "WebP":
-        tile_pixels = 0
-        if kind == "TIFF":  # libtiff unpacks a tile, which may be far larger than its image
-            tile_pixels = image.tag_v2.get(_TILE_WIDTH, 0) * image.tag_v2.get(_TILE_HEIGHT, 0)
-        # Turning upright copies it; conversion adds 3 bytes of RGB for each pixel.
-        extra = max(width * height * max(pixel_bytes, 3), tile_pixels * pixel_bytes)
-        check_size(width, height, width * height * pixel_bytes + extra)
-    return image
-
-
-def _plugin(kind: str) -> Any:
-    """The class that reads a kind of image; raises ConfigError where it is missing, which other nodes may have."""
-    if kind == "HEIC":
-        try:
-            return importlib.import_module("pillow_heif").HeifImageFile
-        except ImportError as error:
-            extra = f"{to_install('heic')}, on every node"
-            raise ConfigError(f"HEIC images need pillow-heif ({error}): {extra}") from error
-    name = kind if kind == "WebP" else kind.capitalize()
-    plugin = importlib.import_module(f"PIL.{name}ImagePlugin")
-    if kind == "AVIF" and not plugin.SUPPORTED:
-        raise ConfigError("AVIF images need a Pillow with libavif, as PyPI's wheels have it, on every node")
-    return getattr(plugin, f"{name}ImageFile")
 
 
 @contextlib.contextmanager

@@ -228,7 +228,7 @@ def _kind_of(transform: Any) -> Kind:
 
 
 def _refuse_floats(transform: Any) -> None:
-    """Raise ConfigError for a pipeline of torchvision's that makes floats, as it stands in a training script."""
+    """Raise ConfigError for a pipeline of torchvision's that makes floats, as most training scripts have it."""
     for step in getattr(transform, "transforms", None) or [transform]:
         name = type(step).__name__
         package = type(step).__module__

@@ -68,7 +68,7 @@ def _begin() -> None:
         _restored.callback(logger.removeHandler, handler)
         logger.addHandler(handler)  # where there is none, messages go to stderr
         logger.propagate = False
-    handlers = ctypes.cast(_on_error, ctypes.c_void_p), None  # of errors, and of warnings
+    handlers = ctypes.cast(_on_error, ctypes.c_void_p), None  # one for errors, one for warnings
     for set_handler, address in zip(_libtiff(), handlers, strict=False):
         _restored.callback(set_handler, set_handler(address))
 

@@ -143,7 +143,7 @@ def test_a_state_saved_between_steps_resumes_with_equal_weights(
 
 @pytest.mark.parametrize("every", [1, 5, 6, 7])
 def test_a_state_in_the_midst_of_a_step_is_refused(every: int, spec_of: Specs, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"in the midst of an optimizer step, after \d of this rank's 4 batches"):
+    with pytest.raises(ConfigError, match=r"inside an optimizer step, after \d of this rank's 4 batches"):
         Loop(loader(spec_of(4, False)), tmp_path / "state", every=every).run()
 
 

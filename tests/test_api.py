@@ -208,7 +208,7 @@ def test_rays_inside_is_named_in_one_package_only() -> None:
 
 def test_every_error_is_in_the_tree_and_survives_pickling() -> None:
     found = [error for _, error in inspect.getmembers(errors, inspect.isclass)]
-    assert len(found) == 10
+    assert len(found) == 11
     for error in found:
         assert issubclass(error, errors.RaypipeError)
         assert error.__name__ in (errors.__doc__ or "")

@@ -91,7 +91,7 @@ def test_trainers_that_do_not_answer_or_cannot_be_asked_are_aborted(
         time.sleep(60)
 
 
-def test_a_request_that_storage_holds_up_ends_at_the_grace_or_a_second_signal(each_is_meant: None) -> None:
+def test_a_request_held_up_by_storage_ends_at_the_grace_or_a_signal(each_is_meant: None) -> None:
     for second in (False, True):
         held = threading.Event()
         try:

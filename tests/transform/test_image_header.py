@@ -76,7 +76,7 @@ def animated(is_hidden: bool, mode: str) -> tuple[bytes, Image.Image]:
 
 @pytest.mark.parametrize("is_hidden", [False, True])
 @pytest.mark.parametrize("mode", ["L", "RGB", "RGBA", "P"])
-def test_an_animation_is_the_picture_that_programs_without_animations_show(is_hidden: bool, mode: str) -> None:
+def test_an_animation_is_the_picture_that_plain_programs_show(is_hidden: bool, mode: str) -> None:
     png, first = animated(is_hidden, mode)
     assert b"acTL" in png
     expected = np.asarray(first.convert("RGB"))

@@ -65,7 +65,7 @@ def test_rows_that_libtiff_calls_damaged_are_no_pixels() -> None:
     assert "damaged TIFF: Fax4Decode: Bad code word at line" in messages
 
 
-def test_loggers_and_handlers_are_as_before_behind_the_last_of_several_threads(
+def test_loggers_and_handlers_are_as_before_after_the_last_thread(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     bad = saved("TIFF", "tiff_lzw")

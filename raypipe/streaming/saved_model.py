@@ -30,8 +30,8 @@ def input_of(spec: StreamSpec, augment: AugmentConfig | None, model: str = "") -
 
     Returns:
         `classes`, names by output, or None; `transform`, the settings; `val`, the transform during validation,
-        None if it is an object, which a checkpoint does not hold; `mean` and `std` of the normalization, None if the
-        loop normalizes; and `model`, its name.
+        None if it is an object, which a checkpoint does not hold; `mean` and `std` of the normalization, None if
+        the loop normalizes; and `model`, its name.
     """
     store = spec.stores["train"]
     val = spec.transforms.get("val", spec.transform.val)

@@ -149,7 +149,7 @@ class Situation:
         device: type of the training device.
         readers: that read the store at one time; 0 = the actors do.
         ready: share of the time for which a rank had a finished block to take.
-        spilled_bytes: that the cluster's object store has written to disk since the stream began.
+        spilled_bytes: that the cluster's object store has written to disk since the cluster began.
         is_run: whether `raypipe train` trains, which has settings for what a loop of one's own decides itself.
     """
 

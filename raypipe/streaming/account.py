@@ -57,7 +57,6 @@ class Account:
         self.chronicle = Chronicle(world_size, rank, folder)
         self.actors = self.readers = 0
         self.is_run = False
-        self._spilled_before = 0
         self._plan, self._device, self._world_size, self._augment = spec.plan, device, world_size, augment
         # Where the compute of the micro-batch that was handed out last began, and its split.
         self._computing: tuple[Split, Any] | None = None
@@ -67,7 +66,6 @@ class Account:
         """Begin the stream at a place, possibly again."""
         self._start_step = self._plan.global_step(cursor)
         self._created, self.first_batch_s = time.perf_counter(), 0.0
-        self._spilled_before = spilled_bytes() if self.chronicle.log else 0
         self.exported.begin()
 
     def times(self, split: Split) -> StageTimes:
@@ -182,6 +180,9 @@ class Account:
     def diagnose(self, epoch: int) -> None:
         """Record at the end of an epoch where this rank's time went, and tell it at the end of the last."""
         times = self.times("train")
+        ready = self.chronicle.ready()
+        # Asked of all nodes, so only where it may say why finished blocks come late.
+        spilled = spilled_bytes() if ready else 0
         text = " ".join(
             diagnose(
                 times,
@@ -190,8 +191,8 @@ class Account:
                     actors=self.actors,
                     device=self._device.type,
                     readers=self.readers,
-                    ready=self.chronicle.ready(),
-                    spilled_bytes=spilled_bytes() - self._spilled_before,
+                    ready=ready,
+                    spilled_bytes=spilled,
                     is_run=self.is_run,
                 ),
             )

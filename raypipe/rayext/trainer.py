@@ -51,6 +51,7 @@ _LOG_AFTER_S = 8.0
 
 # Longest wait for Ray to kill a process.
 _KILL_S = 1.5
+_KILL_PERIOD_S = 0.05
 
 
 def train_alone(name: str) -> None:
@@ -285,9 +286,7 @@ class RunTrainer(TorchTrainer):
             # normal end the controller must be killed: in half of all runs, one that exits by itself deadlocks in
             # Ray 2.60's Publisher, and outlives its cluster.
             if self._controller and not is_silent:
-                with contextlib.suppress(ray.exceptions.RayError):
-                    ray.kill(self._controller)  # the trainers end with it
-                    ray.get(self._controller.get_state.remote(), timeout=_KILL_S)
+                _kill(self._controller)
 
     def _initialize_and_run_controller(self, **options: Any) -> Any:
         config: Any = self.scaling_config  # version 2's class, unlike its annotation
@@ -310,3 +309,14 @@ class RunTrainer(TorchTrainer):
         self._watch = DriverWatch(controller, self._timeout_s, self._give_up, self._record)
         self._watch.start()
         self._take_signals()
+
+
+def _kill(controller: Any) -> None:
+    """Kill a controller, and the trainers with it; return once it is dead, or after a limit."""
+    deadline = time.monotonic() + _KILL_S
+    with contextlib.suppress(ray.exceptions.RayError):
+        ray.kill(controller)
+        # Ray kills asynchronously: until then the controller still answers.
+        while time.monotonic() < deadline:
+            ray.get(controller.get_state.remote(), timeout=_KILL_S)
+            time.sleep(_KILL_PERIOD_S)

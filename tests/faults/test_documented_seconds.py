@@ -85,7 +85,8 @@ def of_node(period_ms: int, timeout_ms: int, threshold: int) -> tuple[float, flo
         ("supervisor", 1, "every rank", of_supervisor),
         ("trainer, coordinator", 0, "controller", of_trainer),
         ("Ray Train's controller", 1, "driver", of_controller),
-        ("head", 1, "driver", lambda: controller._FIRST_TOLD_S),
+        ("head", 0, "driver", lambda: controller._FIRST_TOLD_S),
+        ("head", 2, "the run ends", lambda: controller._GONE_SHARE * controller._RAY_ENDS_S),
     ],
 )
 def test_the_seconds_of_a_watcher_are_those_of_its_periods(

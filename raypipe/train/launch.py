@@ -110,6 +110,7 @@ def _train(run: RunConfig, run_uri: str, lease: str) -> dict[str, Any]:
         except KeyboardInterrupt as interrupt:
             if interrupts.reason:
                 reason = f"{interrupts.reason}: restart the cluster, then continue with: {_command(run_uri)}"
+                _record_error(run_uri, reason)
                 raise RunError(reason) from interrupt
             progress(logger, _how_to_continue(run_uri))
             raise

@@ -78,6 +78,11 @@ class LMDBStore(FileStore["_Shards | ForeignShards"]):
             )
         return _Shards(own, target_column or "label")
 
+    @property
+    def column_types(self) -> dict[str, str]:
+        """Name of each column → int64, float64, binary, string, or an array such as `float32[512]`."""
+        return self._contents.column_types
+
     def close(self) -> None:
         super().close()
         if self._listing:
@@ -154,6 +159,7 @@ class _Shards:
         self._types, self.classes = first.types, first.classes
         self._stored = stored_names(shards[0].path, first.types, {"label": target_column})
         self.columns = tuple(sorted(self._stored, key=lambda name: {"image": 0, "label": 1}.get(name, 2)))
+        self.column_types = {name: first.types[place] for name, place in self._stored.items()}
         label = first.types.get(target_column, "int64")
         self.label_is_class = label == "int64"
         if label in ("string", "binary"):

@@ -122,6 +122,8 @@ class ForeignShards:
             *(["text"] if has_text else []),
             "key",
         )
+        kinds = {"image": "binary", "label": self._label_type}
+        self.column_types = {name: kinds.get(name, "string") for name in self.columns}
         if target_column not in ("", "label") and "label" not in self.columns:
             raise StoreError(missing(shards[0].path, target_column, self.columns, "target_column"))
         facts = [hash_of_facts(self.classes)] if self.classes else []

@@ -157,7 +157,8 @@ def labels_of_list(where: str, address: str, table: KeyTable) -> Labels:
         missing = table.key(int(np.flatnonzero(places < 0)[0]))
         raise StoreError(
             f"{address} has {len(pairs):,} lines, and none for the key {missing[:64]!r} of {where}: each key "
-            "needs a line `KEY LABEL`. Set store.target_column to '' to read the images without labels"
+            "needs a line `KEY LABEL`. Set store.target_column to another list, to 'folder' for the folders in "
+            "the keys, or to '' for images without labels"
         )
     labels = [pairs[place][1] for place in places.tolist()]
     try:

@@ -279,8 +279,8 @@ def _layout_of(where: str, found: Sequence[tuple[bytes, memoryview]]) -> str:
     shown = "; ".join(f"{key[:40]!r}: {bytes(value[:16])!r}" for key, value in found[:2]) or "unreadable"
     raise StoreError(
         f"{where} is LMDB of an unknown layout ({shown}): its values are neither encoded images nor (image, "
-        "label) by pickle, msgpack or pyarrow, nor Caffe's Datum. Read it with the library lmdb, and give the samples to "
-        "`raypipe.convert`, as docs/formats.md shows"
+        "label) by pickle, msgpack or pyarrow, nor Caffe's Datum. Read it with the library lmdb, and give the "
+        "samples to `raypipe.convert`, as docs/formats.md shows"
     )
 
 

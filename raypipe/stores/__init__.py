@@ -181,7 +181,8 @@ def _has_lmdb_magic(address: str) -> bool:
     from raypipe.storage.local_file import OpenFile
 
     with contextlib.suppress(OSError):
-        return os.pread(OpenFile(address).descriptor, 4, 16) == _LMDB_MAGIC
+        file = OpenFile(address)
+        return os.pread(file.descriptor, 4, 16) == _LMDB_MAGIC
     return False
 
 

@@ -1,6 +1,6 @@
 """Listing of an LMDB file that another program wrote: where its samples are, in which order, with which labels.
 
-A file is listed once per node: the listing stays in the node's cache, and all processes map it.
+A large file is listed once per node: the listing stays in the node's cache, and all processes map it.
 
     RAYPIPE_CACHE/lmdb/KEY-1.listing   KEY: hash of the file's path, size, time of change and inode, and of options
         8 bytes        length of the JSON
@@ -51,6 +51,8 @@ _NUM_TRIED = 16  # values that decide the layout
 _NUM_HASHED = 64  # values in the fingerprint
 _LARGE = 1_000_000  # entries: listing them takes a second
 _PROGRESS = 1000  # pages
+_SMALL = 20_000  # entries: listing them takes a hundredth of a second, so it is not kept
+_TYPES = {int: "int64", bool: "int64", float: "float64", list: "array", str: "string"}
 
 _UNTRUSTED = (
     "has pickled values, and a pickle can be a program. raypipe reads only bytes, text, numbers, tuples, lists "
@@ -107,6 +109,8 @@ def listing_of(file: LMDBFile, where: str, version: Sequence[Any], options: Opti
     Raises:
         StoreError: the file is damaged, or its layout is unknown.
     """
+    if file.num_entries < _SMALL:
+        return _list(file, where, options)
     version = [where, *version, *asdict(options).values()]
     if options.list_file:
         with contextlib.suppress(OSError):  # a remote list has no time of change here
@@ -303,14 +307,11 @@ def _value_layout(
 
 
 def _type_of(labels: Sequence[Any]) -> str:
-    kinds = {type(label) for label in labels} - {type(None)}
-    if not kinds:
-        return ""
-    if kinds <= {int, bool}:
-        return "int64"
-    if kinds <= {int, bool, float}:
-        return "float64"
-    return "array" if kinds == {list} else "string"
+    """Return the type of labels that most of some have, since a few may be damaged."""
+    kinds = Counter(_TYPES[type(label)] for label in labels if label is not None)
+    if kinds["float64"]:  # among floats, a whole number may be an int
+        kinds["float64"] += kinds.pop("int64", 0)
+    return kinds.most_common(1)[0][0] if kinds else ""
 
 
 def _numeric_order(table: KeyTable) -> np.ndarray | None:

@@ -43,7 +43,7 @@ def kind_of(value: bytes | memoryview) -> str:
         return "image"
     if start[:1] == b"\x80" and start[1:2] in _PICKLE_PROTOCOLS:
         return "pickle"
-    if start[:4] == bytes(4) and len(value) > 64:
+    if start[:4] == bytes(4):
         return "pyarrow" if _opens(_from_pyarrow, value) else ""
     if start[:1] in _DATUM_STARTS and _opens(_from_datum, value):
         return "datum"
@@ -96,6 +96,8 @@ def _from_pyarrow(value: memoryview) -> Any:
 
     From version 0.12 on, there are four counts, before that two.
     """
+    if len(value) < 64:
+        raise ValueError("it is too short for pyarrow.serialize")
     counts = np.frombuffer(value[:16], "<i4")
     start = 8 if counts[2] > 0 and bytes(value[16:20]) != b"\xff\xff\xff\xff" else 16
     buffer = pa.py_buffer(value)

@@ -94,7 +94,10 @@ class StoreConfig(Section, prefix="store."):
         val: address of the validation store; empty = no validation (the digits have their own).
         image_column: name of the image column; in WebDataset, the suffix of the image files.
         target_column: name of the target's column, which has classes, or numbers of one shape; in WebDataset, the
-            suffix, or the field of the JSON; empty = batches have no target (docs/targets.md).
+            suffix, or the field of the JSON; in LMDB of other programs, also a list of keys and labels, such as
+            `labels.txt`, or `folder`; empty = batches have no target (docs/targets.md).
+        trust_pickles: open pickled values in LMDB of other programs, if you trust whoever wrote them; nothing but
+            bytes, text, numbers, tuples, lists and dicts is read from them.
         exclude: list of bad samples of the training store to exclude, a path or a URI that `raypipe verify` has
             written; or `{train: LIST, val: LIST}`, with a mixture's names in the place of `train`; empty = none.
         filter: expression over columns, such as "width >= 256 and label != 3"; the run trains on the samples for
@@ -108,6 +111,7 @@ class StoreConfig(Section, prefix="store."):
     val: str = ""
     image_column: str = "image"
     target_column: str = "label"
+    trust_pickles: bool = False
     exclude: str | dict[str, str] = ""
     filter: str | dict[str, str] = ""
     columns: Columns = field(default_factory=list)

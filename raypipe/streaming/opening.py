@@ -50,6 +50,7 @@ def open_stream(
     log_format: LogFormat = "text",
     image_column: str = "image",
     target_column: str | None = "label",
+    trust_pickles: bool = False,
     columns: Sequence[str] | Mapping[str, Mapping[str, Any] | None] = (),
     make_columns: MakeColumns | str | None = None,
 ) -> StreamSpec:
@@ -65,6 +66,7 @@ def open_stream(
         quarantine, run, log_format: see `StreamSpec`.
         image_column, target_column: see `StoreConfig`, of stores that are given by their addresses. A
             target_column of "" or None, for any store, makes batches without a target.
+        trust_pickles: see `StoreConfig`.
         columns: names of columns that batches get, or their options by name, see `StoreConfig`. `label`, or
             the column's own name, stands for the target.
         make_columns: makes the batch's columns of those, sample by sample, `module:function` or a callable;
@@ -79,7 +81,7 @@ def open_stream(
     plan, pool = plan or PlanConfig(), pool or PoolConfig()
     declared = renamed(column_options(columns), target_column)
     transform = transform or TransformConfig()
-    options = store_options(image_column, target_column or "")
+    options = store_options(image_column, target_column or "", trust_pickles)
     train_store = open_stores(train, options)
     val_store = None if val is None else _opened(val, options)
     stores: dict[Split, Store] = {"train": train_store}
@@ -151,7 +153,7 @@ def _columns_of(
     return find_columns(stores, declared, make, first, label)
 
 
-def open_stores(train: Train, options: Mapping[str, str]) -> Store:
+def open_stores(train: Train, options: Mapping[str, Any]) -> Store:
     """The store at an address, or of several, by names, one that joins them; `options` see `store_options`."""
     if not isinstance(train, Mapping):
         return _opened(train, options)
@@ -162,7 +164,7 @@ def open_stores(train: Train, options: Mapping[str, str]) -> Store:
     return JoinedStore({name: _opened(part, options) for name, part in train.items()})
 
 
-def _opened(store: Store | str | Path, options: Mapping[str, str]) -> Store:
+def _opened(store: Store | str | Path, options: Mapping[str, Any]) -> Store:
     if isinstance(store, str | Path):
         return open_store(store, **options)
     if lacking := [name for name in _MEMBERS if not hasattr(store, name)]:
@@ -193,7 +195,8 @@ def with_digits(run: RunConfig) -> RunConfig:
 def open_train(run: RunConfig) -> Store:
     """The training store of a run."""
     store = with_digits(run).store
-    return open_stores(store.train, store_options(store.image_column, store.target_column))
+    options = store_options(store.image_column, store.target_column, store.trust_pickles)
+    return open_stores(store.train, options)
 
 
 def spec_of(run: RunConfig, run_uri: str = "") -> StreamSpec:
@@ -211,6 +214,7 @@ def spec_of(run: RunConfig, run_uri: str = "") -> StreamSpec:
         run=run.name,
         log_format=run.log_format,
         image_column=store.image_column,
+        trust_pickles=store.trust_pickles,
         target_column=store.target_column,
         columns=store.columns,
     )

@@ -26,6 +26,7 @@ from raypipe.transform.checks import check_follows, check_sizes, check_transform
 from raypipe.transform.column_types import NUM_PROBED, find_columns
 from raypipe.transform.columns import MakeColumns, SampleColumns
 from raypipe.transform.fields import LABEL
+from raypipe.transform.split_endings import take_endings
 
 Train = Store | str | Path | Mapping[str, Store | str | Path]
 """A training store or its address; or several, by names, which a mixture draws from."""
@@ -87,7 +88,9 @@ def open_stream(
         stores["val"] = val_store
         if target_column:
             _check_classes(train_store, val_store)
-    transforms = _transforms_of(stores, transform, train_transform, val_transform)
+    transforms, endings = take_endings(
+        _transforms_of(stores, transform, train_transform, val_transform), transform
+    )
     selections, val_selection = select(train_store, val_store, exclude, filter)
     laid_out = make_plan(plan, train_store, val_store, selections=selections, val_selection=val_selection)
     check_sizes(transform, transforms, stores, plan)
@@ -98,6 +101,8 @@ def open_stream(
         laid_out = laid_out.bound_to({"sizes": sizes})
     if transform.wire != "rgb":
         laid_out = laid_out.bound_to({"wire": transform.wire})
+    if endings:
+        laid_out = laid_out.bound_to({"endings": {split: each.described for split, each in endings.items()}})
     return StreamSpec(
         plan=laid_out,
         stores=stores,
@@ -108,6 +113,7 @@ def open_stream(
         run=run,
         log_format=log_format,
         columns=sample_columns,
+        endings=endings,
     )
 
 

@@ -212,6 +212,11 @@ class Content:
             return images
         fields = dict[str, np.ndarray]()
         for name, image in images.items():
+            if image.dtype != np.uint8:
+                raise ConfigError(
+                    f"transform.wire='yuv420' sends uint8 RGB, and the transform made {image.dtype}: use "
+                    "wire='rgb', or end the pipeline with its conversion to floats, which the device then does"
+                )
             fields[name], fields[chroma_of(name)] = kernel.planes(image)
         return fields
 

@@ -116,8 +116,8 @@ class Loader(Unlike, instead=_INSTEAD):
         self.device = device or torch.device("cpu")
         targets, views = bool(spec.transform.target_columns), makes_views(spec.transforms["train"])
         user_augment = augment
-        self._finish = Finish(spec.endings, augment, self.device, dtype)
-        augment = self._finish.config if augment else None
+        self._ending = Finish(spec.endings, augment, self.device, dtype)
+        augment = self._ending.config if augment else None
         if augment and (target := spec.columns.target):
             check_mixable(augment, target.dtype, target.shape)
         self.augment: DeviceAugment | None = None
@@ -139,12 +139,12 @@ class Loader(Unlike, instead=_INSTEAD):
             self._begin()
         if augment:  # its imports take a second, in which the pool starts
             try:
-                self.augment = DeviceAugment(augment, self.device, self._finish.dtype, targets, views)
+                self.augment = DeviceAugment(augment, self.device, self._ending.dtype, targets, views)
             except BaseException:  # its traceback refers to the loader
                 self.close()
                 raise
         if rank == 0:
-            for line in self._finish.described():
+            for line in self._ending.described():
                 progress(_logger, line)
 
     def _go_to(self, cursor: Cursor) -> None:
@@ -547,8 +547,8 @@ class Loader(Unlike, instead=_INSTEAD):
             batch = replace(batch, source=self.plan.source_of(batch.index))
         if expected.split not in self._looked_at:
             self._look_at(batch)
-        if self._finish.does(expected.split):
-            batch = self._finish(batch)
+        if self._ending.does(expected.split):
+            batch = self._ending(batch)
         elif self.augment is not None:
             batch = self.augment.of_batch(batch, account.strength(self.plan.global_step(expected)))
         num_images = int((batch.index >= 0).sum())

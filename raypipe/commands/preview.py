@@ -22,7 +22,7 @@ from raypipe.config import AugmentConfig
 from raypipe.device.augment import DeviceAugment
 from raypipe.device.mixing import Mix, check_mixable
 from raypipe.errors import ConfigError, SampleError
-from raypipe.plan.places import Cursor, MicroBatchId
+from raypipe.plan.places import Cursor, MicroBatchId, TrainStep
 from raypipe.plan.schedule import Plan
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.spec import StreamSpec
@@ -215,6 +215,10 @@ def preview(
     begins = (shown.plan.global_step(Cursor(epoch, 0, shown.plan.fingerprint)) for epoch in numbers)
     strengths = (augment.strength_at(shown.plan.progress(begin)) for begin in begins)
     headers = [f"epoch {e}, seed {plan.seed}, strength {s:.2f}" for e, s in zip(numbers, strengths, strict=True)]
+    if spec.transform.strength != 1:
+        shares = (shown.plan.progress(TrainStep(epoch * shown.plan.steps_per_epoch)) for epoch in numbers)
+        on_cpu = map(spec.transform.strength_at, shares)
+        headers = [f"{header}, CPU {strength:.2f}" for header, strength in zip(headers, on_cpu, strict=True)]
     rows, names = shown.tiles(indices, numbers)
     try:
         draw(rows, title, headers, names).save(target, optimize=True)

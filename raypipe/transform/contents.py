@@ -93,6 +93,11 @@ class Content:
                 sizes = [(*(program.size or ()), 3) for program in programs if program]
                 self._learn(by_field(self._crops, [np.empty(shape, np.uint8) for shape in sizes]))
 
+    def weaken(self, strength: float) -> None:
+        """Scale the chances and magnitudes of its programs by a strength in [0, 1], from now on."""
+        for crop in self._crops:
+            crop.transform.weaken(strength)
+
     def one(self, sample: EncodedSample, key: Key) -> dict[str, Any]:
         """Make the fields of one sample, see `raypipe.transform.fields`.
 

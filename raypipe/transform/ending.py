@@ -188,13 +188,20 @@ def _rebuilt(pipeline: Any, steps: list[Any]) -> Any:
 def _leaves(pipeline: Any) -> Iterator[Any]:
     """The steps of a pipeline, and of the pipelines in it."""
     steps = _steps_of(pipeline)
-    if steps is None and _package(pipeline):  # one of several, or by chance
+    if steps is None and is_composition(pipeline):  # one of several, or by chance
         steps = getattr(pipeline, "transforms", None)
     if not isinstance(steps, list | tuple):
         yield pipeline
         return
     for step in steps:
         yield from _leaves(step)
+
+
+def is_composition(step: Any) -> bool:
+    """True for a library's step that is made of others. (Albumentations' ColorJitter has functions of its own.)"""
+    if _package(step) == "albumentations":
+        return any(kind.__name__ == "BaseCompose" for kind in type(step).__mro__)
+    return _package(step) != "" and hasattr(step, "transforms")
 
 
 def _package(step: Any) -> str:

@@ -35,7 +35,7 @@ from raypipe.errors import ConfigError
 from raypipe.plan.places import Sides
 from raypipe.transform import kernel, reference
 from raypipe.transform.draws import Key, KeyedGenerator
-from raypipe.transform.ending import for_tensors, is_tensor
+from raypipe.transform.ending import for_tensors, is_composition, is_tensor
 from raypipe.transform.fields import VIEW
 from raypipe.transform.follow import POINTS, follow
 from raypipe.transform.jpeg import Box, Undecoded
@@ -83,6 +83,7 @@ class SampleTransform:
         self.transform = transform
         if rest:
             self.transform = sys.modules["albumentations"].Compose(rest)
+        self._whole = self.program
         # Programs take only uint8 RGB: the library transforms other arrays in all steps.
         self.has_rest = bool(rest) or self.program is None or arrays
         self.kind = kind_of(self.transform)
@@ -109,6 +110,10 @@ class SampleTransform:
         self.crop_target: Sides | None = None
         if not arrays:
             self.crop_target = self.program.crop_target if self.program else _size_of_crop(self.transform)
+
+    def weaken(self, strength: float) -> None:
+        """Scale the program's chances and magnitudes by a strength in [0, 1], from now on."""
+        self.program = self._whole.at(strength) if self._whole else None
 
     def __reduce__(self) -> Any:
         return SampleTransform, self._given
@@ -232,7 +237,7 @@ def _has_user_code(step: Any) -> bool:
     package = type(step).__module__.partition(".")[0]
     if package not in ("albumentations", "torchvision", "torch"):
         return step is not None and not isinstance(step, Program)
-    steps = step.children() if package == "torch" else getattr(step, "transforms", None) or ()
+    steps = step.children() if package == "torch" else step.transforms if is_composition(step) else ()
     return type(step).__name__ == "Lambda" or any(map(_has_user_code, steps))
 
 

@@ -22,10 +22,11 @@ from raypipe.stores.base import Store
 from raypipe.stores.joined import JoinedStore
 from raypipe.streaming.planning import PerSource, make_plan, select
 from raypipe.streaming.spec import StreamSpec, Transform
-from raypipe.transform.checks import check_follows, check_sizes, check_transforms
+from raypipe.transform.checks import check_follows, check_sizes, check_strength, check_transforms
 from raypipe.transform.column_types import NUM_PROBED, find_columns
 from raypipe.transform.columns import MakeColumns, SampleColumns
 from raypipe.transform.fields import LABEL
+from raypipe.transform.split_endings import take_endings
 
 Train = Store | str | Path | Mapping[str, Store | str | Path]
 """A training store or its address; or several, by names, which a mixture draws from."""
@@ -89,7 +90,10 @@ def open_stream(
         stores["val"] = val_store
         if target_column:
             _check_classes(train_store, val_store)
-    transforms = _transforms_of(stores, transform, train_transform, val_transform)
+    transforms, endings = take_endings(
+        _transforms_of(stores, transform, train_transform, val_transform), transform
+    )
+    check_strength(transform, transforms["train"])
     selections, val_selection = select(train_store, val_store, exclude, filter)
     laid_out = make_plan(plan, train_store, val_store, selections=selections, val_selection=val_selection)
     check_sizes(transform, transforms, stores, plan)
@@ -100,6 +104,11 @@ def open_stream(
         laid_out = laid_out.bound_to({"sizes": sizes})
     if transform.wire != "rgb":
         laid_out = laid_out.bound_to({"wire": transform.wire})
+    if transform.strength != 1:
+        ramp = isinstance(transform.strength, tuple)
+        laid_out = laid_out.bound_to({"strength": transform.strength, "epochs": plan.epochs if ramp else 0})
+    if endings:
+        laid_out = laid_out.bound_to({"endings": {split: each.described for split, each in endings.items()}})
     return StreamSpec(
         plan=laid_out,
         stores=stores,
@@ -110,6 +119,7 @@ def open_stream(
         run=run,
         log_format=log_format,
         columns=sample_columns,
+        endings=endings,
     )
 
 

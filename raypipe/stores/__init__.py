@@ -66,8 +66,8 @@ _LAYOUTS = """raypipe reads:
   tar      an uncompressed *.tar of class/image.jpg, or WebDataset's pairs key.jpg, key.cls; a folder of *.tar
   folder   a folder of class/image.jpg
 Several files are NAME-*.parquet or NAME-{0000..0099}.tar. All may also be at s3://, gs://, az:// or
-abfs://. `raypipe.convert` copies any other format that Python can read (HDF5, TFRecord)
-from an iterable of rows"""
+abfs://. `raypipe convert` makes a store of TFRecord, HDF5, MXNet .rec, zip, .npz, .pt, MDS, LitData and
+Arrow (save_to_disk), and of the samples of a Python function, MODULE:NAME"""
 
 
 def __getattr__(name: str) -> Any:
@@ -156,6 +156,8 @@ def _kind_of(address: str) -> str:
     names = names_at(address)
     if names is not None:
         return _kind_of_folder(address, names)
+    if not _kind_of_name(name):
+        _refuse_source(address)
     if not is_remote(address) and not Path(address).exists():
         if "*" not in name and expand(address) == [address]:
             raise StoreError(f"{address} does not exist{_near(Path(address))}")
@@ -196,6 +198,17 @@ def _are_lmdbs(address: str, folders: Collection[str]) -> bool:
     return likely and "data.mdb" in (names_at(join(address, first)) or ())
 
 
+def _refuse_source(address: str, names: set[str] | None = None) -> None:
+    """Raise StoreError if an address is a source, with the command that makes a store of it."""
+    from raypipe.stores.sources import kind_at
+
+    if kind := kind_at(address, names):
+        raise StoreError(
+            f"{address} is {kind}, which is read once, in order: `raypipe convert {address} train.lmdb` makes a "
+            "store of it"
+        )
+
+
 def _kind_of_folder(address: str, names: set[str]) -> str:
     from raypipe.stores.addresses import folders_at
     from raypipe.stores.base import IMAGE_SUFFIXES
@@ -208,16 +221,7 @@ def _kind_of_folder(address: str, names: set[str]) -> str:
         return "lmdb"
     if "parquet" in suffixes:
         return "parquet"
-    if "arrow" in suffixes or "dataset_dict.json" in names:
-        raise StoreError(
-            f"{address} has Arrow files of the datasets library: write each split as Parquet, with "
-            "dataset.to_parquet('train.parquet')"
-        )
-    if "index.json" in names and any(".mds" in name for name in names):
-        raise StoreError(
-            f"{address} is MosaicML's MDS: read it with their library, and give the samples to `raypipe.convert`, "
-            "as docs/moving.md shows"
-        )
+    _refuse_source(address, names)
     folders = folders_at(address)
     if _are_lmdbs(address, folders):
         return "lmdb"

@@ -41,6 +41,7 @@ _INSTEAD = {
     "which copies another column's images as `image`"
 }
 _ENDS = ("lmdb", "parquet", "tar")  # suffix of a file's name = its kind
+_COMPRESSED_TARS = (".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz")
 
 __all__ = [
     "Columns",
@@ -60,7 +61,7 @@ __all__ = [
 _LAYOUTS = """raypipe reads:
   LMDB     a *.lmdb file that raypipe wrote, or a folder of them
   Parquet  a *.parquet file, or a folder of them
-  tar      an uncompressed *.tar of class/image.jpg, or WebDataset's pairs key.jpg, key.cls; a folder of *.tar
+  tar      a *.tar of class/image.jpg, or WebDataset's pairs key.jpg, key.cls; a folder of *.tar; also *.tar.gz
   folder   a folder of class/image.jpg
 Several files are NAME-*.parquet or NAME-{0000..0099}.tar. All may also be at s3://, gs://, az:// or
 abfs://. `raypipe.convert` copies any other format that Python can read (HDF5, TFRecord, LMDB of other programs)
@@ -151,13 +152,15 @@ def _kind_of(address: str) -> str:
         return _kind_of(list_files(address, lambda _: True, "such")[0].address)
     if not is_remote(address) and (kind := _kind_of_name(name)):
         return kind
-    if ".tar." in name or name.endswith((".tgz", ".tbz2", ".txz")):
-        raise StoreError(f"{address} is compressed, which allows no random access: uncompress it to *.tar first")
+    if ".tar." in name:
+        raise StoreError(f"{address}: of compressed tars, raypipe reads .tar.gz, .tar.bz2 and .tar.xz")
     raise StoreError(f"{address} is not a store; {_LAYOUTS}")
 
 
 def _kind_of_name(name: str) -> str:
     """Return the kind of a file by its name; empty if the suffix is unknown."""
+    if name.endswith(_COMPRESSED_TARS):
+        return "tar"
     return next((kind for kind in _ENDS if name.endswith(f".{kind}")), "")
 
 
@@ -190,7 +193,7 @@ def _kind_of_folder(address: str, names: set[str]) -> str:
     folders = folders_at(address)
     if any(not name.startswith("_") for name in folders):
         return "folder"
-    if "tar" in suffixes:
+    if "tar" in suffixes or any(name.lower().endswith(_COMPRESSED_TARS) for name in names):
         return "tar"
     if folders or any(suffix_of(name) in IMAGE_SUFFIXES for name in names):
         return "folder"

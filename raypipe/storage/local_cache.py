@@ -58,6 +58,8 @@ _UNTOUCHED_NS = 0
 # Locks of parts: far more than the threads of a node that fetch at a time.
 _NUM_LOCKS = 64
 _PART_SUFFIX = ".part"
+_IN_USE = 1 << 63  # later than any time
+_LONGEST_FETCH_NS = 3600 * 10**9  # after that a hidden part is one of a process that was killed
 # Share of the limit that is freed at once for parts, since finding the oldest ones looks at every file.
 _FREED_SHARE = 0.05
 # An unpacked object is given room in steps.
@@ -205,9 +207,9 @@ class LocalCache:
         elif isinstance(file, Unpacked):
             self._unpack(file, data.parent)
         else:
-            self._make_room(file, file.num_bytes)
             partial = data.with_name(f".{data.name}.{secrets.token_hex(4)}")
             try:
+                self._make_room(file, file.num_bytes, reserved=partial)
                 file.fetch(partial)
                 partial.replace(data)
             finally:
@@ -233,11 +235,14 @@ class LocalCache:
             os.fsync(target.fileno())
         partial.replace(folder / "data")
 
-    def _make_room(self, file: Entry, num_bytes: int, num_made: int = 0) -> None:
+    def _make_room(self, file: Entry, num_bytes: int, num_made: int = 0, reserved: Path | None = None) -> None:
         """Evict shards and parts, least recently used first, until more bytes of this one fit.
+
+        Parts that are being fetched stay, so that a limit of a few parts may be exceeded by these.
 
         Args:
             num_made: bytes of it that are there already.
+            reserved: a file to make with so many bytes; None = none.
         """
         record = self._folder / ".room"
         with locked(record):
@@ -245,23 +250,29 @@ class LocalCache:
             used = int(counted) if counted.isdecimal() else -1
             # Whole shards count everything anew, and so mend what others have removed.
             is_counted = used >= 0 and not isinstance(file, RemoteFile)
+            if reserved:
+                reserved.touch(0o600, exist_ok=False)
+                os.truncate(reserved, num_bytes)
             if is_counted and used + num_bytes <= self._limit(used):
                 record.write_text(str(used + num_bytes))
                 return
             files = self._files(file)
+            if reserved:
+                num_bytes = 0  # its file counts
             used = sum(size for _, size, _ in files)
             limit = self._limit(used)
-            if num_made + num_bytes > limit:
+            needed = num_made + (reserved.stat().st_size if reserved else num_bytes)
+            if needed > limit:
                 raise StoreError(
-                    f"{file.address} has {num_made + num_bytes:,} bytes, but the cache in {self._folder} has a "
+                    f"{file.address} has {needed:,} bytes, but the cache in {self._folder} has a "
                     f"limit of {limit:,}: raise RAYPIPE_CACHE_BYTES, set RAYPIPE_CACHE to a larger disk, or "
                     "convert the store into smaller shards (--shards)"
                 )
             kept = limit - num_bytes - num_made
             if not isinstance(file, RemoteFile) and used > kept:
                 kept -= min(kept, int(_FREED_SHARE * limit))
-            for _, size, path in sorted(files):
-                if used > kept:
+            for last_ns, size, path in sorted(files):
+                if used > kept and last_ns < _IN_USE:
                     path.unlink(missing_ok=True)
                     used -= size
             record.write_text(str(used + num_made + num_bytes))
@@ -277,8 +288,12 @@ class LocalCache:
             with contextlib.suppress(FileNotFoundError):  # another process is done with it
                 status = path.stat()
                 if _PART_SUFFIX in path.name:
-                    is_old = boot_id() not in path.name  # it may have lost bytes when the machine stopped
-                    found.append((0 if is_old else status.st_mtime_ns, status.st_size, path))
+                    last_ns = status.st_mtime_ns
+                    if path.name.startswith(".") and time.time_ns() - last_ns < _LONGEST_FETCH_NS:
+                        last_ns = _IN_USE
+                    elif boot_id() not in path.name:  # it may have lost bytes when the machine stopped
+                        last_ns = 0
+                    found.append((last_ns, status.st_size, path))
                 elif path != own and stat.S_ISDIR(status.st_mode):
                     for content in (path / "data", *path.glob("partial-*")):
                         with contextlib.suppress(FileNotFoundError):

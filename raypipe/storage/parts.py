@@ -50,7 +50,7 @@ class Part:
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def fetch(self, target: Path) -> None:
-        """Fetch the ranges into a new local file.
+        """Fetch the ranges into a local file of that size.
 
         Raises:
             StoreError: the object has changed since the store was opened, or cannot be read.
@@ -62,7 +62,7 @@ class Part:
                 size = min(_PIECE_BYTES, end - first)
                 pieces.append((place, first, size))
                 place += size
-        descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        descriptor = os.open(target, os.O_WRONLY | os.O_CLOEXEC)
         try:
             with opened(self.address) as (source, current):
                 self.file.check_same(current)

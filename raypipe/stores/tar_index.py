@@ -1,8 +1,8 @@
 """Indexes of tars: the scan of each, kept so that it is made once.
 
     CACHE/scans/HASH-tar-8.json                        of remote and large local tars, for this node
-    FOLDER/_raypipe_index/NAME.tar.HASH-8.json.gz      beside the tars, written by `raypipe index`
-    RUN/index/NAME.tar.HASH-8.json.gz                  in the folder of a run, for its other nodes
+    FOLDER/_raypipe_index/NAME.tar.HASH-8.index        beside the tars, written by `raypipe index`
+    RUN/index/NAME.tar.HASH-8.index                    in the folder of a run, for its other nodes
 
 An index names the size and version of its tar, and is made anew where they differ. Its numbers are checked as
 those of any file that somebody else may have written.
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 INDEX_FOLDER = "_raypipe_index"
 _VERSION = 8  # of a scan's layout
-_SUFFIX = f"-{_VERSION}.json.gz"
+_SUFFIX = f"-{_VERSION}.index"
 _MAX_STORED_BYTES = 256 << 20
 _MAX_BYTES = 1 << 30  # an index of 14 million samples
 

@@ -21,7 +21,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
 import raypipe
-from raypipe.commands import audit, bench, doctor, status
+from raypipe.commands import audit, bench, doctor, index, status
 from raypipe.commands.parser import error_text, fail, meant, printing, settings_text
 from raypipe.commands.settings import parse_command
 from raypipe.config import RunConfig
@@ -178,6 +178,7 @@ GROUPS: dict[str, dict[str, Callable[..., dict[str, Any]]]] = {
         "inspect": audit.inspect,
         "verify": audit.verify,
         "convert": convert_store,
+        "index": index.index,
         "preview": draw_preview,
     },
     "Check": {

@@ -44,6 +44,7 @@ _INSTEAD = {
 }
 _ENDS = ("lmdb", "parquet", "tar")  # suffix of a file's name = its kind
 _LMDB_MAGIC = b"\xde\xc0\xef\xbe"  # at byte 16 of an LMDB file, which may have any name
+_COMPRESSED_TARS = (".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz")
 
 __all__ = [
     "Columns",
@@ -63,7 +64,7 @@ __all__ = [
 _LAYOUTS = """raypipe reads:
   LMDB     raypipe's, and those of other programs: a file, a folder with data.mdb, or a folder of them
   Parquet  a *.parquet file, or a folder of them
-  tar      an uncompressed *.tar of class/image.jpg, or WebDataset's pairs key.jpg, key.cls; a folder of *.tar
+  tar      a *.tar of class/image.jpg, or WebDataset's pairs key.jpg, key.cls; a folder of *.tar; also *.tar.gz
   folder   a folder of class/image.jpg
 Several files are NAME-*.parquet or NAME-{0000..0099}.tar. All may also be at s3://, gs://, az:// or
 abfs://. `raypipe convert` makes a store of TFRecord, HDF5, MXNet .rec, zip, .npz, .pt, MDS, LitData and
@@ -167,8 +168,8 @@ def _kind_of(address: str) -> str:
         return kind
     if not is_remote(address) and _has_lmdb_magic(address):
         return "lmdb"
-    if ".tar." in name or name.endswith((".tgz", ".tbz2", ".txz")):
-        raise StoreError(f"{address} is compressed, which allows no random access: uncompress it to *.tar first")
+    if ".tar." in name:
+        raise StoreError(f"{address}: of compressed tars, raypipe reads .tar.gz, .tar.bz2 and .tar.xz")
     raise StoreError(f"{address} is not a store; {_LAYOUTS}")
 
 
@@ -176,6 +177,8 @@ def _kind_of_name(name: str) -> str:
     """Return the kind of a file by its name; empty if the suffix is unknown."""
     if name == "data.mdb":
         return "lmdb"
+    if name.endswith(_COMPRESSED_TARS):
+        return "tar"
     return next((kind for kind in _ENDS if name.endswith(f".{kind}")), "")
 
 
@@ -227,7 +230,7 @@ def _kind_of_folder(address: str, names: set[str]) -> str:
         return "lmdb"
     if any(not name.startswith("_") for name in folders):
         return "folder"
-    if "tar" in suffixes:
+    if "tar" in suffixes or any(name.lower().endswith(_COMPRESSED_TARS) for name in names):
         return "tar"
     if folders or any(suffix_of(name) in IMAGE_SUFFIXES for name in names):
         return "folder"

@@ -16,7 +16,7 @@ from raypipe.mistakes import checks_keywords
 from raypipe.plan.places import Split
 from raypipe.plan.schedule import Plan
 from raypipe.section import check
-from raypipe.storage.filesystem import join
+from raypipe.storage.filesystem import join, split
 from raypipe.stores import open_store, store_options
 from raypipe.stores.base import Store
 from raypipe.stores.joined import JoinedStore
@@ -83,8 +83,9 @@ def open_stream(
     declared = renamed(column_options(columns), target_column)
     transform = transform or TransformConfig()
     options = store_options(image_column, target_column or "", trust_pickles)
-    train_store = open_stores(train, options)
-    val_store = None if val is None else _opened(val, options)
+    index = join(split(quarantine)[0], "index") if quarantine else ""
+    train_store = open_stores(train, options, plan.shuffle, index)
+    val_store = None if val is None else _opened(val, options, plan.shuffle, index)
     stores: dict[Split, Store] = {"train": train_store}
     if val_store is not None and plan.val_interval:
         stores["val"] = val_store
@@ -163,18 +164,31 @@ def _columns_of(
     return find_columns(stores, declared, make, first, label)
 
 
-def open_stores(train: Train, options: Mapping[str, Any]) -> Store:
-    """The store at an address, or of several, by names, one that joins them; `options` see `store_options`."""
+def open_stores(train: Train, options: Mapping[str, Any], shuffle: str = "auto", index: str = "") -> Store:
+    """The store at an address, or of several, by names, one that joins them.
+
+    Args:
+        train: the addresses, or open stores.
+        options: see `store_options`.
+        shuffle: see `PlanConfig`; some stores can be read with or without groups.
+        index: address of the run's folder of indexes; empty = none.
+    """
     if not isinstance(train, Mapping):
-        return _opened(train, options)
+        return _opened(train, options, shuffle, index)
     if not train:
         raise ConfigError("store.train names no store: give {NAME: ADDRESS, …}")
     if "val" in train:
         raise ConfigError("store.train: 'val' is the name of the validation store; choose another one")
-    return JoinedStore({name: _opened(part, options) for name, part in train.items()})
+    return JoinedStore({name: _opened(part, options, shuffle, index) for name, part in train.items()})
 
 
-def _opened(store: Store | str | Path, options: Mapping[str, Any]) -> Store:
+def _opened(store: Store | str | Path, options: Mapping[str, Any], shuffle: str, index: str) -> Store:
+    opened = _of_address(store, options)
+    adapted = getattr(opened, "adapted", None)
+    return opened if adapted is None else adapted(shuffle, index)
+
+
+def _of_address(store: Store | str | Path, options: Mapping[str, Any]) -> Store:
     if isinstance(store, str | Path):
         return open_store(store, **options)
     if lacking := [name for name in _MEMBERS if not hasattr(store, name)]:

@@ -235,6 +235,8 @@ class TransformConfig(Section, prefix="transform."):
         val: transform of validation samples; the same choices.
         size: side of the images that presets make, in pixels; or sides by the epoch from which they apply, such as
             {0: 128, 10: 160, 20: 224}.
+        decode: "cpu": actors decode, and send pixels; "device": actors send encoded images, which the training
+            device decodes, crops and resizes: fewer bytes, little work for CPUs, and that device's own pixels.
         decode_as: "rgb": images become uint8 RGB; "array": PNG, TIFF and .npy keep their dtype and channels
             (docs/targets.md).
         crop_decode: "exact": decode only the crop of a JPEG, with the same pixels as "off"; "scaled": decode the
@@ -264,6 +266,7 @@ class TransformConfig(Section, prefix="transform."):
     train: str | list[dict[str, Any]] | dict[str, Any] = "light"
     val: str | list[dict[str, Any]] | dict[str, Any] = "center"
     size: Side | dict[int, Side] = 224
+    decode: Literal["cpu", "device"] = "cpu"
     decode_as: Literal["rgb", "array"] = "rgb"
     crop_decode: CropDecode = "exact"
     wire: Literal["rgb", "yuv420"] = "rgb"
@@ -289,6 +292,12 @@ class TransformConfig(Section, prefix="transform."):
         if self.wire == "yuv420":  # it converts uint8 RGB
             ok = self.decode_as == "rgb"
             self._require(ok, "decode_as", self.decode_as, "'rgb' with transform.wire='yuv420'")
+        if self.decode == "device":
+            fits = {"decode_as": ("rgb",), "wire": ("rgb",), "crop_decode": ("exact", "off")}
+            for name, values in fits.items():
+                value = getattr(self, name)
+                expected = f"{' or '.join(map(repr, values))} with transform.decode='device'"
+                self._require(value in values, name, value, expected)
 
     @property
     def size_by_epoch(self) -> dict[int, int]:

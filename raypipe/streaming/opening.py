@@ -98,6 +98,8 @@ def open_stream(
         laid_out = laid_out.bound_to({"sizes": sizes})
     if transform.wire != "rgb":
         laid_out = laid_out.bound_to({"wire": transform.wire})
+    if transform.decode != "cpu":
+        laid_out = laid_out.bound_to({"decode": transform.decode})
     return StreamSpec(
         plan=laid_out,
         stores=stores,

@@ -51,7 +51,7 @@ def resize(images: Sequence[torch.Tensor], maps: np.ndarray) -> torch.Tensor:
     axes = np.stack([maps[:, axis_columns(maps.shape[1], axis)] for axis in (0, 1)]).astype(np.int64)
     lengths, scale = axes[:, :, LENGTH], 1
     height, width = lengths.max(axis=1).tolist()
-    fill = torch.tensor(maps[0, FILL].tolist(), dtype=torch.uint8, device=device).view(3, 1)
+    fill = to_device(maps[0, FILL].astype(np.uint8), device).view(3, 1)
     spans = torch.zeros((num, height, 3, width), dtype=torch.uint8, device=device) + fill
     starts = axes[:, :, START]
     firsts = np.maximum(0, -starts)

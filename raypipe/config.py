@@ -259,6 +259,8 @@ class TransformConfig(Section, prefix="transform."):
         val: transform of validation samples; the same choices.
         size: side of the images that presets make, in pixels; or sides by the epoch from which they apply, such as
             {0: 128, 10: 160, 20: 224}.
+        decode: "cpu": actors decode, and send pixels; "device": actors send encoded images, which the training
+            device decodes, crops and resizes: fewer bytes, little work for CPUs, and that device's own pixels.
         decode_as: "rgb": images become uint8 RGB; "array": PNG, TIFF and .npy keep their dtype and channels
             (docs/targets.md).
         crop_decode: "exact": decode only the crop of a JPEG, with the same pixels as "off"; "scaled": decode the
@@ -291,6 +293,7 @@ class TransformConfig(Section, prefix="transform."):
     train: str | list[dict[str, Any]] | dict[str, Any] = "light"
     val: str | list[dict[str, Any]] | dict[str, Any] = "center"
     size: Side | dict[int, Side] = 224
+    decode: Literal["cpu", "device"] = "cpu"
     decode_as: Literal["rgb", "array"] = "rgb"
     crop_decode: CropDecode = "exact"
     strength: Share | tuple[Share, ...] = 1.0
@@ -318,6 +321,12 @@ class TransformConfig(Section, prefix="transform."):
         if self.wire == "yuv420":  # it converts uint8 RGB
             ok = self.decode_as == "rgb"
             self._require(ok, "decode_as", self.decode_as, "'rgb' with transform.wire='yuv420'")
+        if self.decode == "device":
+            fits = {"decode_as": ("rgb",), "wire": ("rgb",), "crop_decode": ("exact", "off")}
+            for name, values in fits.items():
+                value = getattr(self, name)
+                expected = f"{' or '.join(map(repr, values))} with transform.decode='device'"
+                self._require(value in values, name, value, expected)
 
     def strength_at(self, progress: float) -> float:
         """Return the strength at a share of the run, in [0, 1]."""

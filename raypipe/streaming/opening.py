@@ -110,6 +110,8 @@ def open_stream(
         laid_out = laid_out.bound_to({"strength": transform.strength, "epochs": plan.epochs if ramp else 0})
     if endings:
         laid_out = laid_out.bound_to({"endings": {split: each.described for split, each in endings.items()}})
+    if transform.decode != "cpu":
+        laid_out = laid_out.bound_to({"decode": transform.decode})
     return StreamSpec(
         plan=laid_out,
         stores=stores,

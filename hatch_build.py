@@ -119,7 +119,7 @@ def hardening(compiler: list[str]) -> list[str]:
 
 
 def known_of(is_known: Callable[[list[str]], bool]) -> list[str]:
-    """The first choice of each line of HARDENING that is known; most compilers know all first or all last choices."""
+    """The first known choice of each line of HARDENING; most compilers know all first ones, or all last ones."""
     for at in (0, -1):
         flags = [flag for choices in HARDENING for flag in choices[at]]
         if is_known(flags):

@@ -129,9 +129,7 @@ class Budget:
     def excesses(self) -> list[str]:
         """Lines about what there is too much of; empty if there is none."""
         lines, num_processes = [], sum(self.processes.values())
-        lines += [
-            f"without the mark cluster, and so beside another's, Ray is started by {n}" for n in self.hides_ray
-        ]
+        lines += [f"Ray is started without the mark cluster, so beside another's: {n}" for n in self.hides_ray]
         if len(self.ray) > MAX_RAY_TESTS:
             lines += [f"{len(self.ray)} tests of the default tier use Ray, over {MAX_RAY_TESTS}; the slowest:"]
             lines += self._slowest(self.ray)

@@ -70,6 +70,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    """Extensions report as leaked what is still frozen at exit."""
+    gc.unfreeze()
+
+
 _OWN = "own cluster"
 _SHARED = ("cluster of the pages and commands", "cluster of the packages")
 

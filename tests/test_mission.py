@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import albumentations as A  # noqa: N812
+import foreign_lmdbs
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -33,6 +34,7 @@ import raypipe
 from raypipe.commands import cli
 from raypipe.commands.cli import main
 from raypipe.device.prefetcher import Batch
+from raypipe.errors import StoreError
 from raypipe.train.launch import train
 
 PLAN = raypipe.PlanConfig(epochs=2, micro_batch_size=8, global_batch_size=16, seed=1)
@@ -91,8 +93,27 @@ def run_command(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str,
 # Stores
 
 
-def test_lmdb(store: Path) -> None:
+def test_lmdb(
+    store: Path, images: list[dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """raypipe's own, and those that others wrote, in place."""
     assert_trains_on(store)
+    encoded, labels = [sample["image"] for sample in images], [sample["label"] for sample in images]
+    assert_trains_on(foreign_lmdbs.write_folders(tmp_path / "keys.lmdb", encoded, labels, CLASSES))
+    assert_trains_on(foreign_lmdbs.write_lsun(tmp_path / "lsun", encoded, labels, CLASSES))
+    assert_trains_on(foreign_lmdbs.write_datums(tmp_path / "caffe", encoded, labels))
+    for kind, dumps in foreign_lmdbs.DUMPS.items():
+        pairs = foreign_lmdbs.write_values(tmp_path / kind, encoded, labels, dumps)
+        if kind == "pickle":
+            with pytest.raises(StoreError, match=r"--store\.trust-pickles true"):
+                open_small(pairs)
+        assert_trains_on(pairs, trust_pickles=kind == "pickle")
+    words = [f"word {label}" for label in labels]
+    text = foreign_lmdbs.write_texts(tmp_path / "text", encoded, words)
+    batches = training(open_small(text, target_column="", columns=["text"]))
+    assert sorted(word for batch in batches for word in batch.columns["text"]) == sorted(2 * words)
+    described = run_command(capsys, "inspect", tmp_path / "pickle", "--store.trust-pickles", "true")
+    assert described["samples"] == IMAGES
 
 
 def test_parquet(images: list[dict[str, Any]], tmp_path: Path, bucket: str) -> None:
@@ -138,6 +159,14 @@ def test_other_stores(images: list[dict[str, Any]], tmp_path: Path) -> None:
 def test_ray_data(images: list[dict[str, Any]], tmp_path: Path) -> None:
     raypipe.convert(ray.data.from_items(images), tmp_path / "dataset.lmdb")
     assert_trains_on(tmp_path / "dataset.lmdb")
+    encoded, labels = [sample["image"] for sample in images], [sample["label"] for sample in images]
+    others = foreign_lmdbs.write_folders(tmp_path / "others.lmdb", encoded, labels, CLASSES)
+    for path in (tmp_path / "dataset.lmdb", others):
+        dataset = raypipe.read_lmdb(path, columns=["label", "image"], override_num_blocks=4)
+        rows = dataset.take_all()
+        assert [(row["image"], row["label"]) for row in rows if row["label"] == 3] == [
+            (image, 3) for image in encoded[3::5]
+        ]
 
 
 # The CPU half

@@ -15,7 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import albumentations as A  # noqa: N812
+<<<<<<< HEAD
 import foreign_lmdbs
+=======
+import cv2
+>>>>>>> h-pipes
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -24,6 +28,7 @@ import ray
 import torch
 import without_ray
 import yaml
+from albumentations.pytorch import ToTensorV2
 from documented import ROOT
 from pictures import CLASSES, samples
 from small_runs import parse_run, small_run
@@ -184,19 +189,31 @@ def test_actors(store: Path) -> None:
 
 
 def test_albumentations(store: Path) -> None:
-    pipeline = A.Compose([A.RandomCrop(16, 16), A.HorizontalFlip(p=0.5), A.RandomBrightnessContrast(p=0.5)])
-    batches = training(open_small(store, train_transform=pipeline))
-    assert {batch.image.shape for batch in batches} == {(8, 3, 16, 16)}
+    """A pipeline as it stands in a training script: what its last steps make, the device makes."""
+    steps = [A.RandomCrop(16, 16), A.HorizontalFlip(p=0.5), A.RandomBrightnessContrast(p=0.5)]
+    last = A.Compose([A.Normalize((0.5, 0.4, 0.3), (0.3, 0.2, 0.1)), ToTensorV2()])
+    batches = training(open_small(store, train_transform=A.Compose([*steps, *last.transforms])))
+    for batch, before in zip(batches, training(open_small(store, train_transform=A.Compose(steps))), strict=True):
+        expected = [last(image=image.permute(1, 2, 0).numpy())["image"] for image in before.image]
+        torch.testing.assert_close(batch.image, torch.stack(expected), atol=1e-5, rtol=1e-5)
 
 
 def test_torchvision_v2(store: Path) -> None:
-    pipeline = v2.Compose([v2.RandomResizedCrop(16), v2.RandomHorizontalFlip(), v2.ColorJitter(0.4)])
-    batches = training(open_small(store, train_transform=pipeline))
-    assert {batch.image.shape for batch in batches} == {(8, 3, 16, 16)}
+    steps = [v2.ToImage(), v2.RandomResizedCrop(16), v2.RandomHorizontalFlip(), v2.ColorJitter(0.4)]
+    last = [v2.ToDtype(torch.float32, scale=True), v2.Normalize((0.5, 0.4, 0.3), (0.3, 0.2, 0.1))]
+    batches = training(open_small(store, train_transform=v2.Compose([*steps, *last])))
+    for batch, before in zip(batches, training(open_small(store, train_transform=v2.Compose(steps))), strict=True):
+        torch.testing.assert_close(batch.image, v2.Compose(last)(before.image), atol=1e-5, rtol=1e-5)
 
 
 def test_fast_decode(store: Path) -> None:
-    """The crop alone is decoded, with the pixels of the whole image, cropped."""
+    """The crop alone is decoded, with the pixels of the whole image, cropped: those of libjpeg-turbo."""
+    center = training(open_small(store, train_transform=A.Compose([A.CenterCrop(16, 16)])))[0]
+    encoded = raypipe.open_store(store).read(center.index)["image"]
+    decoded = (cv2.imdecode(np.frombuffer(image, np.uint8), cv2.IMREAD_COLOR_RGB) for image in encoded)
+    for image, whole in zip(center.image, decoded, strict=True):
+        top, left = (whole.shape[0] - 16) // 2, (whole.shape[1] - 16) // 2
+        assert np.array_equal(image.permute(1, 2, 0), whole[top : top + 16, left : left + 16])
     light = raypipe.TransformConfig(train="light", size=16)
     whole = dataclasses.replace(light, crop_decode="off")
     assert_equal(training(open_small(store, transform=light)), training(open_small(store, transform=whole)))
@@ -326,7 +343,12 @@ def test_policy_search() -> None:
 
 
 def test_strength(store: Path) -> None:
-    """No augmentation at the run's start and end, all of it in between."""
+    """No augmentation at the run's start and end, all of it in between, on the CPU and the device."""
+    on_cpu = raypipe.TransformConfig(train="heavy", val="center", size=16, strength=(0.5, 1, 0.5))
+    weak = training(open_small(store, transform=on_cpu))
+    none = training(open_small(store, transform=dataclasses.replace(on_cpu, strength=0.0)))
+    same = [torch.equal(one.image, two.image) for one, two in zip(weak, none, strict=True)]
+    assert same[:2] == [True, True] and not any(same[2:])
     flips = [{"op": "RandomHorizontalFlip", "p": 1.0}]
     fixed = raypipe.TransformConfig(train="resize", val="resize", size=16)
     augment = raypipe.AugmentConfig(ops=flips, strength=(0.5, 1, 0.5), mean=(0, 0, 0), std=(1, 1, 1))

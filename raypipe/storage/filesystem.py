@@ -193,8 +193,8 @@ def _hadoop(scheme: str, host: str) -> pyarrow.fs.FileSystem:
             raise
         raise ConfigError(
             f"{scheme}://{name}: {reason}: HDFS needs Java and Hadoop's native client on every node. Set "
-            "JAVA_HOME, HADOOP_HOME (or ARROW_LIBHDFS_DIR, the folder of libhdfs.so), and CLASSPATH to the output of "
-            "`hadoop classpath --glob`; or use webhdfs://namenode:9870/path, which needs neither"
+            "JAVA_HOME, HADOOP_HOME (or ARROW_LIBHDFS_DIR, the folder of libhdfs.so), and CLASSPATH to what "
+            "`hadoop classpath --glob` prints; or use webhdfs://namenode:9870/path, which needs neither"
         ) from None
 
 

@@ -100,7 +100,7 @@ def test_torchs_benchmark_measures_the_next_batch_of_a_loader() -> None:
             time.sleep(0.01)
             return super().read(*arguments)
 
-    store = SlowStore([np.zeros((16, 16, 3), np.uint8)] * 8, [0] * 8)
+    store = SlowStore([sample["image"] for sample in samples(8)], [0] * 8)
     found = timed_by_torch(store, TransformConfig(train="center", size=16), PoolConfig(engine="inline"), 4, 40)
     assert found["torch_ms_per_batch"] >= 10, "each batch is read apart"
     assert found["torch_images_per_s"] == pytest.approx(4000 / found["torch_ms_per_batch"])

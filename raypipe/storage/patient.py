@@ -73,7 +73,7 @@ def upload(local: str, filesystem: pyarrow.fs.FileSystem, path: str) -> None:
         return
 
     def copy(target_path: str) -> None:
-        with root.open("rb") as source, filesystem.open_output_stream(target_path) as target:
+        with root.open("rb") as source, filesystem.open_output_stream(target_path, compression=None) as target:
             shutil.copyfileobj(source, target, _CHUNK_BYTES)
 
     _whole(filesystem, path, copy)
@@ -234,7 +234,9 @@ class _Handler(pyarrow.fs.FileSystemHandler):
     def write(self, path: str, content: bytes | memoryview) -> None:
         def write(inner: pyarrow.fs.FileSystem) -> None:
             def to(target: str) -> None:
-                with inner.open_output_stream(target) as stream:
+                with inner.open_output_stream(
+                    target, compression=None
+                ) as stream:  # a name in .gz would detect one
                     stream.write(content)
 
             _whole(inner, path, to)

@@ -86,7 +86,7 @@ def column_options(columns: Any) -> dict[str, ColumnOptions]:
 
 @dataclass(frozen=True)
 class StoreConfig(Section, prefix="store."):
-    """The stores: where the images are. A store is a local path or a URI (s3://, gs://, az://, abfs://).
+    """The stores: where the images are. A store is a local path or a URI (s3://, gs://, az://, abfs://, hdfs://).
 
     Attributes:
         train: address of the training store; empty = the handwritten digits that raypipe ships. Several stores,
@@ -575,7 +575,7 @@ class RunConfig(Section, prefix=""):
     """A run: its sections `store`, `plan`, `transform`, `pool`, `augment` and `train`, its name and its folder.
 
     Attributes:
-        storage_path: folder or URI (s3://, gs://, az://, abfs://) that has a folder for each run.
+        storage_path: folder or URI (s3://, gs://, az://, abfs://, hdfs://) that has a folder for each run.
         name: name of the run; empty = made from the date.
         resume: folder or URI of a run, which continues from its latest checkpoint; "auto" = the run called `name`,
             or a new one if there is none.

@@ -15,11 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import albumentations as A  # noqa: N812
-<<<<<<< HEAD
-import foreign_lmdbs
-=======
 import cv2
->>>>>>> h-pipes
+import foreign_lmdbs
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq

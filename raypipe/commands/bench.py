@@ -99,7 +99,7 @@ def print_bench(figures: dict[str, Any]) -> None:
         read, sent = (rate / 1e6 * 8 * figures[f"{way}_gb_per_million"] for way in ("read", "sent"))
         print(
             f"{rate:,.0f} images/s need {figures['cpus_needed']:,} such CPUs, {_HEADROOM:.0%} to spare, which "
-            f"read {read:.1f} Gbit/s from the store and send {sent:.1f} Gbit/s of pixels."
+            f"read {read:.1f} Gbit/s from the store and send {sent:.1f} Gbit/s of images."
         )
 
 
@@ -239,7 +239,7 @@ def stream_once(
 
     Returns:
         `images_per_s`, see `steady`; `first_batch_s`, from ray.init to the first micro-batch;
-        `micro_batch_bytes`, of the pixels of one micro-batch.
+        `micro_batch_bytes`, of the images of one micro-batch, as they travel.
     """
     import ray
 
@@ -247,6 +247,7 @@ def stream_once(
     from raypipe.streaming.opening import open_stream
     from raypipe.streaming.pipeline import splits
     from raypipe.streaming.row import host_blocks
+    from raypipe.transform.encoded import DATA, MAP
     from raypipe.transform.fields import is_chroma, is_image
 
     # The same transform in both splits, so that every micro-batch costs the same.
@@ -265,6 +266,8 @@ def stream_once(
         blocks.append((arrived, num_images))
         arrays = batches[0].arrays()
         num_bytes = sum(arrays[name].nbytes for name in arrays if is_image(name) or is_chroma(name))
+        if encoded := batches[0].fields.get(DATA):  # transform.decode='device'
+            num_bytes = encoded.values.nbytes + arrays[MAP].nbytes
         if arrived - blocks[0][0] > seconds and len(blocks) >= _MIN_BLOCKS:
             break
         del block, batches

@@ -105,6 +105,8 @@ class StoreConfig(Section, prefix="store."):
             mixture's names in the place of `train`; empty = all.
         columns: further columns that batches get, such as `[caption]`; or `{NAME: {option: value}}` with the
             options `length`, `fill` and `dtype` (docs/targets.md).
+        in_memory: keep what was read once, still encoded, in memory that all processes of a node share, for slow
+            disks, network file systems and buckets; limited by RAYPIPE_MEMORY_BYTES.
     """
 
     train: str | dict[str, str] = ""
@@ -115,6 +117,7 @@ class StoreConfig(Section, prefix="store."):
     exclude: str | dict[str, str] = ""
     filter: str | dict[str, str] = ""
     columns: Columns = field(default_factory=list)
+    in_memory: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from raypipe.config import AugmentConfig
-from raypipe.device.augment import DeviceAugment
+from raypipe.device.augment import DeviceAugment, settings_of_device
 from raypipe.device.mixing import check_mixable
 from raypipe.device.prefetcher import Batch, on_device
 from raypipe.errors import CursorError, RaypipeError
@@ -113,14 +113,12 @@ class Loader(Unlike, instead=_INSTEAD):
         configure_logs(spec.log_format, run=spec.run, rank=rank)
         self.plan = spec.plan
         self.device = device or torch.device("cpu")
-        targets, views = bool(spec.transform.target_columns), makes_views(spec.transforms["train"])
         if augment and (target := spec.columns.target):
             check_mixable(augment, target.dtype, target.shape)
         self.augment: DeviceAugment | None = None
         self.rank, self.world_size = rank, world_size
         self._spec, self._open_at, self._start_from = spec, open_at, start_from
-        self._described = input_of(spec, augment)
-        self._lacks_weights = start_from is not None
+        self._augment, self._lacks_weights = augment, start_from is not None
         self._prefetch_factor, self.keep_batches = prefetch_factor, keep_batches
         self.account = Account(spec, self.device, rank, world_size, augment, folder)
         self._running = Running(self.account.chronicle.close)
@@ -134,7 +132,9 @@ class Loader(Unlike, instead=_INSTEAD):
             self._begin()
         if augment:  # its imports take a second, in which the pool starts
             try:
-                self.augment = DeviceAugment(augment, self.device, dtype, targets, views)
+                views = makes_views(spec.transforms["train"])
+                targets, has_target = spec.transform.target_columns, spec.columns.has_target
+                self.augment = DeviceAugment(augment, self.device, dtype, targets, views, has_target)
             except BaseException:  # its traceback refers to the loader
                 self.close()
                 raise
@@ -277,11 +277,12 @@ class Loader(Unlike, instead=_INSTEAD):
         at, total = self.cursor, self.plan.config.epochs * self.plan.steps_per_epoch
         begins = {"workers": self.world_size, "actors": self.account.actors, "from_step": self.global_step}
         validates = at.step == self.plan.steps_per_epoch and self.plan.has_val(at.epoch)
-        self.account.chronicle.begin(
-            validates,
-            functools.partial(settings_of, self._spec, **begins, to_step=total),
-            self._supervisor,
-        )
+
+        def settings() -> dict[str, Any]:
+            of_stream = settings_of(self._spec, **begins, to_step=total)
+            return of_stream | (settings_of_device(self._augment) if self._augment else {})
+
+        self.account.chronicle.begin(validates, settings, self._supervisor)
 
     def _left_early(self, of: Pass) -> None:
         is_now = of.segment is not None and of.turn == self._turn  # a forgotten loop may end at any later time
@@ -347,7 +348,8 @@ class Loader(Unlike, instead=_INSTEAD):
         # Ray Train refuses a tensor, and its controller would end the run at a number of NumPy's.
         metrics = {name: value.item() if hasattr(value, "item") else value for name, value in metrics.items()}
         with self.account.saving(lambda: "Ray Train writes it, or other ranks have not reported yet"):
-            report(metrics, parts, self.rank, self.place, self._described)
+            described = input_of(self._spec, self.augment and self.augment.config)
+            report(metrics, parts, self.rank, self.place, described)
         if self._lacks_weights and self.rank == 0:
             _logger.warning(
                 "the stream continued from a checkpoint, and loader.restore was not called: unless you loaded its "

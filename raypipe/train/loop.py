@@ -98,7 +98,6 @@ class Trainer:
         device: str = "",
     ) -> None:
         self.run, self.plan, self._start = run, spec.plan, start
-        self._described = input_of(spec, run.augment, run.train.model)
         self.run_uri, self.stopping, self._lease = run_uri, False, lease
         self._check_lease()
         # All ranks start from rank 0's checkpoint, since each might find a different one.
@@ -119,6 +118,8 @@ class Trainer:
             dtype=amp_dtype(run.train.amp, self.device) or torch.float32,
             run_dir=run_uri,
         )
+        augment = self.loader.augment
+        self._described = input_of(spec, augment.config if augment else run.augment, run.train.model)
         self.loader.interval_s, self._account = math.inf, self.loader.account
         self._account.is_run = True
         self._account.exported.checkpointed()

@@ -240,7 +240,7 @@ def _about_gaps(times: StageTimes, situation: Situation, used: float) -> str:
     return (
         f"Neither the input nor the speed of the {situation.name} limits the run: {times.wait_fraction:.0%} of "
         f"its time goes by waiting for data, and it executes kernels for {used:.0%}. Its kernels are too short "
-        f"for the host to launch them in time, or the model waits for the host. {_fewer_launches(times, situation)}"
+        f"for the host to launch in time, or the model waits for the host. {_fewer_launches(times, situation)}"
     )
 
 

@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from raypipe.stores import open_store as open_store
     from raypipe.streaming.handover import check_resources as check_resources
     from raypipe.streaming.handover import loader as loader
+    from raypipe.streaming.lmdb_dataset import LMDBDatasource as LMDBDatasource
+    from raypipe.streaming.lmdb_dataset import read_lmdb as read_lmdb
     from raypipe.streaming.opening import open_stream as open_stream
     from raypipe.streaming.plain import plain_loaders as plain_loaders
     from raypipe.streaming.resident import resident as resident
@@ -60,6 +62,7 @@ _NAMES = {
     "rayext.cluster": ["connect"],
     "stores": ["open_store"],
     "streaming.handover": ["check_resources", "loader"],
+    "streaming.lmdb_dataset": ["LMDBDatasource", "read_lmdb"],
     "streaming.opening": ["open_stream"],
     "streaming.plain": ["plain_loaders"],
     "streaming.resident": ["resident"],

@@ -63,7 +63,7 @@ def train(run: RunConfig) -> dict[str, Any]:
 
 def _check_paths(run: RunConfig) -> None:
     """Raise StoreError if a local store does not exist, before the seconds that Ray and torch take to load."""
-    options = store_options(run.store.image_column, run.store.target_column)
+    options = store_options(run.store.image_column, run.store.target_column, run.store.trust_pickles)
     train = run.store.train
     training = list(train.values()) if isinstance(train, dict) else [train]
     for address in filter(None, (*training, run.store.val)):
@@ -91,7 +91,7 @@ def convert_store(
         raypipe convert 'train-*.parquet' s3://bucket/train.lmdb --on-bad-sample skip
 
     Args:
-        run: Here store.image_column, store.target_column and, for sizes, transform.apply_exif matter.
+        run: Here the options of store.* that say how to read, and, for sizes, transform.apply_exif matter.
         src: a store of any format; several files as 'train-*.parquet'.
         dst: a path or a URI, such as s3://bucket/train.lmdb, that ends in .lmdb or .parquet.
         short_side: decode, and store JPEGs with this shorter side, in pixels; 0 = the bytes as they are.
@@ -104,8 +104,9 @@ def convert_store(
     """
     from raypipe.commands import convert as convert_module
 
+    options = store_options(run.store.image_column, run.store.target_column, run.store.trust_pickles)
     return convert_module.convert(
-        open_store(src, **store_options(run.store.image_column, run.store.target_column)),
+        open_store(src, **options),
         dst,
         short_side=short_side,
         quality=quality,

@@ -148,6 +148,7 @@ class DeviceAugment:
         config: with the module as an object, and the normalization that it ends with.
         normalize: what a validation's images get.
         mixes: whether batches have two targets, see `Batch.mix`.
+        normalizes: whether the module normalizes, and nothing behind it.
     """
 
     def __init__(
@@ -188,6 +189,7 @@ class DeviceAugment:
                 f"augment.module mixes images, and augment.{self._mixing[0]} does, too: set that to 0"
             )
         self.mixes = module_mixes or bool(self._mixing)
+        self.normalizes = self._module is not None and self._module.normalizes
         if views:
             self._check_views()
 
@@ -309,8 +311,7 @@ class DeviceAugment:
             made = Made(image, made.targets)
             if module:
                 made = module(made, counts, seed, strength)
-        is_normal = module is not None and module.normalizes
-        image = self.normalize.cast(made.image) if is_normal else self.normalize(made.image)
+        image = self.normalize.cast(made.image) if self.normalizes else self.normalize(made.image)
         return Made(image, made.targets, made.mix)
 
 

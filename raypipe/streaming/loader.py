@@ -22,10 +22,11 @@ import torch
 
 from raypipe.config import AugmentConfig
 from raypipe.device.augment import DeviceAugment, settings_of_device
+from raypipe.device.finish import Finish, check_floats, check_module
 from raypipe.device.mixing import check_mixable
 from raypipe.device.prefetcher import Batch, on_device
 from raypipe.errors import CursorError, RaypipeError
-from raypipe.logs import configure_logs, log_place
+from raypipe.logs import configure_logs, log_place, progress
 from raypipe.metrics.records import Folder
 from raypipe.metrics.timing import StageTimes
 from raypipe.mistakes import Unlike
@@ -96,7 +97,7 @@ class Loader(Unlike, instead=_INSTEAD):
         *,
         cursor: Cursor | None = None,
         augment: AugmentConfig | None = None,
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | None = None,
         prefetch_factor: int = 2,
         keep_batches: int = 0,
         folder: Folder | None = None,
@@ -113,12 +114,16 @@ class Loader(Unlike, instead=_INSTEAD):
         configure_logs(spec.log_format, run=spec.run, rank=rank)
         self.plan = spec.plan
         self.device = device or torch.device("cpu")
+        self._user_augment = augment
+        self._ending = Finish(spec.endings, augment, self.device, dtype)
+        augment = self._ending.config if augment else None
         if augment and (target := spec.columns.target):
             check_mixable(augment, target.dtype, target.shape)
         self.augment: DeviceAugment | None = None
         self.rank, self.world_size = rank, world_size
         self._spec, self._open_at, self._start_from = spec, open_at, start_from
-        self._augment, self._lacks_weights = augment, start_from is not None
+        self._looked_at = set[Split]()
+        self._lacks_weights = start_from is not None
         self._prefetch_factor, self.keep_batches = prefetch_factor, keep_batches
         self.account = Account(spec, self.device, rank, world_size, augment, folder)
         self._running = Running(self.account.chronicle.close)
@@ -134,10 +139,15 @@ class Loader(Unlike, instead=_INSTEAD):
             try:
                 views = makes_views(spec.transforms["train"])
                 targets, has_target = spec.transform.target_columns, spec.columns.has_target
+                dtype = self._ending.dtype
                 self.augment = DeviceAugment(augment, self.device, dtype, targets, views, has_target)
+                check_module(spec.endings.get("train"), self.augment)
             except BaseException:  # its traceback refers to the loader
                 self.close()
                 raise
+        if rank == 0:
+            for line in self._ending.described():
+                progress(_logger, line)
 
     def _go_to(self, cursor: Cursor) -> None:
         self.plan.check(cursor)
@@ -280,7 +290,7 @@ class Loader(Unlike, instead=_INSTEAD):
 
         def settings() -> dict[str, Any]:
             of_stream = settings_of(self._spec, **begins, to_step=total)
-            return of_stream | (settings_of_device(self._augment) if self._augment else {})
+            return of_stream | (settings_of_device(self._user_augment) if self._user_augment else {})
 
         self.account.chronicle.begin(validates, settings, self._supervisor)
 
@@ -348,8 +358,7 @@ class Loader(Unlike, instead=_INSTEAD):
         # Ray Train refuses a tensor, and its controller would end the run at a number of NumPy's.
         metrics = {name: value.item() if hasattr(value, "item") else value for name, value in metrics.items()}
         with self.account.saving(lambda: "Ray Train writes it, or other ranks have not reported yet"):
-            described = input_of(self._spec, self.augment and self.augment.config)
-            report(metrics, parts, self.rank, self.place, described)
+            report(metrics, parts, self.rank, self.place, self.described())
         if self._lacks_weights and self.rank == 0:
             _logger.warning(
                 "the stream continued from a checkpoint, and loader.restore was not called: unless you loaded its "
@@ -361,6 +370,13 @@ class Loader(Unlike, instead=_INSTEAD):
         chronicle.record("report", values=numbers_in(metrics))
         if chronicle.log:
             chronicle.log.sync()
+
+    def described(self, model: str = "") -> dict[str, Any]:
+        """Describe the inputs of a model of this name that the loop trains, for its checkpoints."""
+        augment = self._user_augment
+        if self.augment and not self._spec.endings:  # with the normalization of its module
+            augment = self.augment.config
+        return input_of(self._spec, augment, model)
 
     def should_checkpoint(self) -> bool:
         """Return, on all ranks alike, whether to make a checkpoint now, since a node of the trainers will go.
@@ -539,7 +555,12 @@ class Loader(Unlike, instead=_INSTEAD):
         account.num_bad += batch.num_bad
         if self.plan.sources:
             batch = replace(batch, source=self.plan.source_of(batch.index))
-        if self.augment is not None:
+        if expected.split not in self._looked_at:
+            self._look_at(batch)
+        is_recorded = self.augment is not None and self.augment.config.differentiable
+        if self._ending.does(expected.split) and not is_recorded:
+            batch = self._ending(batch)
+        elif self.augment is not None:
             batch = self.augment.of_batch(batch, account.strength(self.plan.global_step(expected)))
         num_images = int((batch.index >= 0).sum())
         account.handed_out(
@@ -551,6 +572,22 @@ class Loader(Unlike, instead=_INSTEAD):
             outage_s=batch.outage_s,
         )
         return batch
+
+    def _look_at(self, batch: Batch) -> None:
+        """Check the dtype of a split's images, at its first batch, and say where floats travel."""
+        split = batch.position.split
+        self._looked_at.add(split)
+        if not batch.image.is_floating_point() or self._spec.transform.decode_as == "array":
+            return
+        ending = self._spec.endings.get(split)
+        check_floats(ending, split)
+        if self.rank == 0 and not (ending and ending.is_own):
+            _logger.warning(
+                "transform.%s returns float images, which are taken as they are: float32 travels, four times the "
+                "bytes of uint8%s",
+                split,
+                ", and augment.mean and augment.std apply to them" if self.augment and not ending else "",
+            )
 
     def _awaited(self) -> str:
         """Name what holds up a batch."""

@@ -45,6 +45,7 @@ from raypipe.train.run_folder import (
     store_config,
     write_error,
 )
+from raypipe.transform.ending import normalization
 from raypipe.transform.views import makes_views
 
 logger = logging.getLogger(__name__)
@@ -112,6 +113,7 @@ def _train(run: RunConfig, run_uri: str, lease: str) -> dict[str, Any]:
         except KeyboardInterrupt as interrupt:
             if interrupts.reason:
                 reason = f"{interrupts.reason}: restart the cluster, then continue with: {_command(run_uri)}"
+                _record_error(run_uri, reason)
                 raise RunError(reason) from interrupt
             progress(logger, _how_to_continue(run_uri))
             raise
@@ -125,6 +127,8 @@ def _checked(run: RunConfig, run_uri: str) -> tuple[StreamSpec, int]:
     phase(logger, "reading the stores")
     spec = spec_of(run, run_uri)
     num_classes = num_classes_of(run, spec)
+    for split, ending in spec.endings.items():
+        normalization(ending, run.augment, split)
     views = makes_views(spec.transforms["train"])
     check_augment(run.augment, spec.transform.target_columns, views, spec.columns.has_target)
     check_code(run.train, len(run.augment.mean))

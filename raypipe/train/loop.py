@@ -29,7 +29,6 @@ from raypipe.streaming.checkpoints import Checkpoint, find_newest, read_state, w
 from raypipe.streaming.epochs import Pass
 from raypipe.streaming.handover import loader
 from raypipe.streaming.loader import Loader
-from raypipe.streaming.saved_model import input_of
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.stateful import loaded
 from raypipe.train.background import CheckpointWriter
@@ -118,8 +117,7 @@ class Trainer:
             dtype=amp_dtype(run.train.amp, self.device) or torch.float32,
             run_dir=run_uri,
         )
-        augment = self.loader.augment
-        self._described = input_of(spec, augment.config if augment else run.augment, run.train.model)
+        self._described = self.loader.described(run.train.model)
         self.loader.interval_s, self._account = math.inf, self.loader.account
         self._account.is_run = True
         self._account.exported.checkpointed()

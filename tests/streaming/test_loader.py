@@ -153,6 +153,29 @@ def test_a_module_alone_makes_the_same_images_by_hand_and_for_two_ranks(spec: St
         loader(inline, augment="light")  # type: ignore[arg-type]
 
 
+def test_a_module_precedes_the_normalize_of_a_pipeline_and_has_no_other(stores: dict[str, Path]) -> None:
+    import kornia.augmentation as K  # noqa: N812
+    from torch import nn
+    from torchvision.transforms import v2
+
+    floats = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize([0.5] * 3, [0.25] * 3)]
+    pipeline = v2.Compose([v2.CenterCrop(32), *floats])
+    spec = open_stream(
+        stores["train"],
+        plan=PlanConfig(epochs=1, micro_batch_size=4),
+        train_transform=pipeline,
+        val_transform=pipeline,
+        pool=PoolConfig(engine="inline"),
+    )
+    plain = [batch.image for epoch in loader(spec).epochs() for batch in epoch.train]
+    inverted = nn.Sequential(K.RandomInvert(p=1.0))
+    found = [batch.image for epoch in loader(spec, augment=inverted).epochs() for batch in epoch.train]
+    for one, other in zip(plain, found, strict=True):
+        torch.testing.assert_close(other, 0 - one, rtol=1e-4, atol=1e-4)  # of [-2, 2]
+    with pytest.raises(ConfigError, match=r"leave one of the two out|images are normalized once"):
+        loader(spec, augment=nn.Sequential(K.RandomInvert(), K.Normalize((0.1,) * 3, (0.2,) * 3)))
+
+
 def test_validation_is_normalised_and_nothing_else(spec: StreamSpec) -> None:
     plain, augmented = delivered(spec, None), delivered(spec, AUGMENT)
     places = [place for place in plain if plain[place].position.split == "val"]

@@ -1,0 +1,381 @@
+"""What raypipe is for: one small test for each thing that a user comes for, by the public API or the command line.
+
+Read this file first: each test is the shortest use of one capability. Other files test the same parts in depth.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import os
+import runpy
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import albumentations as A  # noqa: N812
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import ray
+import torch
+import without_ray
+import yaml
+from documented import ROOT
+from pictures import CLASSES, samples
+from small_runs import parse_run, small_run
+from torchvision.transforms import v2
+
+import raypipe
+from raypipe.commands import cli
+from raypipe.commands.cli import main
+from raypipe.device.prefetcher import Batch
+from raypipe.train.launch import train
+
+PLAN = raypipe.PlanConfig(epochs=2, micro_batch_size=8, global_batch_size=16, seed=1)
+SMALL = raypipe.TransformConfig(train="small", val="resize", size=16)
+INLINE = raypipe.PoolConfig(engine="inline")
+IMAGES = 48
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> list[dict[str, Any]]:
+    return samples(IMAGES)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    """An LMDB of 48 JPEGs in 5 classes."""
+    raypipe.convert(samples(IMAGES), tmp_path / "train.lmdb", classes=CLASSES)
+    return tmp_path / "train.lmdb"
+
+
+def open_small(train: Any, val: Any = None, **options: Any) -> raypipe.StreamSpec:
+    """A stream of small images, made in this process unless a pool is given."""
+    return raypipe.open_stream(train, val, **{"plan": PLAN, "transform": SMALL, "pool": INLINE, **options})
+
+
+def training(spec: raypipe.StreamSpec, **options: Any) -> list[Batch]:
+    """Every training batch of a stream."""
+    loader = raypipe.loader(spec, **options)
+    return [batch for epoch in loader.epochs() for batch in epoch.train]
+
+
+def labels_of(batches: list[Batch]) -> list[int]:
+    return [label for batch in batches for label in batch.target.tolist()]
+
+
+def assert_trains_on(train: Any, **options: Any) -> None:
+    """Each of the 48 samples comes once in each epoch, with its label."""
+    batches = training(open_small(train, **options))
+    assert len(batches) == 2 * IMAGES // 8 and all(batch.image.shape == (8, 3, 16, 16) for batch in batches)
+    assert sorted(labels_of(batches)) == sorted(2 * [number % 5 for number in range(IMAGES)])
+
+
+def assert_equal(one: list[Batch], two: list[Batch]) -> None:
+    assert len(one) == len(two) > 0
+    for first, second in zip(one, two, strict=True):
+        assert torch.equal(first.image, second.image) and torch.equal(first.target, second.target)
+
+
+def run_command(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, Any]:
+    """The JSON of a command's last line."""
+    main([str(word) for word in words])
+    result: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
+    return result
+
+
+# Stores
+
+
+def test_lmdb(store: Path) -> None:
+    assert_trains_on(store)
+
+
+def test_parquet(images: list[dict[str, Any]], tmp_path: Path, bucket: str) -> None:
+    plain = {"image": [sample["image"] for sample in images], "label": [sample["label"] for sample in images]}
+    hugging_face = {**plain, "image": [{"bytes": image, "path": None} for image in plain["image"]]}
+    for name, columns in (("plain", plain), ("hf", hugging_face)):
+        pq.write_table(pa.table(columns), tmp_path / f"{name}.parquet", row_group_size=10)
+        assert_trains_on(tmp_path / f"{name}.parquet")
+    for number in range(2):
+        half = {name: values[24 * number : 24 * number + 24] for name, values in plain.items()}
+        pq.write_table(pa.table(half), tmp_path / f"many-{number}.parquet")
+    assert_trains_on(tmp_path / "many-*.parquet")
+    raypipe.convert(tmp_path / "plain.parquet", f"{bucket}/train.parquet")
+    assert_trains_on(f"{bucket}/train.parquet")
+
+
+def test_webdataset(images: list[dict[str, Any]], tmp_path: Path) -> None:
+    for shard in range(2):
+        with tarfile.open(tmp_path / f"train-{shard}.tar", "w") as tar:
+            for number in range(24 * shard, 24 * shard + 24):
+                sample = images[number]
+                for suffix, content in (("jpg", sample["image"]), ("cls", str(sample["label"]).encode())):
+                    member = tarfile.TarInfo(f"{number:06d}.{suffix}")
+                    member.size = len(content)
+                    tar.addfile(member, io.BytesIO(content))
+    assert_trains_on(tmp_path / "train-{0..1}.tar")
+
+
+def test_other_stores(images: list[dict[str, Any]], tmp_path: Path) -> None:
+    raypipe.convert(iter(images), tmp_path / "iterable.lmdb")
+    assert_trains_on(tmp_path / "iterable.lmdb")
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_ray_data(images: list[dict[str, Any]], tmp_path: Path) -> None:
+    raypipe.convert(ray.data.from_items(images), tmp_path / "dataset.lmdb")
+    assert_trains_on(tmp_path / "dataset.lmdb")
+
+
+# The CPU half
+
+
+@pytest.mark.usefixtures("two_cpus")
+def test_actors(store: Path) -> None:
+    spec = open_small(store, pool=raypipe.PoolConfig(max_actors=2))
+    loader = raypipe.loader(spec)
+    made = [batch for epoch in loader.epochs() for batch in epoch.train]
+    assert_equal(made, training(open_small(store)))
+    nodes = yaml.safe_load((ROOT / "cluster.yaml").read_text())["available_node_types"]
+    growing = [kind for kind in nodes.values() if kind.get("max_workers", 0) > kind.get("min_workers", 0) == 0]
+    assert any("GPU" not in kind.get("resources", {}) for kind in growing)
+
+
+def test_albumentations(store: Path) -> None:
+    pipeline = A.Compose([A.RandomCrop(16, 16), A.HorizontalFlip(p=0.5), A.RandomBrightnessContrast(p=0.5)])
+    batches = training(open_small(store, train_transform=pipeline))
+    assert {batch.image.shape for batch in batches} == {(8, 3, 16, 16)}
+
+
+def test_torchvision_v2(store: Path) -> None:
+    pipeline = v2.Compose([v2.RandomResizedCrop(16), v2.RandomHorizontalFlip(), v2.ColorJitter(0.4)])
+    batches = training(open_small(store, train_transform=pipeline))
+    assert {batch.image.shape for batch in batches} == {(8, 3, 16, 16)}
+
+
+def test_fast_decode(store: Path) -> None:
+    """The crop alone is decoded, with the pixels of the whole image, cropped."""
+    light = raypipe.TransformConfig(train="light", size=16)
+    whole = dataclasses.replace(light, crop_decode="off")
+    assert_equal(training(open_small(store, transform=light)), training(open_small(store, transform=whole)))
+
+
+def test_decode_once(store: Path, tmp_path: Path) -> None:
+    raypipe.convert(store, tmp_path / "short.lmdb", short_side=20)
+    assert len(raypipe.open_store(tmp_path / "short.lmdb")) == IMAGES
+    assert_trains_on(tmp_path / "short.lmdb")
+
+
+# The device half
+
+
+def test_kornia(store: Path) -> None:
+    ops = [{"op": "RandomHorizontalFlip", "p": 0.5}, {"op": "ColorJitter", "brightness": 0.2}]
+    augment = raypipe.AugmentConfig(ops=ops)
+    assert_equal(training(open_small(store), augment=augment), training(open_small(store), augment=augment))
+
+
+def test_batch_transforms(store: Path) -> None:
+    augment = raypipe.AugmentConfig(ops=[{"op": "RandomErasing", "p": 1}], mixup_alpha=0.4, cutmix_alpha=1)
+    batches = training(open_small(store), augment=augment)
+    assert all(batch.mix is not None for batch in batches)
+
+
+def test_prefetch(store: Path, cuda_or_pretended: None) -> None:
+    """Batches come by a CUDA stream of their own, into a ring of pinned memory, normalized there."""
+    batches = training(open_small(store), device="cuda", augment=raypipe.AugmentConfig(), keep_batches=9)
+    assert {batch.image.dtype for batch in batches} == {torch.float32}
+    assert {batch.image.device.type for batch in batches} == {"cuda"}
+
+
+# One stream
+
+
+def test_interleave_prefetch_parallel_map_autotune(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing is set: readers, actors, blocks and what is ahead of the GPU are chosen."""
+    defaults = raypipe.PoolConfig()
+    assert (defaults.max_actors, defaults.micro_batches_per_block, defaults.max_in_flight) == (0, 0, 0)
+    result = run_command(capsys, "bench", store, "--pool.engine=inline", "--seconds=0.2", "--transform.size=16")
+    assert result["stream_images_per_s"] > 0
+
+
+def test_debug(store: Path) -> None:
+    """A debugger stops in a transform, since it runs in this process."""
+    seen: list[int] = []
+
+    def transform(image: np.ndarray) -> np.ndarray:
+        seen.append(os.getpid())
+        return image[:16, :16]
+
+    training(open_small(store, train_transform=transform, val_transform=transform))
+    assert set(seen) == {os.getpid()}
+
+
+@pytest.mark.usefixtures("two_cpus")
+def test_seeds(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = (
+        "--plan.epochs=2",
+        "--plan.micro-batch-size=8",
+        "--plan.global-batch-size=16",
+        "--transform.size=16",
+    )
+    written = tmp_path / "one.json"
+    one = run_command(capsys, "digest", store, *settings, "--pool.engine=inline", "--output", written)
+    elsewhere = ("--pool.max-actors=2", "--train.num-workers=2", "--from-step=1")
+    two = run_command(capsys, "digest", store, *settings, *elsewhere, "--compare", written)
+    assert len(one["digest"]) == 32 and two["equal"] is True
+
+
+@pytest.mark.usefixtures("one_cpu")
+def test_persistent_workers(store: Path) -> None:
+    """One actor makes every epoch and every validation."""
+    pids: set[int] = set()
+
+    def transform(image: np.ndarray) -> np.ndarray:
+        return np.full((16, 16, 3), os.getpid() % 251, np.uint8)
+
+    spec = open_small(
+        store, store, train_transform=transform, val_transform=transform, pool=raypipe.PoolConfig(max_actors=1)
+    )
+    for batch in without_ray.every_batch(raypipe.loader(spec)):
+        pids |= set(batch.image.flatten().tolist())
+    assert len(pids) == 1
+
+
+# Training
+
+
+def final_weights(result: dict[str, Any]) -> dict[str, torch.Tensor]:
+    last = sorted(Path(result["run_dir"]).glob("checkpoint_*/"))[-1]
+    weights: dict[str, torch.Tensor] = raypipe.read_checkpoint(last).state["model"]
+    return weights
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_ddp(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two workers learn the weights that one learns."""
+    run = small_run(tmp_path, store, store, 1, 2)
+    alone = without_ray.train(dataclasses.replace(run, name="alone"))
+    two = dataclasses.replace(run.train, num_workers=2, cpus_per_worker=0.5)
+    together = train(dataclasses.replace(run, name="two", train=two))
+    for name, value in final_weights(alone).items():
+        assert torch.equal(value, final_weights(together)[name]), name
+
+
+def test_precision(store: Path, tmp_path: Path) -> None:
+    """bf16 and accumulated gradients; channels_last and cudnn.benchmark are on by themselves."""
+    result = without_ray.train(small_run(tmp_path, store, store, 1, 2, amp="bf16"))
+    assert 0 <= result["val_accuracy"] <= 1 and result["steps"] == IMAGES // 12
+
+
+def test_imbalance(tmp_path: Path) -> None:
+    rare = [sample | {"label": int(number < 4)} for number, sample in enumerate(samples(IMAGES))]
+    raypipe.convert(rare, tmp_path / "rare.lmdb")
+    balanced = dataclasses.replace(PLAN, weights=1.0, epoch_samples=160)
+    shares = np.bincount(labels_of(training(open_small(tmp_path / "rare.lmdb", plan=balanced)))) / 320
+    assert shares == pytest.approx([0.5, 0.5], abs=0.1)
+
+
+def test_policy_search() -> None:
+    """The policies that `jobs/tune.py` tries; tests/test_tune.py runs searches."""
+    job = runpy.run_path(str(ROOT / "jobs" / "tune.py"))
+    found = job["policies"](parse_run([], None), 6, ("heavy",))
+    assert len({json.dumps(dataclasses.asdict(policy.augment)) for policy in found}) > 3
+
+
+def test_strength(store: Path) -> None:
+    """No augmentation at the run's start and end, all of it in between."""
+    flips = [{"op": "RandomHorizontalFlip", "p": 1.0}]
+    fixed = raypipe.TransformConfig(train="resize", val="resize", size=16)
+    augment = raypipe.AugmentConfig(ops=flips, strength=(0.5, 1, 0.5), mean=(0, 0, 0), std=(1, 1, 1))
+    augmented = training(open_small(store, transform=fixed), augment=augment)
+    plain = training(open_small(store, transform=fixed))
+    turned = [
+        float((one.image - two.image / 255).abs().gt(0.01).flatten(1).any(1).float().mean())
+        for one, two in zip(augmented, plain, strict=True)
+    ]
+    assert turned[0] == 0 and max(turned) > turned[-1]
+
+
+def test_validation(store: Path) -> None:
+    """Validation is the same in every epoch, not augmented, and counts each sample once."""
+    loader = raypipe.loader(open_small(store, store), augment=raypipe.AugmentConfig(preset="strong"))
+    epochs = [list(epoch.val) for epoch in loader.epochs()]
+    assert_equal(*epochs)
+    assert sum(float(batch.weight.sum()) for batch in epochs[0]) == IMAGES
+
+
+def test_bottleneck(store: Path, tmp_path: Path) -> None:
+    """The run says who waits for whom."""
+    result = without_ray.train(small_run(tmp_path, store, store, 2, 2))
+    records = (Path(result["run_dir"]) / "metrics.jsonl").read_text().splitlines()
+    texts = [record["text"] for record in map(json.loads, records) if record["kind"] == "diagnosis"]
+    assert any("of a trainer is" in text for text in texts)
+
+
+RESUMED = """
+import os
+import sys
+
+import torch
+
+import raypipe
+
+store, state = sys.argv[1:]
+spec = raypipe.open_stream(
+    store,
+    plan=raypipe.PlanConfig(epochs=2, micro_batch_size=8, seed=1),
+    transform=raypipe.TransformConfig(train="light", size=16),
+    pool=raypipe.PoolConfig(engine="inline"),
+)
+loader = raypipe.loader(spec)
+if os.path.exists(state):
+    loader.load_state_dict(torch.load(state))
+for epoch in loader.epochs():
+    for batch in epoch.train:
+        print(loader.global_step, int(batch.image.long().sum()), flush=True)
+        torch.save(loader.state_dict(), state)
+        if os.path.exists(state + ".kill") and loader.global_step == 5:
+            os.remove(state + ".kill")
+            os.kill(os.getpid(), 9)
+"""
+
+
+def test_resume(store: Path, tmp_path: Path) -> None:
+    """`kill -9`, then the same command: the next step, the same bits."""
+
+    def steps(state: str) -> dict[str, str]:
+        command = [sys.executable, "-c", RESUMED, str(store), str(tmp_path / state)]
+        printed = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60).stdout
+        return dict(line.split() for line in printed.splitlines())
+
+    (tmp_path / "mine.kill").touch()
+    killed = steps("mine")
+    resumed = steps("mine")
+    assert not resumed.keys() & killed.keys()
+    assert killed | resumed == steps("unbroken")
+
+
+def test_submit() -> None:
+    """`ray job submit … python jobs/train.py`; tests/test_jobs.py submits it to a cluster."""
+    job = runpy.run_path(str(ROOT / "jobs" / "train.py"))
+    assert job["train"] is cli.train
+    cluster = yaml.safe_load((ROOT / "cluster.yaml").read_text())
+    assert cluster["provider"]["type"] == "aws" and "head" in cluster["available_node_types"]
+
+
+def test_container(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The image holds what `raypipe` needs, and a notebook looks at augmented images."""
+    result = run_command(
+        capsys, "preview", store, "-o", tmp_path / "grid.png", "--transform.size=16", "--augment.preset=strong"
+    )
+    assert Path(result["output"]).stat().st_size > 1000
+    assert "COPY raypipe raypipe" in (ROOT / "deploy" / "Dockerfile").read_text()
+    cells = json.loads((ROOT / "docs" / "preview.ipynb").read_text())["cells"]
+    assert any("preview" in "".join(cell["source"]) for cell in cells)

@@ -10,6 +10,7 @@ Excluded rows are black, and their targets are what `raypipe.transform.targets` 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -91,7 +92,8 @@ class Content:
         self._at_once: ProgramsAtOnce | None = None
         self._encoded: EncodedImages | None = None
         if config.decode == "device":
-            self._encoded = EncodedImages(self._crops, brief(transform))
+            only = self._crops[0].transform if not isinstance(built, Mapping) else None
+            self._encoded = EncodedImages(only, brief(transform))
             self.fields[MAP] = self._encoded.field
             return
         programs = [crop.transform.program for crop in self._crops]

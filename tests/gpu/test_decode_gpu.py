@@ -109,9 +109,7 @@ def test_a_device_without_a_decoder_is_told_with_each_reason(monkeypatch: pytest
         return lambda images, boxes: [torch.zeros((3, 16, 24), dtype=torch.uint8, device=device)]
 
     monkeypatch.setattr(decode, "LIBRARIES", {"one": missing, "other": wrong})
-    with pytest.raises(
-        ConfigError, match=r"one: no such module; other: its pixels .* transform\.decode='cpu'"
-    ):
+    with pytest.raises(ConfigError, match=r"one: no such module; other: its pixels .* transform\.decode='cpu'"):
         decode.DeviceDecoder(CUDA)
 
 

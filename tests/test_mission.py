@@ -198,7 +198,7 @@ def test_gpu_decode(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for ours, other in zip(device, host, strict=True):
         assert ours.index.tolist() == other.index.tolist() and torch.equal(ours.target, other.target)
         assert (ours.image - other.image).abs().mean() < 0.1  # the same crops, flips and augmentation
-    options = ("--pool.engine=inline", "--transform.train=light", "--transform.decode=device")
+    options = ("--pool.engine=inline", "--plan.micro_batch_size=8", "--transform.decode=device")
     assert run_command(capsys, "digest", store, *options)
 
 

@@ -94,7 +94,10 @@ class StoreConfig(Section, prefix="store."):
         val: address of the validation store; empty = no validation (the digits have their own).
         image_column: name of the image column; in WebDataset, the suffix of the image files.
         target_column: name of the target's column, which has classes, or numbers of one shape; in WebDataset, the
-            suffix, or the field of the JSON; empty = batches have no target (docs/targets.md).
+            suffix, or the field of the JSON; in LMDB of other programs, also a list of keys and labels, such as
+            `labels.txt`, or `folder`; empty = batches have no target (docs/targets.md).
+        trust_pickles: open pickled values in LMDB of other programs, if you trust whoever wrote them; nothing but
+            bytes, text, numbers, tuples, lists and dicts is read from them.
         exclude: list of bad samples of the training store to exclude, a path or a URI that `raypipe verify` has
             written; or `{train: LIST, val: LIST}`, with a mixture's names in the place of `train`; empty = none.
         filter: expression over columns, such as "width >= 256 and label != 3"; the run trains on the samples for
@@ -108,6 +111,7 @@ class StoreConfig(Section, prefix="store."):
     val: str = ""
     image_column: str = "image"
     target_column: str = "label"
+    trust_pickles: bool = False
     exclude: str | dict[str, str] = ""
     filter: str | dict[str, str] = ""
     columns: Columns = field(default_factory=list)
@@ -225,6 +229,26 @@ class PlanConfig(Section, prefix="plan."):
         return self.micro_batch_size * self.per_step
 
 
+def _ramps(strength: float | tuple[float, ...]) -> tuple[float, ...]:
+    return strength if isinstance(strength, tuple) else (0.0, strength, 0.0)
+
+
+def _check_strength(section: Section, strength: float | tuple[float, ...]) -> None:
+    three = not isinstance(strength, tuple) or len(strength) == 3
+    section._require(three, "strength", strength, "a number, or [RISE, PEAK, FALL]")
+    rise, _, fall = _ramps(strength)
+    section._require(rise + fall <= 1, "strength", strength, "[RISE, PEAK, FALL] with RISE + FALL at most 1")
+
+
+def _strength_at(strength: float | tuple[float, ...], progress: float) -> float:
+    rise, peak, fall = _ramps(strength)
+    if progress < rise:
+        return peak * progress / rise
+    if progress > 1 - fall:
+        return peak * (1 - progress) / fall
+    return peak
+
+
 @dataclass(frozen=True)
 class TransformConfig(Section, prefix="transform."):
     """The CPU transform, which actors apply to each sample; see docs/transforms.md.
@@ -241,6 +265,9 @@ class TransformConfig(Section, prefix="transform."):
             (docs/targets.md).
         crop_decode: "exact": decode only the crop of a JPEG, with the same pixels as "off"; "scaled": decode the
             crop at a reduced size; "off": decode the whole image.
+        strength: factor of the probabilities and magnitudes of training transforms, a number or a ramp as
+            augment.strength; for raypipe's presets, and lists of steps that raypipe makes itself. At 0 a random
+            crop is a central one.
         wire: how images travel to the device: "rgb", or "yuv420": in half the bytes, with color at half the
             resolution.
         apply_exif: rotate images by their EXIF orientation, or else by XMP's, as Pillow does; masks, boxes and
@@ -269,6 +296,7 @@ class TransformConfig(Section, prefix="transform."):
     decode: Literal["cpu", "device"] = "cpu"
     decode_as: Literal["rgb", "array"] = "rgb"
     crop_decode: CropDecode = "exact"
+    strength: Share | tuple[Share, ...] = 1.0
     wire: Literal["rgb", "yuv420"] = "rgb"
     apply_exif: bool = False
     mask_column: str = ""
@@ -282,6 +310,7 @@ class TransformConfig(Section, prefix="transform."):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        _check_strength(self, self.strength)
         named = not self.make_columns or ":" in self.make_columns
         self._require(named, "make_columns", self.make_columns, "module:function, or empty")
         self._require(0 in self.size_by_epoch, "size", self.size, "one, or {EPOCH: SIZE, …} from epoch 0 on")
@@ -298,6 +327,10 @@ class TransformConfig(Section, prefix="transform."):
                 value = getattr(self, name)
                 expected = f"{' or '.join(map(repr, values))} with transform.decode='device'"
                 self._require(value in values, name, value, expected)
+
+    def strength_at(self, progress: float) -> float:
+        """Return the strength at a share of the run, in [0, 1]."""
+        return _strength_at(self.strength, progress)
 
     @property
     def size_by_epoch(self) -> dict[int, int]:
@@ -434,23 +467,11 @@ class AugmentConfig(Section, prefix="augment."):
             self._require(
                 isinstance(entry.get("op"), str), "ops", entry, "a list of {op: NAME, parameter: value, …}"
             )
-        three = not isinstance(self.strength, tuple) or len(self.strength) == 3
-        self._require(three, "strength", self.strength, "a number, or [RISE, PEAK, FALL]")
-        rise, _, fall = self._ramps
-        self._require(rise + fall <= 1, "strength", self.strength, "[RISE, PEAK, FALL] with RISE + FALL at most 1")
-
-    @property
-    def _ramps(self) -> tuple[float, ...]:
-        return self.strength if isinstance(self.strength, tuple) else (0.0, self.strength, 0.0)
+        _check_strength(self, self.strength)
 
     def strength_at(self, progress: float) -> float:
         """Return the strength at a share of the run, in [0, 1]."""
-        rise, peak, fall = self._ramps
-        if progress < rise:
-            return peak * progress / rise
-        if progress > 1 - fall:
-            return peak * (1 - progress) / fall
-        return peak
+        return _strength_at(self.strength, progress)
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: order.index(group) if (group := _group(item)) in order else len(order))
 
 
+def pytest_make_parametrize_id(val: object) -> str | None:
+    """A short name for a long value: pytest would keep all of it, 4 MB for one damaged file, in each report."""
+    if isinstance(val, str | bytes) and len(val) > _LONG_ID:
+        text = ascii(val[:_LONG_ID])
+        return f"{text}… {hashlib.sha256(val.encode() if isinstance(val, str) else val).hexdigest()[:8]}"
+    return None
+
+
+_LONG_ID = 100
+
+
+def pytest_collection_finish() -> None:
+    """What the tests are made of, 1.5 million objects, stays to the end. A collection of garbage, which the end of
+    each stream makes, took seconds to go through it.
+    """
+    gc.collect()
+    gc.freeze()
+
+
 _OWN = "own cluster"
 _SHARED = ("cluster of the pages and commands", "cluster of the packages")
 

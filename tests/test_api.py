@@ -107,6 +107,7 @@ def test_the_public_names_are_pinned() -> None:
     assert raypipe.__all__ == [
         "AugmentConfig",
         "Cursor",
+        "LMDBDatasource",
         "Plan",
         "PlanConfig",
         "PoolConfig",
@@ -123,6 +124,7 @@ def test_the_public_names_are_pinned() -> None:
         "plain_loaders",
         "preview",
         "read_checkpoint",
+        "read_lmdb",
         "verify",
     ]
 

@@ -6,13 +6,11 @@ Read this file first: each test is the shortest use of one capability. Other fil
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 import os
 import runpy
 import subprocess
 import sys
-import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +26,7 @@ import yaml
 from documented import ROOT
 from pictures import CLASSES, samples
 from small_runs import parse_run, small_run
+from tars import put, write_tar
 from torchvision.transforms import v2
 
 import raypipe
@@ -110,16 +109,24 @@ def test_parquet(images: list[dict[str, Any]], tmp_path: Path, bucket: str) -> N
     assert_trains_on(f"{bucket}/train.parquet")
 
 
-def test_webdataset(images: list[dict[str, Any]], tmp_path: Path) -> None:
-    for shard in range(2):
-        with tarfile.open(tmp_path / f"train-{shard}.tar", "w") as tar:
-            for number in range(24 * shard, 24 * shard + 24):
-                sample = images[number]
-                for suffix, content in (("jpg", sample["image"]), ("cls", str(sample["label"]).encode())):
-                    member = tarfile.TarInfo(f"{number:06d}.{suffix}")
-                    member.size = len(content)
-                    tar.addfile(member, io.BytesIO(content))
+def test_webdataset(
+    images: list[dict[str, Any]], tmp_path: Path, bucket: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    halves = [[(sample["image"], sample["label"]) for sample in images[24 * i : 24 * i + 24]] for i in range(2)]
+    for shard, half in enumerate(halves):
+        tar = write_tar(tmp_path / f"train-{shard}.tar", half, 24 * shard)
+        put(tar, f"{bucket}/train-{shard}.tar")
+        write_tar(tmp_path / f"train-{shard}.tar.gz", half, 24 * shard, "w:gz")
     assert_trains_on(tmp_path / "train-{0..1}.tar")
+    assert_trains_on(tmp_path / "train-{0..1}.tar.gz")
+    assert run_command(capsys, "index", f"{bucket}/train-{{0..1}}.tar")["samples"] == IMAGES
+    assert_trains_on(f"{bucket}/train-{{0..1}}.tar")
+    # On disk the whole store is shuffled, in a bucket windows of it; with one setting both have one order.
+    local, remote = (
+        training(open_small(f"{place}/train-{{0..1}}.tar", plan=dataclasses.replace(PLAN, shuffle="window")))
+        for place in (tmp_path, bucket)
+    )
+    assert_equal(local, remote)
 
 
 def test_other_stores(images: list[dict[str, Any]], tmp_path: Path) -> None:

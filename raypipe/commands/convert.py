@@ -14,26 +14,29 @@ import contextlib
 import itertools
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+from rich.console import Console
+from rich.progress import Progress
 
 from raypipe.commands.tasks import count_cpus, run_tasks
 from raypipe.errors import ConfigError, SampleError, StoreError
 from raypipe.rayext.cluster import connect
 from raypipe.storage.filesystem import check_lasting, is_remote, open_filesystem, split
 from raypipe.storage.local_file import make_cache_folder
-from raypipe.stores import open_store
+from raypipe.stores import open_store, store_options
 from raypipe.stores.addresses import expand
 from raypipe.stores.base import Columns, Store
 from raypipe.stores.destination import new_path, new_remote
 from raypipe.stores.lmdb import LMDBStore
 from raypipe.stores.record import ColumnValues, Fingerprint, RecordLayout, column_types, plain
 from raypipe.stores.scan import SIZE_COLUMNS, scan
+from raypipe.stores.sources import Asked, Source, open_source
 from raypipe.stores.writers import WRITTEN_SUFFIXES, open_writer
 from raypipe.transform import kernel
 from raypipe.transform.decode import decode, encode_jpeg, resize_short_side
@@ -59,6 +62,9 @@ def convert(
     src: str | Path | Store | ray.data.Dataset | Iterable[ColumnValues],
     dst: str | Path,
     *,
+    image_column: str = "image",
+    target_column: str = "label",
+    trust_pickles: bool = False,
     classes: Sequence[str] | None = None,
     short_side: int = 0,
     quality: int = 90,
@@ -72,11 +78,16 @@ def convert(
     """Copy samples into a new store, on the connected Ray cluster or a local one that is started for it.
 
     Args:
-        src: a store or its address; or samples, each a mapping from columns to values, with an `image`: encoded
-            bytes, or pixels, uint8 of shape (H, W, 3), (H, W, 1) or (H, W), which become PNG; or a Dataset of such
-            rows. All samples have the columns of the first: int, float, bytes, str, or lists and dicts of them.
+        src: a store; or an address, of a store or of TFRecord, HDF5, MXNet RecordIO, zip, Arrow, MDS, LitData,
+            .pt or .npz, or `module:name` of a function that yields samples; or samples, each a mapping from
+            columns to values, with an `image`: encoded bytes, or pixels, uint8 of shape (H, W, 3), (H, W, 1) or
+            (H, W), which become PNG; or a Dataset of such rows. All samples have the columns of the first: int,
+            float, bytes, str, or lists and dicts of them.
         dst: a local path or a URI that ends in `.lmdb` or `.parquet`.
-        classes: class names by label, for samples or a Dataset; a store has its own.
+        image_column, target_column: the columns at an address that become `image` and `label`; the usual ones are
+            found. A target_column of "" = no labels.
+        trust_pickles: open pickled values of an LMDB at an address, see `StoreConfig`.
+        classes: class names by label, for samples, a Dataset or a format that has none; a store has its own.
         short_side: decode, and store JPEGs with this shorter side, in pixels; smaller images keep their size; 0 =
             the bytes as they are.
         quality: JPEG quality for short_side, 1 to 100.
@@ -119,9 +130,11 @@ def convert(
         )
     check_lasting(dst, "the destination")
     with contextlib.ExitStack() as stack:
-        store = open_store(src) if isinstance(src, str | Path) else src
-        if not isinstance(store, Store):
-            store = open_store(stack.enter_context(_kept_samples(_rows_of(store), classes, short_side)))
+        opened = _opened(src, image_column, target_column, trust_pickles)
+        if isinstance(opened, Store):
+            store = opened
+        else:
+            store = open_store(stack.enter_context(_kept_samples(opened, classes, short_side)))
         if not len(store):
             raise StoreError(f"{store.address} has no samples")
         first = store.read(np.arange(min(len(store), CHUNK)), store.columns)
@@ -172,6 +185,23 @@ def _with_later(store: Store, first: Columns) -> Columns:
     return columns
 
 
+def _opened(src: Any, image_column: str, target_column: str, trust_pickles: bool) -> Store | Source:
+    """Return what there is to be copied.
+
+    Raises:
+        ConfigError: columns are named, and it is no address.
+    """
+    if isinstance(src, str | Path):
+        source = open_source(src, Asked(image_column, target_column))
+        return source or open_store(src, **store_options(image_column, target_column, trust_pickles))
+    if store_options(image_column, target_column):
+        raise ConfigError(
+            f"image_column={image_column!r} and target_column={target_column!r} are for an address, not for a "
+            f"{type(src).__name__}: give them to raypipe.open_store, or rename the columns of the samples"
+        )
+    return src if isinstance(src, Store) else Source(_rows_of(src))
+
+
 def _rows_of(src: ray.data.Dataset | Iterable[ColumnValues]) -> Iterator[ColumnValues]:
     import ray.data
 
@@ -187,36 +217,51 @@ def _rows_of(src: ray.data.Dataset | Iterable[ColumnValues]) -> Iterator[ColumnV
 
 
 @contextlib.contextmanager
-def _kept_samples(
-    samples: Iterator[ColumnValues], classes: Sequence[str] | None, short_side: int
-) -> Iterator[Path]:
+def _kept_samples(source: Source, classes: Sequence[str] | None, short_side: int) -> Iterator[Path]:
     """Context manager: the file of a store in the cache folder that keeps the samples, in their order.
 
     Args:
-        samples: see `raypipe.convert`; each is taken once. One whose image is None may lack the other columns.
-        classes: class names by label.
+        source: its samples are taken once. One whose image is None may lack the other columns.
+        classes: class names by label; None = the source's.
         short_side: see `column_types`.
     """
     folder = Path(tempfile.mkdtemp(prefix="samples-", dir=make_cache_folder()))
+    samples = iter(source.samples)
     try:
-        with ThreadPoolExecutor() as pool:  # pixels are encoded, a chunk at a time
+        with (
+            ThreadPoolExecutor() as pool,  # pixels are encoded, a chunk at a time
+            Progress(console=Console(stderr=True), transient=True) as bar,
+        ):
+            shown = bar.add_task("the samples", total=source.num_samples)
             chunks = iter(lambda: list(pool.map(_encoded, itertools.islice(samples, CHUNK))), [])
             first = next(chunks, [])
             if not first:
                 raise StoreError("the source has no samples")
-            values: dict[str, list[Any]] = {}
-            for sample in first:
-                for name, value in sample.items():
-                    values.setdefault(name, []).append(value)
-            columns = column_types(values, "the samples", short_side)
+            columns = _columns_of(first, source.arrays, short_side)
             blank = {name: 0 if kind in ("int64", "float64") else None for name, kind in columns.items()}
             file = folder / "samples.lmdb"
-            with open_writer(file, columns, classes) as writer:
-                for sample in itertools.chain(first, itertools.chain.from_iterable(chunks)):
-                    writer.append(plain({**blank, **sample} if sample["image"] is None else sample, columns))
+            with open_writer(file, columns, classes or source.classes) as writer:
+                for number, sample in enumerate(itertools.chain(first, itertools.chain.from_iterable(chunks))):
+                    whole = {**blank, **sample} if sample["image"] is None else sample
+                    try:
+                        writer.append(plain(whole, columns))
+                    except StoreError as error:
+                        raise StoreError(f"sample {number}: {error}") from error
+                    bar.advance(shown)
         yield file
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _columns_of(first: Iterable[ColumnValues], arrays: Collection[str], short_side: int) -> dict[str, str]:
+    """Return the columns of samples with their types, by the first samples."""
+    values: dict[str, Any] = {}
+    for sample in first:
+        for name, value in sample.items():
+            values.setdefault(name, []).append(value)
+    for name in arrays:
+        values[name] = np.stack(values[name])
+    return column_types(values, "the samples", short_side)
 
 
 def _encoded(sample: ColumnValues) -> dict[str, Any]:

@@ -22,13 +22,14 @@ from raypipe.config import AugmentConfig
 from raypipe.device.augment import DeviceAugment
 from raypipe.device.mixing import Mix, check_mixable
 from raypipe.errors import ConfigError, SampleError
-from raypipe.plan.places import Cursor, MicroBatchId
+from raypipe.plan.places import Cursor, MicroBatchId, TrainStep
 from raypipe.plan.schedule import Plan
 from raypipe.streaming.decoding import Decoding
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.decode import decode
 from raypipe.transform.decode_array import as_rgb, decode_array
+from raypipe.transform.ending import normalization
 from raypipe.transform.fields import COLUMN, IMAGE, LABEL, VIEW, MicroBatch, Ragged, in_group
 from raypipe.transform.samples import NO_LABEL, EncodedSample, read_samples
 from raypipe.transform.targets import decode_targets
@@ -43,6 +44,8 @@ class Preview:
     """Makes tiles for samples of a stream's training store."""
 
     def __init__(self, spec: StreamSpec, augment: AugmentConfig) -> None:
+        self._ending = spec.endings.get("train")
+        augment = normalization(self._ending, augment) or augment
         self.plan, self.store, self.augment = spec.plan, spec.stores["train"], augment
         self._columns, self._wanted, self._targets = spec.columns, spec.wanted, spec.transform.target_columns
         if target := spec.columns.target:
@@ -93,11 +96,20 @@ class Preview:
             return images | {name: self._shown(crop) for name, crop in crops}, None
         image = torch.from_numpy(batch[IMAGE]).permute(0, 3, 1, 2)
         fed, mixed = self._device(image, torch.from_numpy(batch[LABEL]), batch.index >= 0, **drawn)
-        return {"transformed": batch[IMAGE], "augmented": self._shown(fed)}, mixed
+        transformed = batch[IMAGE]
+        if self._is_normalized:
+            transformed = self._shown(image)
+        return {"transformed": transformed, "augmented": self._shown(fed)}, mixed
+
+    @property
+    def _is_normalized(self) -> bool:
+        """True if the CPU normalizes."""
+        return self._ending is not None and not self._ending.on_device
 
     def _shown(self, image: torch.Tensor) -> np.ndarray:
         """Normalized floats (B, C, H, W) → uint8 (B, H, W, C)."""
-        mean, std = (torch.tensor(value).view(1, -1, 1, 1) for value in (self.augment.mean, self.augment.std))
+        by = self._ending if self._ending is not None and self._is_normalized else self.augment
+        mean, std = (torch.tensor(value).view(1, -1, 1, 1) for value in (by.mean, by.std))
         return ((image * std + mean).clamp(0, 1) * 255).round().byte().permute(0, 2, 3, 1).numpy()
 
     def _decoded(self, index: int) -> Tile:
@@ -208,6 +220,10 @@ def preview(
     begins = (shown.plan.global_step(Cursor(epoch, 0, shown.plan.fingerprint)) for epoch in numbers)
     strengths = (augment.strength_at(shown.plan.progress(begin)) for begin in begins)
     headers = [f"epoch {e}, seed {plan.seed}, strength {s:.2f}" for e, s in zip(numbers, strengths, strict=True)]
+    if spec.transform.strength != 1:
+        shares = (shown.plan.progress(TrainStep(epoch * shown.plan.steps_per_epoch)) for epoch in numbers)
+        on_cpu = map(spec.transform.strength_at, shares)
+        headers = [f"{header}, CPU {strength:.2f}" for header, strength in zip(headers, on_cpu, strict=True)]
     rows, names = shown.tiles(indices, numbers)
     try:
         draw(rows, title, headers, names).save(target, optimize=True)

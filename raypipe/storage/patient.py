@@ -70,7 +70,7 @@ def upload(local: str, filesystem: pyarrow.fs.FileSystem, path: str) -> None:
         for file in sorted(root.iterdir()):
             upload(str(file), filesystem, f"{path}/{file.name}")
         return
-    with root.open("rb") as source, filesystem.open_output_stream(path) as target:
+    with root.open("rb") as source, filesystem.open_output_stream(path, compression=None) as target:
         shutil.copyfileobj(source, target, _CHUNK_BYTES)
 
 
@@ -215,7 +215,7 @@ class _Handler(pyarrow.fs.FileSystemHandler):
 
     def write(self, path: str, content: bytes | memoryview) -> None:
         def write(inner: pyarrow.fs.FileSystem) -> None:
-            with inner.open_output_stream(path) as stream:
+            with inner.open_output_stream(path, compression=None) as stream:  # a name in .gz would detect one
                 stream.write(content)
 
         self.call("write", path, write)

@@ -68,7 +68,7 @@ def loader(
     device: torch.device | str | None = None,
     cursor: Cursor | None = None,
     augment: AugmentConfig | None = None,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = None,
     prefetch_factor: int = 2,
     keep_batches: int = 0,
     run_dir: str | Path = "",
@@ -87,8 +87,9 @@ def loader(
         cursor: start of the stream; None = the latest checkpoint's place, see `Loader.save`, or the beginning.
             If the checkpoint contains no place, the stream starts at `load_state_dict`.
         augment: augmentation on the device: training batches are augmented, mixed and normalized, validation
-            batches only normalized. None = batches stay uint8, or keep the arrays' dtype.
-        dtype: type of the images that `augment` makes.
+            batches only normalized. None = batches stay uint8, or keep the arrays' dtype; those of a pipeline that
+            ends with ToDtype, Normalize and the like become what these make.
+        dtype: type of the images that `augment` or the pipeline's end makes; None = the pipeline's, or float32.
         prefetch_factor: transfers ahead of the consumer, on CUDA.
         keep_batches: batches that stay valid besides the newest, for a loop that looks ahead. On CUDA each takes
             the memory of one more batch there, and as much pinned memory; on CPU a batch is valid as long as

@@ -22,10 +22,11 @@ import torch
 
 from raypipe.config import AugmentConfig
 from raypipe.device.augment import DeviceAugment
+from raypipe.device.finish import Finish, check_floats
 from raypipe.device.mixing import check_mixable
 from raypipe.device.prefetcher import Batch, on_device
 from raypipe.errors import CursorError, RaypipeError
-from raypipe.logs import configure_logs, log_place
+from raypipe.logs import configure_logs, log_place, progress
 from raypipe.metrics.records import Folder
 from raypipe.metrics.timing import StageTimes
 from raypipe.mistakes import Unlike
@@ -97,7 +98,7 @@ class Loader(Unlike, instead=_INSTEAD):
         *,
         cursor: Cursor | None = None,
         augment: AugmentConfig | None = None,
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | None = None,
         prefetch_factor: int = 2,
         keep_batches: int = 0,
         folder: Folder | None = None,
@@ -115,12 +116,16 @@ class Loader(Unlike, instead=_INSTEAD):
         self.plan = spec.plan
         self.device = device or torch.device("cpu")
         targets, views = bool(spec.transform.target_columns), makes_views(spec.transforms["train"])
+        user_augment = augment
+        self._ending = Finish(spec.endings, augment, self.device, dtype)
+        augment = self._ending.config if augment else None
         if augment and (target := spec.columns.target):
             check_mixable(augment, target.dtype, target.shape)
         self.augment: DeviceAugment | None = None
         self.rank, self.world_size = rank, world_size
         self._spec, self._open_at, self._start_from = spec, open_at, start_from
-        self._described = input_of(spec, augment)
+        self._described = input_of(spec, user_augment)
+        self._looked_at = set[Split]()
         self._lacks_weights = start_from is not None
         self._prefetch_factor, self.keep_batches = prefetch_factor, keep_batches
         self.account = Account(spec, self.device, rank, world_size, augment, folder)
@@ -138,10 +143,13 @@ class Loader(Unlike, instead=_INSTEAD):
             self._begin()
         if augment:  # its imports take a second, in which the pool starts
             try:
-                self.augment = DeviceAugment(augment, self.device, dtype, targets, views)
+                self.augment = DeviceAugment(augment, self.device, self._ending.dtype, targets, views)
             except BaseException:  # its traceback refers to the loader
                 self.close()
                 raise
+        if rank == 0:
+            for line in self._ending.described():
+                progress(_logger, line)
 
     def _go_to(self, cursor: Cursor) -> None:
         self.plan.check(cursor)
@@ -542,7 +550,11 @@ class Loader(Unlike, instead=_INSTEAD):
         account.num_bad += batch.num_bad
         if self.plan.sources:
             batch = replace(batch, source=self.plan.source_of(batch.index))
-        if self.augment is not None:
+        if expected.split not in self._looked_at:
+            self._look_at(batch)
+        if self._ending.does(expected.split):
+            batch = self._ending(batch)
+        elif self.augment is not None:
             batch = self.augment.of_batch(batch, account.strength(self.plan.global_step(expected)))
         num_images = int((batch.index >= 0).sum())
         account.handed_out(
@@ -554,6 +566,22 @@ class Loader(Unlike, instead=_INSTEAD):
             outage_s=batch.outage_s,
         )
         return batch
+
+    def _look_at(self, batch: Batch) -> None:
+        """Check the dtype of a split's images, at its first batch, and say where floats travel."""
+        split = batch.position.split
+        self._looked_at.add(split)
+        if not batch.image.is_floating_point() or self._spec.transform.decode_as == "array":
+            return
+        ending = self._spec.endings.get(split)
+        check_floats(ending, split)
+        if self.rank == 0 and not (ending and ending.is_own):
+            _logger.warning(
+                "transform.%s returns float images, which are taken as they are: float32 travels, four times the "
+                "bytes of uint8%s",
+                split,
+                ", and augment.mean and augment.std apply to them" if self.augment and not ending else "",
+            )
 
     def _awaited(self) -> str:
         """Name what holds up a batch."""

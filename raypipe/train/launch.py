@@ -44,6 +44,7 @@ from raypipe.train.run_folder import (
     store_config,
     write_error,
 )
+from raypipe.transform.ending import normalization
 
 logger = logging.getLogger(__name__)
 
@@ -110,6 +111,7 @@ def _train(run: RunConfig, run_uri: str, lease: str) -> dict[str, Any]:
         except KeyboardInterrupt as interrupt:
             if interrupts.reason:
                 reason = f"{interrupts.reason}: restart the cluster, then continue with: {_command(run_uri)}"
+                _record_error(run_uri, reason)
                 raise RunError(reason) from interrupt
             progress(logger, _how_to_continue(run_uri))
             raise
@@ -123,6 +125,8 @@ def _checked(run: RunConfig, run_uri: str) -> tuple[StreamSpec, int]:
     phase(logger, "reading the stores")
     spec = spec_of(run, run_uri)
     num_classes = num_classes_of(run, spec)
+    for split, ending in spec.endings.items():
+        normalization(ending, run.augment, split)
     check_augment(run.augment)
     check_code(run.train, len(run.augment.mean))
     if not any(is_remote(store.address) for store in spec.stores.values()):  # this would fetch whole shards

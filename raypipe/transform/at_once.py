@@ -261,6 +261,7 @@ def _finish(crop: Crop, images: np.ndarray, job: Job, keys: np.ndarray, done: np
         except Exception:  # the straight loop meets it again, and says what it is
             done[row] = False
             continue
-        done[row] = image.shape[:2] == job.out.shape[1:3]  # else nothing was written
+        is_like = image.dtype == job.out.dtype
+        done[row] = is_like and image.shape[:2] == job.out.shape[1:3]  # else nothing was written
         if done[row]:
             job.put(row, image)

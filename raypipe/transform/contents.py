@@ -104,6 +104,11 @@ class Content:
                 sizes = [(*(program.size or ()), 3) for program in programs if program]
                 self._learn(by_field(self._crops, [np.empty(shape, np.uint8) for shape in sizes]))
 
+    def weaken(self, strength: float) -> None:
+        """Scale the chances and magnitudes of its programs by a strength in [0, 1], from now on."""
+        for crop in self._crops:
+            crop.transform.weaken(strength)
+
     def one(self, sample: EncodedSample, key: Key) -> dict[str, Any]:
         """Make the fields of one sample, see `raypipe.transform.fields`.
 
@@ -257,6 +262,11 @@ class Content:
             return images
         fields = dict[str, np.ndarray]()
         for name, image in images.items():
+            if image.dtype != np.uint8:
+                raise ConfigError(
+                    f"transform.wire='yuv420' sends uint8 RGB, and the transform made {image.dtype}: use "
+                    "wire='rgb', or end the pipeline with its conversion to floats, which the device then does"
+                )
             fields[name], fields[chroma_of(name)] = kernel.planes(image)
         return fields
 

@@ -30,7 +30,7 @@ from raypipe.device.ring import new_event, new_stream, numbered, view
 from raypipe.errors import ConfigError, SampleError
 from raypipe.metrics.timing import mark
 from raypipe.transform.decode import decode, encode_jpeg
-from raypipe.transform.encoded import Box, axis_columns, box_of_map, sides_of_map
+from raypipe.transform.encoded_map import Box, axis_columns, box_of_map, sides_of_map
 from raypipe.transform.fields import Ragged
 from raypipe.transform.jpeg_header import is_for_nvjpeg, jpeg_orientation
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from raypipe.transform.encoded import (
+from raypipe.transform.encoded_map import (
     AT,
     FILL,
     FILTER,

@@ -21,7 +21,7 @@ from raypipe.streaming.bad_samples import BadSampleBudget, record_bad
 from raypipe.streaming.maker import MicroBatchMaker, Outcome
 from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.batch import Attempt
-from raypipe.transform.encoded import DATA, MAP
+from raypipe.transform.encoded_map import DATA, MAP
 from raypipe.transform.fields import IMAGE, MicroBatch, Ragged
 from raypipe.transform.process_state import process_kept
 

@@ -24,7 +24,8 @@ from raypipe.transform.columns import NO_COLUMNS, ColumnMaker, SampleColumns
 from raypipe.transform.decode import decode, stored_bytes, stored_orientation
 from raypipe.transform.decode_array import decode_array
 from raypipe.transform.draws import Key
-from raypipe.transform.encoded import DATA, MAP, EncodedImages, check_whole
+from raypipe.transform.encoded import EncodedImages, check_whole
+from raypipe.transform.encoded_map import DATA, MAP
 from raypipe.transform.fields import IMAGE, LABEL, Field, Rows, chroma_of, learn
 from raypipe.transform.follow import follow
 from raypipe.transform.jpeg import Undecoded, open_for_crop

@@ -53,7 +53,6 @@ class EncodedImages:
         given: the name of the transform, for messages.
 
     Attributes:
-        program: draws what is done to each image.
         field: the maps' field. Its filling has the size of the results, so padding has it too.
 
     Raises:
@@ -61,19 +60,26 @@ class EncodedImages:
     """
 
     def __init__(self, transform: SampleTransform | None, given: str) -> None:
-        self.program = _qualified(transform, given)
-        self._steps = [(step, op) for step in self.program.steps for op in step.ops]
+        self._transform, program = _qualified(transform, given)
+        self._steps = [(step, op) for step in program.steps for op in step.ops]
         self._num_resizes = max(1, sum(op == Op.RESIZE for _, op in self._steps))
         fills = {step.color for step, _ in self._steps if isinstance(step, Pad)}
         if len(fills) > 1:
             raise _refused(f"{given}: borders of several colors")
         (self._fill,) = fills or {(0, 0, 0)}
-        self.image_shape = (*(self.program.size or ()), 3)
+        self.image_shape = (*(program.size or ()), 3)
         num_columns = AXES + 2 * (RESIZES + NUM_RESIZE * self._num_resizes)
         blank = [0] * num_columns
-        for axis, side in enumerate(self.program.size or ()):
+        for axis, side in enumerate(program.size or ()):
             blank[axis_columns(num_columns, axis).stop - 1] = side
         self.field = Field("array", "int32", (num_columns,), tuple(blank))
+
+    @property
+    def program(self) -> Program:
+        """The program, at the strength of now."""
+        program = self._transform.program
+        assert program is not None
+        return program
 
     def maps(self, params: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The maps of B images, int32 (B, n), and which of them are large enough for their crops, bool (B,).
@@ -162,7 +168,7 @@ def _resize(
     return at, step
 
 
-def _qualified(transform: SampleTransform | None, given: str) -> Program:
+def _qualified(transform: SampleTransform | None, given: str) -> tuple[SampleTransform, Program]:
     if transform is None:
         raise _refused(f"{given}: several views")
     program = transform.program
@@ -176,7 +182,7 @@ def _qualified(transform: SampleTransform | None, given: str) -> Program:
             raise _refused(f"{given}: {name} with border_mode={step.border_mode}")
         if getattr(step, "interpolation", LINEAR) not in (LINEAR, CUBIC):
             raise _refused(f"{given}: {name} with interpolation={getattr(step, 'interpolation', LINEAR)}")
-    return program
+    return transform, program
 
 
 def _first_unknown(transform: Any) -> str:

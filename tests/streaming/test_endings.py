@@ -67,7 +67,7 @@ def test_batches_are_what_the_library_makes_of_the_same_pixels(capsys: pytest.Ca
     torch.testing.assert_close(image, torch.stack(expected), atol=2e-6, rtol=1e-6)
 
 
-def test_the_pixels_of_the_stream_are_as_without_the_ending_and_its_plan_is_not() -> None:
+def test_an_ending_changes_the_plan_and_not_the_pixels_that_travel() -> None:
     with_ending, without = (
         stream(A.Compose([*CROP, *last]), "center") for last in ([A.Normalize(**NUMBERS), ToTensorV2()], [])
     )

@@ -155,7 +155,7 @@ def test_a_preview_shows_images_without_the_normalization() -> None:
     for steps in (last, [*last, nothing]):
         spec = stream(v2.Compose([v2.RandomCrop(16), *steps]), "center")
         shown = Preview(spec, AugmentConfig())
-        images, _ = shown.stages(next(inline_batches(spec, spec.plan.start())))
+        images, *_ = shown.stages(next(inline_batches(spec, spec.plan.start())))
         assert all(np.abs(image.astype(int) - pixels).max() <= 1 for image in images.values())
 
 

@@ -180,7 +180,7 @@ def _rebuilt(pipeline: Any, steps: list[Any]) -> Any:
         return kind(*steps)
     if kind.__module__.startswith("torchvision."):
         return kind(steps)
-    pipeline = copy.copy(pipeline)  # with its boxes and other targets
+    pipeline = copy.copy(pipeline)  # the copy keeps its boxes and other targets
     pipeline.transforms = steps
     return pipeline
 

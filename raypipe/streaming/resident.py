@@ -91,7 +91,7 @@ def resident(
     if augment and (target := spec.columns.target):
         check_mixable(augment, target.dtype, target.shape)
     on = numbered(device)
-    device_augment = augment and DeviceAugment(augment, on, dtype, has_label=spec.columns.has_target)
+    device_augment = DeviceAugment(augment, on, dtype, has_label=spec.columns.has_target) if augment else None
     return Resident(spec, on, border, flip, device_augment, (rank, world_size))
 
 

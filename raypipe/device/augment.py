@@ -82,7 +82,7 @@ PRESETS: dict[str, Fused | None] = {
 }
 
 
-_SHOWN_CHARACTERS = 2000  # of a module in the record of a run
+_SHOWN_CHARACTERS = 2000  # a record of a run has so many of a module's text
 
 
 def scaled(image: torch.Tensor) -> torch.Tensor:
@@ -146,7 +146,7 @@ class DeviceAugment:
 
     Attributes:
         config: with the module as an object, and the normalization that it ends with.
-        normalize: what a validation's images get.
+        normalize: normalization, which is all that validations get.
         mixes: whether batches have two targets, see `Batch.mix`.
         normalizes: whether the module normalizes, and nothing behind it.
     """
@@ -260,7 +260,7 @@ class DeviceAugment:
 
         With `augment.differentiable` the batch has its `pixels`, of which its image is made, and `augment`.
 
-        A batch from a ring is augmented in a CUDA stream of its own, as soon as it is there, while the model
+        A batch from a ring is augmented in a separate CUDA stream, as soon as it is there, while the model
         computes with the last one. The current stream then waits for the result.
         """
         if batch.copied is None or not self._runs_apart:

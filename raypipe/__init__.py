@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from raypipe.plan.schedule import Plan as Plan
     from raypipe.rayext.cluster import connect as connect
     from raypipe.stores import open_store as open_store
+    from raypipe.streaming.dataset import dataset as dataset
     from raypipe.streaming.handover import check_resources as check_resources
     from raypipe.streaming.handover import loader as loader
     from raypipe.streaming.lmdb_dataset import LMDBDatasource as LMDBDatasource
@@ -61,6 +62,7 @@ _NAMES = {
     "plan.schedule": ["Cursor", "Plan"],
     "rayext.cluster": ["connect"],
     "stores": ["open_store"],
+    "streaming.dataset": ["dataset"],
     "streaming.handover": ["check_resources", "loader"],
     "streaming.lmdb_dataset": ["LMDBDatasource", "read_lmdb"],
     "streaming.opening": ["open_stream"],

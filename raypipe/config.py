@@ -87,7 +87,7 @@ def column_options(columns: Any) -> dict[str, ColumnOptions]:
 
 @dataclass(frozen=True)
 class StoreConfig(Section, prefix="store."):
-    """The stores: where the images are. A store is a local path or a URI (s3://, gs://, az://, abfs://).
+    """The stores: where the images are. A store is a local path or a URI (s3://, gs://, az://, abfs://, hdfs://).
 
     Attributes:
         train: address of the training store; empty = the handwritten digits that raypipe ships. Several stores,
@@ -106,6 +106,8 @@ class StoreConfig(Section, prefix="store."):
             mixture's names in the place of `train`; empty = all.
         columns: further columns that batches get, such as `[caption]`; or `{NAME: {option: value}}` with the
             options `length`, `fill` and `dtype` (docs/targets.md).
+        in_memory: keep what was read once, still encoded, in memory that all processes of a node share, for slow
+            disks, network file systems and buckets; limited by RAYPIPE_MEMORY_BYTES.
     """
 
     train: str | dict[str, str] = ""
@@ -116,6 +118,7 @@ class StoreConfig(Section, prefix="store."):
     exclude: str | dict[str, str] = ""
     filter: str | dict[str, str] = ""
     columns: Columns = field(default_factory=list)
+    in_memory: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -260,6 +263,8 @@ class TransformConfig(Section, prefix="transform."):
         val: transform of validation samples; the same choices.
         size: side of the images that presets make, in pixels; or sides by the epoch from which they apply, such as
             {0: 128, 10: 160, 20: 224}.
+        decode: "cpu": actors decode, and send pixels; "device": actors send encoded images, which the training
+            device decodes, crops and resizes: fewer bytes, little work for CPUs, and that device's own pixels.
         decode_as: "rgb": images become uint8 RGB; "array": PNG, TIFF and .npy keep their dtype and channels
             (docs/targets.md).
         crop_decode: "exact": decode only the crop of a JPEG, with the same pixels as "off"; "scaled": decode the
@@ -292,6 +297,7 @@ class TransformConfig(Section, prefix="transform."):
     train: str | list[dict[str, Any]] | dict[str, Any] = "light"
     val: str | list[dict[str, Any]] | dict[str, Any] = "center"
     size: Side | dict[int, Side] = 224
+    decode: Literal["cpu", "device"] = "cpu"
     decode_as: Literal["rgb", "array"] = "rgb"
     crop_decode: CropDecode = "exact"
     strength: Share | tuple[Share, ...] = 1.0
@@ -319,6 +325,12 @@ class TransformConfig(Section, prefix="transform."):
         if self.wire == "yuv420":  # it converts uint8 RGB
             ok = self.decode_as == "rgb"
             self._require(ok, "decode_as", self.decode_as, "'rgb' with transform.wire='yuv420'")
+        if self.decode == "device":
+            fits = {"decode_as": ("rgb",), "wire": ("rgb",), "crop_decode": ("exact", "off")}
+            for name, values in fits.items():
+                value = getattr(self, name)
+                expected = f"{' or '.join(map(repr, values))} with transform.decode='device'"
+                self._require(value in values, name, value, expected)
 
     def strength_at(self, progress: float) -> float:
         """Return the strength at a share of the run, in [0, 1]."""
@@ -597,7 +609,7 @@ class RunConfig(Section, prefix=""):
     """A run: its sections `store`, `plan`, `transform`, `pool`, `augment` and `train`, its name and its folder.
 
     Attributes:
-        storage_path: folder or URI (s3://, gs://, az://, abfs://) that has a folder for each run.
+        storage_path: folder or URI (s3://, gs://, az://, abfs://, hdfs://) that has a folder for each run.
         name: name of the run; empty = made from the date.
         resume: folder or URI of a run, which continues from its latest checkpoint; "auto" = the run called `name`,
             or a new one if there is none.

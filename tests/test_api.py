@@ -117,6 +117,7 @@ def test_the_public_names_are_pinned() -> None:
         "check_resources",
         "connect",
         "convert",
+        "dataset",
         "describe",
         "loader",
         "open_store",

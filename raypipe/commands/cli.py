@@ -21,7 +21,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
 import raypipe
-from raypipe.commands import audit, bench, doctor, status
+from raypipe.commands import audit, bench, doctor, index, status
 from raypipe.commands.parser import error_text, fail, meant, printing, settings_text
 from raypipe.commands.settings import parse_command
 from raypipe.config import RunConfig
@@ -84,15 +84,20 @@ def convert_store(
     seekable: bool = False,
     overwrite: bool = False,
 ) -> dict[str, Any]:
-    """Copy any store into a new LMDB or Parquet store, and verify the copy.
+    """Copy a store, or another format, into a new LMDB or Parquet store, and verify the copy.
+
+    Other formats are TFRecord, HDF5, MXNet .rec, zip, .npz, .pt, MDS, LitData, and Arrow (save_to_disk).
 
     Examples:
         raypipe convert imagenet.tar imagenet.lmdb --short-side 256 --quality 92
+        raypipe convert 'imagenet/train-*-of-01024' train.lmdb
+        raypipe convert train.h5 train.lmdb --store.image-column frames --store.target-column y
         raypipe convert 'train-*.parquet' s3://bucket/train.lmdb --on-bad-sample skip
 
     Args:
         run: Here the options of store.* that say how to read, and, for sizes, transform.apply_exif matter.
-        src: a store of any format; several files as 'train-*.parquet'.
+        src: a store or another format; several files as 'train-*.parquet'; or MODULE:NAME, a function of yours
+            that yields samples, such as {'image': bytes, 'label': 3}.
         dst: a path or a URI, such as s3://bucket/train.lmdb, that ends in .lmdb or .parquet.
         short_side: decode, and store JPEGs with this shorter side, in pixels; 0 = the bytes as they are.
         quality: JPEG quality for --short-side, 1 to 100.
@@ -104,10 +109,12 @@ def convert_store(
     """
     from raypipe.commands import convert as convert_module
 
-    options = store_options(run.store.image_column, run.store.target_column, run.store.trust_pickles)
     return convert_module.convert(
-        open_store(src, **options),
+        src,
         dst,
+        image_column=run.store.image_column,
+        target_column=run.store.target_column,
+        trust_pickles=run.store.trust_pickles,
         short_side=short_side,
         quality=quality,
         shards=shards,
@@ -171,6 +178,7 @@ GROUPS: dict[str, dict[str, Callable[..., dict[str, Any]]]] = {
         "inspect": audit.inspect,
         "verify": audit.verify,
         "convert": convert_store,
+        "index": index.index,
         "preview": draw_preview,
     },
     "Check": {

@@ -25,6 +25,7 @@ from raypipe.device.prefetcher import on_device
 from raypipe.errors import ConfigError, SampleError
 from raypipe.plan.places import Cursor, MicroBatchId, TrainStep
 from raypipe.plan.schedule import Plan
+from raypipe.streaming.decoding import Decoding
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.decode import decode
@@ -53,7 +54,9 @@ class Preview:
             check_mixable(augment, target.dtype, target.shape)
         # Any number of bad samples is shown.
         self._config = replace(spec.transform, max_bad_fraction=1)
-        self._maker = MicroBatchMaker(replace(spec, transform=self._config))
+        spec = replace(spec, transform=self._config)
+        self._maker = MicroBatchMaker(spec)
+        self._decoding = Decoding(spec, _CPU) if spec.transform.decode == "device" else None
         views = makes_views(spec.transforms["train"])
         has_target = spec.columns.has_target
         self._device = DeviceAugment(augment, _CPU, targets=self._targets, views=views, has_label=has_target)
@@ -66,6 +69,8 @@ class Preview:
             # Each micro-batch once, and one at a time.
             for at in dict.fromkeys(at for at, _ in places if at is not None):
                 batch = self._maker.batch(at)
+                if self._decoding:
+                    batch = self._decoding.to_pixels(batch)
                 images, mixed, moved = self.stages(batch)
                 names = [*images]
                 for row, (place, position) in zip(rows, places, strict=True):

@@ -48,6 +48,7 @@ class StageTimes:
         images: delivered.
         wait_s: the device had nothing to do.
         transfer_s: copies from host to device; they overlap with the other stages.
+        decode_s: with transform.decode "device", decoding and resizing; it overlaps with the other stages, too.
         augment_s: device augmentation.
         compute_s: forward, backward, optimizer.
         read_s: in the actors, reading encoded samples, or in the readers before them.
@@ -69,6 +70,7 @@ class StageTimes:
     drained: int = 0
     checkpoint_s: float = 0.0
     outage_s: float = 0.0
+    decode_s: float = 0.0
 
     def __add__(self, other: StageTimes) -> StageTimes:
         return replace(self, **{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
@@ -273,6 +275,9 @@ def _about_input(times: StageTimes, needed: float, situation: Situation) -> str:
     elif times.transfer_s > busy_s:
         what = "The copy to the device limits the run"
         advice = "send fewer bytes (a smaller transform.size), or have fewer ranks per host"
+    elif times.decode_s > busy_s:
+        what = f"Decoding on the {name} limits the run"
+        advice = "convert the store with --short-side, or set transform.decode=cpu in a new run"
     elif not actors:
         what = f"The {name} makes its micro-batches itself, which limits the run"
         advice = "set pool.engine=ray, so that actors make them, or raise pool.max_actors"
@@ -291,8 +296,8 @@ def _about_input(times: StageTimes, needed: float, situation: Situation) -> str:
             f"{situation.ready:.0%} of the time"
         )
         advice = (
-            "send fewer bytes (transform.wire=yuv420, a smaller transform.size), run actors on the trainers' own "
-            "nodes, or give these a faster link"
+            "send fewer bytes (transform.decode=device or wire=yuv420, a smaller transform.size), run actors on "
+            "the trainers' own nodes, or give these a faster link"
         )
     elif times.work_s and needed <= actors:
         what = "The stream brings micro-batches late although its actors could make them in time"

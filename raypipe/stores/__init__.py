@@ -44,6 +44,7 @@ _INSTEAD = {
 }
 _ENDS = ("lmdb", "parquet", "tar")  # suffix of a file's name = its kind
 _LMDB_MAGIC = b"\xde\xc0\xef\xbe"  # at byte 16 of an LMDB file, which may have any name
+_COMPRESSED_TARS = (".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz")
 
 __all__ = [
     "Columns",
@@ -63,11 +64,11 @@ __all__ = [
 _LAYOUTS = """raypipe reads:
   LMDB     raypipe's, and those of other programs: a file, a folder with data.mdb, or a folder of them
   Parquet  a *.parquet file, or a folder of them
-  tar      an uncompressed *.tar of class/image.jpg, or WebDataset's pairs key.jpg, key.cls; a folder of *.tar
+  tar      a *.tar of class/image.jpg, or WebDataset's pairs key.jpg, key.cls; a folder of *.tar; also *.tar.gz
   folder   a folder of class/image.jpg
-Several files are NAME-*.parquet or NAME-{0000..0099}.tar. All may also be at s3://, gs://, az:// or
-abfs://. `raypipe.convert` copies any other format that Python can read (HDF5, TFRecord)
-from an iterable of rows"""
+Several files are NAME-*.parquet or NAME-{0000..0099}.tar. All may also be at s3://, gs://, az://,
+abfs:// or hdfs://. `raypipe convert` makes a store of TFRecord, HDF5, MXNet .rec, zip, .npz, .pt, MDS, LitData and
+Arrow (save_to_disk), and of the samples of a Python function, MODULE:NAME"""
 
 
 def __getattr__(name: str) -> Any:
@@ -156,6 +157,8 @@ def _kind_of(address: str) -> str:
     names = names_at(address)
     if names is not None:
         return _kind_of_folder(address, names)
+    if not _kind_of_name(name):
+        _refuse_source(address)
     if not is_remote(address) and not Path(address).exists():
         if "*" not in name and expand(address) == [address]:
             raise StoreError(f"{address} does not exist{_near(Path(address))}")
@@ -165,8 +168,8 @@ def _kind_of(address: str) -> str:
         return kind
     if not is_remote(address) and _has_lmdb_magic(address):
         return "lmdb"
-    if ".tar." in name or name.endswith((".tgz", ".tbz2", ".txz")):
-        raise StoreError(f"{address} is compressed, which allows no random access: uncompress it to *.tar first")
+    if ".tar." in name:
+        raise StoreError(f"{address}: of compressed tars, raypipe reads .tar.gz, .tar.bz2 and .tar.xz")
     raise StoreError(f"{address} is not a store; {_LAYOUTS}")
 
 
@@ -174,6 +177,8 @@ def _kind_of_name(name: str) -> str:
     """Return the kind of a file by its name; empty if the suffix is unknown."""
     if name == "data.mdb":
         return "lmdb"
+    if name.endswith(_COMPRESSED_TARS):
+        return "tar"
     return next((kind for kind in _ENDS if name.endswith(f".{kind}")), "")
 
 
@@ -196,6 +201,17 @@ def _are_lmdbs(address: str, folders: Collection[str]) -> bool:
     return likely and "data.mdb" in (names_at(join(address, first)) or ())
 
 
+def _refuse_source(address: str, names: set[str] | None = None) -> None:
+    """Raise StoreError if an address is a source, with the command that makes a store of it."""
+    from raypipe.stores.sources import kind_at
+
+    if kind := kind_at(address, names):
+        raise StoreError(
+            f"{address} is {kind}, which is read once, in order: `raypipe convert {address} train.lmdb` makes a "
+            "store of it"
+        )
+
+
 def _kind_of_folder(address: str, names: set[str]) -> str:
     from raypipe.stores.addresses import folders_at
     from raypipe.stores.base import IMAGE_SUFFIXES
@@ -208,22 +224,13 @@ def _kind_of_folder(address: str, names: set[str]) -> str:
         return "lmdb"
     if "parquet" in suffixes:
         return "parquet"
-    if "arrow" in suffixes or "dataset_dict.json" in names:
-        raise StoreError(
-            f"{address} has Arrow files of the datasets library: write each split as Parquet, with "
-            "dataset.to_parquet('train.parquet')"
-        )
-    if "index.json" in names and any(".mds" in name for name in names):
-        raise StoreError(
-            f"{address} is MosaicML's MDS: read it with their library, and give the samples to `raypipe.convert`, "
-            "as docs/moving.md shows"
-        )
+    _refuse_source(address, names)
     folders = folders_at(address)
     if _are_lmdbs(address, folders):
         return "lmdb"
     if any(not name.startswith("_") for name in folders):
         return "folder"
-    if "tar" in suffixes:
+    if "tar" in suffixes or any(name.lower().endswith(_COMPRESSED_TARS) for name in names):
         return "tar"
     if folders or any(suffix_of(name) in IMAGE_SUFFIXES for name in names):
         return "folder"

@@ -96,6 +96,10 @@ class Account:
             self.begin_interval()  # the start of the run is reported apart
         return now
 
+    def decoded(self, split: Split, began: Any, ended: Any) -> None:
+        """A micro-batch was decoded on the device, between two marks. Called by the thread that copies."""
+        self.clocks[split].add("decode", began, ended)
+
     def handed_out(self, split: Split, arrived: Any, **amounts: Any) -> None:
         """A micro-batch that arrived at a mark has been augmented, and its compute begins.
 

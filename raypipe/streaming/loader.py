@@ -38,6 +38,7 @@ from raypipe.storage.files import write_text
 from raypipe.storage.filesystem import join
 from raypipe.streaming.account import Account
 from raypipe.streaming.course import Course
+from raypipe.streaming.decoding import Decoding
 from raypipe.streaming.digest import settings_of
 from raypipe.streaming.epochs import Epoch, Pass
 from raypipe.streaming.moves import END, Move, place_of
@@ -126,6 +127,9 @@ class Loader(Unlike, instead=_INSTEAD):
         self._lacks_weights = start_from is not None
         self._prefetch_factor, self.keep_batches = prefetch_factor, keep_batches
         self.account = Account(spec, self.device, rank, world_size, augment, folder)
+        self._decoding: Decoding | None = None
+        if spec.transform.decode == "device":
+            self._decoding = Decoding(spec, self.device, self.account.decoded)
         self._running = Running(self.account.chronicle.close)
         self._running.close_with(self)
         self.interval_s = _INTERVAL_S
@@ -201,6 +205,7 @@ class Loader(Unlike, instead=_INSTEAD):
             self.keep_batches,
             ring=False if feed.draws_globally else None,
             on_copied=functools.partial(account.clocks["train"].add, "transfer"),
+            decode=self._decoding,
         )
         close = functools.partial(_close, self._running, feed.stop)
         closes = (functools.partial(close, generator) for generator in (feed.batches, self._batches))

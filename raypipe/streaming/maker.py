@@ -34,7 +34,7 @@ from raypipe.transform.batch import (
 )
 from raypipe.transform.columns import SampleColumns
 from raypipe.transform.contents import Content
-from raypipe.transform.fields import IMAGE, LABEL, BlockMemory, Field, MicroBatch, Rows
+from raypipe.transform.fields import LABEL, BlockMemory, MicroBatch, Rows
 from raypipe.transform.presets import build_transform, is_preset
 from raypipe.transform.process_state import process_kept
 from raypipe.transform.samples import NO_LABEL, EncodedSample, Samples, read_samples
@@ -226,7 +226,7 @@ class MicroBatchMaker:
                 of = next(of for of, each in self._transforms.items() if each is transform)
                 self._remake(of, rows, good, samples, keys, self._strength(first))
         if first == _FIRST and not attempt.before_sample:
-            self._compare_with_val(rows.memory.fields.get(IMAGE, Field()).shape or ())
+            self._compare_with_val(transform.content.image_shape)
         outcomes = list[Outcome]()
         for number, at in enumerate(places):
             part, fields = rows.part(number), rows.finish(number)
@@ -327,13 +327,15 @@ class MicroBatchMaker:
         if "val" not in transforms or all(map(is_preset, transforms.values())):
             return
         # Also where no sizes are compared: a validation that cannot be made is found before the first epoch.
-        val = self.make(MicroBatchId("val", 0, 0, 0), num_rows=_NUM_TRIED).batch.arrays().get(IMAGE)
+        at = MicroBatchId("val", 0, 0, 0)
+        self.make(at, num_rows=_NUM_TRIED)
+        val = self._transform(at, self.plan.draw(at)).content.image_shape
         has_size = shape and not has_sizes(config, "train", self.plan.config.bucket_sides)
-        if not has_size or val is None or val.shape[1:3] == shape[:2]:
+        if not has_size or not val or val[:2] == shape[:2]:
             return
         words = (
             f"sizes of images differ: transform.train makes {shape[0]} x {shape[1]}, transform.val makes "
-            f"{val.shape[1]} x {val.shape[2]} (height x width)"
+            f"{val[0]} x {val[1]} (height x width)"
         )
         for split, transform in transforms.items():
             if is_preset(transform) and config.size == TransformConfig.size:

@@ -10,18 +10,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from raypipe.config import AugmentConfig, TransformConfig
-from raypipe.errors import ConfigError
+from raypipe.device.decode import DeviceDecoder
+from raypipe.errors import ConfigError, SampleError
 from raypipe.plan.places import Split
 from raypipe.storage.filesystem import as_uri
 from raypipe.streaming.checkpoints import find_newest
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.stateful import loaded
 from raypipe.transform.contents import Content
+from raypipe.transform.encoded_map import DATA, MAP
 from raypipe.transform.ending import normalization
-from raypipe.transform.fields import IMAGE
+from raypipe.transform.fields import IMAGE, Field, Ragged
 from raypipe.transform.samples import EncodedSample
 
 _ANY_KEY = (0, 0)  # a validation's transform draws nothing
@@ -96,8 +99,11 @@ class SavedModel:
             SampleError: the image cannot be decoded.
             ConfigError: the validations' transform was an object.
         """
-        pixels = torch.from_numpy(self._content.one(EncodedSample(image), _ANY_KEY)[IMAGE])
-        channels_first = pixels.permute(2, 0, 1).contiguous()
+        made = self._content.one(EncodedSample(image), _ANY_KEY)
+        if IMAGE in made:
+            channels_first = torch.from_numpy(made[IMAGE]).permute(2, 0, 1).contiguous()
+        else:
+            channels_first = self._decoded(made).contiguous()
         if self._input["mean"] is None:
             return channels_first
         mean = torch.tensor(self._input["mean"]).view(-1, 1, 1)
@@ -105,6 +111,18 @@ class SavedModel:
         is_whole = not channels_first.is_floating_point()
         pixels = channels_first / torch.iinfo(channels_first.dtype).max if is_whole else channels_first
         return ((pixels - mean) / std).to(getattr(torch, self._input.get("dtype", "float32")))
+
+    def _decoded(self, made: Mapping[str, Any]) -> torch.Tensor:
+        """The image, uint8 (3, H, W), of a run with `transform.decode: device`, with this device's own pixels."""
+        data = Ragged.of("bytes", [made[DATA]], Field("bytes"))
+        decoded = self._decoder(data, made[MAP][None], np.ones(1, bool))
+        if decoded.failed:
+            raise SampleError(decoded.failed[0])
+        return decoded.image[0]
+
+    @functools.cached_property
+    def _decoder(self) -> DeviceDecoder:
+        return DeviceDecoder("cpu", self.settings["apply_exif"])
 
     @functools.cached_property
     def _content(self) -> Content:
@@ -116,7 +134,8 @@ class SavedModel:
             )
         sizes = self.settings["size"]
         size = {int(epoch): side for epoch, side in sizes.items()} if isinstance(sizes, dict) else sizes
-        kept = {name: self.settings[name] for name in ("decode_as", "crop_decode", "apply_exif")}
+        names = ("decode", "decode_as", "crop_decode", "apply_exif")
+        kept = {name: self.settings[name] for name in names if name in self.settings}
         return Content(val, TransformConfig(size=size, **kept))
 
 

@@ -1,7 +1,8 @@
 """Contents of samples for the model: an image and its targets, or its views; label and columns.
 
 With `transform.decode_as: array`, images and views have the dtype and the channels C that the transform gives
-them, all alike: (B, H, W, C). With `transform.wire: yuv420` the images that are made become planes.
+them, all alike: (B, H, W, C). With `transform.wire: yuv420` the images that are made become planes. With
+`transform.decode: device` there are encoded images instead, see `raypipe.transform.encoded`.
 
 Excluded rows are black, and their targets are what `raypipe.transform.targets` fills them with.
 """
@@ -9,6 +10,7 @@ Excluded rows are black, and their targets are what `raypipe.transform.targets` 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -17,11 +19,13 @@ from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError, SampleError
 from raypipe.plan.places import Sides
 from raypipe.transform import kernel
-from raypipe.transform.at_once import ProgramsAtOnce, by_field, crops_of
+from raypipe.transform.at_once import ProgramsAtOnce, by_field, crops_of, sizes_by_header
 from raypipe.transform.columns import NO_COLUMNS, ColumnMaker, SampleColumns
 from raypipe.transform.decode import decode, stored_bytes, stored_orientation
 from raypipe.transform.decode_array import decode_array
 from raypipe.transform.draws import Key
+from raypipe.transform.encoded import EncodedImages, check_whole
+from raypipe.transform.encoded_map import DATA, MAP
 from raypipe.transform.fields import IMAGE, LABEL, Field, Rows, chroma_of, learn
 from raypipe.transform.follow import follow
 from raypipe.transform.jpeg import Undecoded, open_for_crop
@@ -29,13 +33,15 @@ from raypipe.transform.presets import build_transform
 from raypipe.transform.samples import NO_LABEL, WRONG_LABEL, EncodedSample, Samples
 from raypipe.transform.sizes import Size
 from raypipe.transform.targets import TARGETS, decode_targets
+from raypipe.transform.transform_steps import brief
 from raypipe.transform.user_code import NOT_OF_A_SAMPLE, failed
 
 
 def stream_fields(config: TransformConfig, columns: SampleColumns = NO_COLUMNS) -> dict[str, Field]:
     """The fields of a stream's samples, by name; a transform of views has these instead of an image."""
     targets = {name: TARGETS[name].field(config) for name in config.target_columns}
-    return {IMAGE: Field(), **targets, **columns.fields()}
+    images = {DATA: Field("bytes"), MAP: Field()} if config.decode == "device" else {IMAGE: Field()}
+    return {**images, **targets, **columns.fields()}
 
 
 class Content:
@@ -85,6 +91,12 @@ class Content:
             self._crop_target = first.transform.crop_target
         self._images: dict[str, Field] = {}
         self._at_once: ProgramsAtOnce | None = None
+        self._encoded: EncodedImages | None = None
+        if config.decode == "device":
+            only = self._crops[0].transform if not isinstance(built, Mapping) else None
+            self._encoded = EncodedImages(only, brief(transform))
+            self.fields[MAP] = self._encoded.field
+            return
         programs = [crop.transform.program for crop in self._crops]
         has_rest = any(crop.transform.has_rest for crop in self._crops)
         if all(programs) and not self._is_array and not (self._targets and has_rest):
@@ -107,6 +119,9 @@ class Content:
             ConfigError: the transform's result has a wrong kind or size, or too many boxes.
         """
         others = self._others(sample, key)  # first: they cost less than an image
+        if self._encoded:
+            encoded, drawn, size = self._encoded.one(sample.image, key, self._config.apply_exif)
+            return encoded | self._followers(sample, drawn, size) | others
         image = self._opened(sample)
         targets: dict[str, np.ndarray] = {}
         if self._targets:
@@ -136,7 +151,11 @@ class Content:
             keys: uint64 (B, 2).
             wanted: bool (B,), the rows to fill.
         """
-        if self._at_once is None or rows.arrays is None:
+        if rows.arrays is None:
+            return
+        if self._encoded:
+            self._fill_encoded(self._encoded, rows, samples, indices, keys, wanted)
+        if self._at_once is None:
             return
         for made, params, sizes in self._at_once.make(samples, wanted, keys, rows.arrays):
             if not self._targets and self._columns is None:
@@ -147,6 +166,33 @@ class Content:
                     sample = samples[row]
                     fields = self._others(sample, keys[row].tolist())
                     rows.put(row, int(indices[row]), fields | self._followers(sample, drawn, tuple(size)))
+
+    def _fill_encoded(
+        self,
+        encoded: EncodedImages,
+        rows: Rows,
+        samples: Samples,
+        indices: np.ndarray,
+        keys: np.ndarray,
+        wanted: np.ndarray,
+    ) -> None:
+        sizes = sizes_by_header(samples.images, self._config.apply_exif)
+        (plain,) = np.nonzero(wanted & (sizes[:, 0] > 0))
+        params, _ = encoded.program.draw(keys[plain], sizes[plain])
+        maps, fits = encoded.maps(params, sizes[plain])
+        for number in np.flatnonzero(fits).tolist():
+            row = int(plain[number])
+            with contextlib.suppress(SampleError, ConfigError):  # `one` meets it again
+                sample = samples[row]
+                check_whole(sample.image, self._config.apply_exif)
+                followers = self._followers(sample, params[number], tuple(sizes[row].tolist()))
+                fields = {DATA: stored_bytes(sample.image), MAP: maps[number], **followers}
+                rows.put(row, int(indices[row]), fields | self._others(sample, keys[row].tolist()))
+
+    @property
+    def image_shape(self) -> tuple[int, ...]:
+        """(H, W, C) of the images, also where the device makes them; empty: not known yet, or of views."""
+        return self._encoded.image_shape if self._encoded else self.fields.get(IMAGE, Field()).shape or ()
 
     def _others(self, sample: EncodedSample, key: Key) -> dict[str, Any]:
         """Label and columns of a sample."""

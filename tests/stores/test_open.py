@@ -55,17 +55,18 @@ def test_unknown(tmp_path: Path) -> None:
         open_store(tmp_path)
 
 
-def test_compressed_tar(tmp_path: Path) -> None:
-    (tmp_path / "a.tar.gz").write_bytes(b"\x1f\x8b")
-    with pytest.raises(StoreError, match="uncompress it"):
-        open_store(tmp_path / "a.tar.gz")
+def test_a_tar_of_another_compression_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "a.tar.lz4").write_bytes(b"x")
+    with pytest.raises(StoreError, match=r"raypipe reads \.tar\.gz, \.tar\.bz2 and \.tar\.xz"):
+        open_store(tmp_path / "a.tar.lz4")
 
 
-def test_mds(tmp_path: Path) -> None:
-    (tmp_path / "index.json").write_text("{}")
-    (tmp_path / "shard.00000.mds.zstd").write_bytes(b"")
-    with pytest.raises(StoreError, match=r"is MosaicML's MDS: .* `raypipe\.convert`, as docs/moving\.md shows"):
-        open_store(tmp_path)
+@pytest.mark.parametrize("name", ["train.h5", "train.rec", "train-00000-of-00001", "train.zip", "module:samples"])
+def test_a_source_is_named_with_the_command_that_converts_it(tmp_path: Path, name: str) -> None:
+    address = name if ":" in name else str(tmp_path / name)
+    Path(tmp_path, name).write_bytes(b"")
+    with pytest.raises(StoreError, match=rf"read once, in order: `raypipe convert {address} train\.lmdb` makes a"):
+        open_store(address)
 
 
 def test_mixed_folder(tmp_path: Path) -> None:

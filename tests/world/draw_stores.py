@@ -136,7 +136,7 @@ def trees() -> Iterator[Stored]:
 
 
 def compressed() -> Iterator[Stored]:
-    """Archives that are not read in place."""
+    """Archives: compressed tars are unpacked, and a zip is refused."""
     for suffix in ("gz", "bz2", "xz"):
 
         def write(folder: Path, suffix: str = suffix) -> Path:
@@ -145,7 +145,7 @@ def compressed() -> Iterator[Stored]:
                 tar.add(plant(folder / "root", PLAIN), "")
             return path
 
-        yield Stored(f"tar.{suffix}", write, None)
+        yield Stored(f"tar.{suffix}", write)
 
     def zipped(folder: Path) -> Path:
         with zipfile.ZipFile(folder / "drawn.zip", "w") as archive:

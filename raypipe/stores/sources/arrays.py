@@ -1,0 +1,190 @@
+"""Arrays of a whole data set, one row for each sample: HDF5, .npz, and .pt of tensors.
+
+    images   encoded bytes (N), or pixels, uint8 (N, H, W, 3), (N, H, W, 1), (N, H, W), (N, 3, H, W), (N, 1, H, W)
+    labels   numbers (N), (N, 1), or (N, …)
+    others   of N rows: columns
+
+The usual names are found, such as images and labels, x and y, train_images and train_labels.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from raypipe.errors import StoreError
+from raypipe.stores.base import MAX_SAMPLE_BYTES, RENAMED, missing
+from raypipe.stores.sources.base import MAX_CHUNK_BYTES, Asked, Source, explained, others
+
+logger = logging.getLogger(__name__)
+
+_IMAGES = {"image", "images", "img", "imgs", "x", "data", "pixels"}
+_LABELS = {"label", "labels", "target", "targets", "y", "class", "classes"}
+_SPLIT = re.compile(r"(.*?)_?(train|training|val|valid|validation|test)(?:_set)?_?(.*)")
+_CHANNELS = (1, 3)
+_MAX_ROWS = 1024
+_ENCODED_BYTES = 1 << 20  # a guess, for rows whose sizes differ
+
+
+@dataclass(frozen=True)
+class Rows:
+    """An array of a file.
+
+    Attributes:
+        kind: "numbers", "bytes" or "text"; or, in other words, why its values cannot be read.
+        shape: the samples are the first axis.
+        dtype: of numbers.
+        read: first and last row, exclusive → rows, which are asked for once, in order.
+    """
+
+    kind: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any] | None
+    read: Callable[[int, int], Any]
+
+    @property
+    def num(self) -> int:
+        return self.shape[0] if self.shape else 0
+
+    @property
+    def row_bytes(self) -> int:
+        return self.dtype.itemsize * math.prod(self.shape[1:]) if self.dtype is not None else _ENCODED_BYTES
+
+    def __str__(self) -> str:
+        return f"{self.dtype if self.kind == 'numbers' else self.kind} {self.shape}"
+
+
+def arrays_source(where: str, arrays: Mapping[str, Rows], asked: Asked, word: str) -> Source:
+    """Return the samples of arrays by name.
+
+    Args:
+        where: the file, for errors.
+        word: the format's word for an array.
+    """
+    names = _names_of(where, arrays, asked, word)
+    images = arrays[names["image"]]
+    as_hwc = _axes_of(where, names["image"], images)
+    label = arrays.get(names.get("label", ""))
+    if label is not None and (label.kind != "numbers" or label.num != images.num):
+        raise StoreError(
+            f"{where}: {names['label']!r} is {label}; labels are numbers, one row for each of the {images.num} "
+            "images: set store.target_column"
+        )
+    columns = dict(names)
+    left_out = []
+    for name in others(arrays, names):
+        rows = arrays[name]
+        if (
+            rows.num == images.num
+            and rows.kind in ("numbers", "bytes", "text")
+            and rows.row_bytes < MAX_SAMPLE_BYTES
+        ):
+            columns[name.replace("/", ".")] = name
+        else:
+            left_out.append(f"{name} ({rows})")
+    if left_out:
+        logger.warning("%s: left out, as they have no row for each image: %s", where, ", ".join(left_out)[:500])
+    own_columns = {column: arrays[name] for column, name in columns.items()}
+    wide = [column for column, rows in own_columns.items() if _row_shape(column, rows) and column != "image"]
+    samples = _samples(where, own_columns, as_hwc)
+    return Source(samples, num_samples=images.num, arrays=wide)
+
+
+def _samples(where: str, columns: Mapping[str, Rows], as_hwc: tuple[int, ...]) -> Iterator[dict[str, Any]]:
+    row_bytes = sum(rows.row_bytes for rows in columns.values())
+    num_rows = columns["image"].num
+    step = max(1, min(_MAX_ROWS, MAX_CHUNK_BYTES // row_bytes))
+    for start in range(0, num_rows, step):
+        stop = min(num_rows, start + step)
+        with explained(f"{where}, rows {start} to {stop - 1},"):
+            values = {column: rows.read(start, stop) for column, rows in columns.items()}
+        for number in range(stop - start):
+            sample = {column: _value(column, columns[column], values[column][number]) for column in columns}
+            if as_hwc:
+                sample["image"] = np.transpose(sample["image"], as_hwc)
+            yield sample
+
+
+def _value(column: str, rows: Rows, value: Any) -> Any:
+    if rows.kind == "bytes":
+        return bytes(value)
+    if rows.kind == "text":
+        return value if isinstance(value, str) else bytes(value).decode()
+    return value if column == "image" else np.asarray(value).reshape(_row_shape(column, rows))[()]
+
+
+def _row_shape(column: str, rows: Rows) -> tuple[int, ...]:
+    """Return the shape of a column's values; a label of one number is a number."""
+    shape = rows.shape[1:]
+    return () if column == "label" and math.prod(shape) == 1 else shape
+
+
+def _axes_of(where: str, name: str, images: Rows) -> tuple[int, ...]:
+    """Return the order of axes that makes pixels (H, W, C); empty if they are so, or are encoded."""
+    shape = images.shape
+    if images.kind == "bytes" and len(shape) == 1:
+        return ()
+    if (
+        images.kind == "numbers"
+        and images.dtype == np.uint8
+        and images.row_bytes <= MAX_SAMPLE_BYTES
+        and images.num
+    ):
+        if len(shape) == 3 or (len(shape) == 4 and shape[3] in _CHANNELS):
+            return ()
+        if len(shape) == 4 and shape[1] in _CHANNELS:
+            return (1, 2, 0)
+    raise StoreError(
+        f"{where}: {name!r} is {images}; images are encoded bytes (N), or uint8 (N, H, W, C), (N, C, H, W) or "
+        "(N, H, W), where C is 1 or 3: set store.image_column, or yield such samples from a function of yours, "
+        "MODULE:NAME"
+    )
+
+
+def _names_of(where: str, arrays: Mapping[str, Rows], asked: Asked, word: str) -> dict[str, str]:
+    """Return `image`, and `label` if there is one, → the name of its array.
+
+    Raises:
+        StoreError: a name does not exist, or several are as likely; the message lists all arrays.
+    """
+    kinds = {name: str(rows) for name, rows in arrays.items()}
+    names: dict[str, str] = {}
+    for column, name in (("image", asked.image), ("label", asked.label)):
+        if name != column and name:
+            if name not in arrays:
+                raise StoreError(missing(where, name, kinds, RENAMED[column], word))
+            names[column] = name
+    if "image" not in names:
+        found = [name for name in arrays if _split_of(name, _IMAGES) is not None]
+        if len(found) != 1:
+            what = f"several {word}s that may be the images" if found else f"no {word} called images, x or data"
+            raise StoreError(_unclear(where, word, what, "image", kinds))
+        names["image"] = found[0]
+    if "label" not in names and asked.label:
+        split = _split_of(names["image"], _IMAGES)
+        found = [name for name in arrays if (of := _split_of(name, _LABELS)) is not None and of == (split or of)]
+        if len(found) > 1:
+            raise StoreError(_unclear(where, word, f"several {word}s that may be the labels", "label", kinds))
+        if found:
+            names["label"] = found[0]
+    return names
+
+
+def _unclear(where: str, word: str, what: str, column: str, kinds: Mapping[str, str]) -> str:
+    listed = ", ".join(f"{name} ({kind})" for name, kind in kinds.items())
+    return f"{where} has {what}: set store.{RENAMED[column]}; its {word}s are {listed:.1000}"
+
+
+def _split_of(name: str, usual: set[str]) -> str | None:
+    """Return the split that a usual name has in it, "all" for none; None for a name that is not usual."""
+    plain = name.lower().replace("/", "_").strip("_")
+    if plain in usual:
+        return "all"
+    match = _SPLIT.fullmatch(plain)
+    return match[2] if match and f"{match[1]}{match[3]}" in usual else None

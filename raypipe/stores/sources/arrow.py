@@ -1,0 +1,104 @@
+"""Arrow files of Hugging Face's datasets library: a folder that `save_to_disk` wrote, or its cache.
+
+state.json           {"_data_files": [{"filename": "data-00000-of-00002.arrow"}, …]}: their order; optional
+data-….arrow         a stream of batches of rows
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from raypipe.errors import StoreError
+from raypipe.storage.files import open_input, read_json
+from raypipe.storage.filesystem import is_remote, join, open_filesystem
+from raypipe.storage.local_file import regular_path
+from raypipe.stores.addresses import folders_at, list_files, names_at
+from raypipe.stores.arrow_columns import TableColumns
+from raypipe.stores.sources.base import Asked, Source, explained
+
+_FILE_MAGIC = b"ARROW1"
+_STATE = "state.json"
+
+
+def open_arrow(address: str, asked: Asked) -> Source:
+    """Open the Arrow files of one split; class names are those of its ClassLabel."""
+    names = names_at(address)
+    if names is not None and "dataset_dict.json" in names:
+        splits = sorted(folders_at(address))
+        raise StoreError(
+            f"{address} has the splits {', '.join(splits):.200}. A store is one split: choose it, such as "
+            f"{join(address, splits[0] if splits else 'train')}"
+        )
+    if names is not None and _STATE in names:
+        with explained(join(address, _STATE)):
+            files = [str(file["filename"]) for file in read_json(join(address, _STATE))["_data_files"]]
+            if any("/" in name for name in files):
+                raise StoreError(f"{address}: state.json names {files[0]!r}, which is no file in this folder")
+        paths = [join(address, name) for name in files]
+    else:
+        paths = [file.address for file in list_files(address, lambda name: name.endswith(".arrow"), "*.arrow")]
+    if not paths:
+        raise StoreError(f"{address} has no rows: its state.json names no files")
+    schemas = []
+    for path in paths:
+        with _reader(path) as reader:
+            schemas.append((path, reader.schema))
+    columns = TableColumns(schemas, asked.image, asked.label)
+    return Source(_samples(paths, columns), columns.classes)
+
+
+def _samples(paths: list[str], columns: TableColumns) -> Iterator[dict[str, Any]]:
+    for path in paths:
+        with _reader(path) as reader:
+            while (batch := _next(path, reader)) is not None:
+                rows = np.arange(batch.num_rows)
+                values = {
+                    name: columns.opened(name, pa.chunked_array([batch.column(field.name)]), path).take(rows)
+                    for name, field in columns.fields.items()
+                }
+                _check_embedded(path, batch, columns)
+                for row in zip(*values.values(), strict=True):
+                    yield dict(zip(values, row, strict=True))
+
+
+def _next(path: str, reader: Any) -> pa.RecordBatch | None:
+    with explained(path):
+        try:
+            batch = reader.read_next_batch()
+        except StopIteration:
+            return None
+        batch.validate(full=True)  # nothing in it may point outside of it
+        return batch
+
+
+@contextlib.contextmanager
+def _reader(path: str) -> Iterator[Any]:
+    """Context manager: a reader of a file's batches; a local file is mapped into memory."""
+    with contextlib.ExitStack() as stack, explained(path):
+        if is_remote(path):
+            file = stack.enter_context(open_input(*open_filesystem(path)))
+        else:
+            file = stack.enter_context(pa.memory_map(stack.enter_context(regular_path(path))))
+        if file.read(len(_FILE_MAGIC)) == _FILE_MAGIC:
+            raise StoreError(
+                f"{path} is an Arrow file with a footer, not a stream, as the datasets library writes it"
+            )
+        file.seek(0)
+        yield stack.enter_context(pa.ipc.open_stream(file))
+
+
+def _check_embedded(path: str, batch: pa.RecordBatch, columns: TableColumns) -> None:
+    """Raise StoreError if the images of a batch are paths to files elsewhere, as in a cache."""
+    field = columns.fields["image"]
+    if not pa.types.is_struct(field.type) or field.type.get_field_index("path") < 0:
+        return
+    images = batch.column(field.name)
+    if images.field("bytes").null_count == len(images) > images.field("path").null_count:
+        raise StoreError(
+            f"{path} has the paths of images and not the images: dataset.save_to_disk(FOLDER) writes them too"
+        )

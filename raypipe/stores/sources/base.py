@@ -1,0 +1,128 @@
+"""What the sources share: the samples of a format, its files, and the names of its columns."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, NamedTuple
+
+from raypipe.errors import ConfigError, RaypipeError, StoreError
+from raypipe.lookup import to_install
+from raypipe.storage.files import open_input
+from raypipe.storage.filesystem import join, open_filesystem, split
+from raypipe.storage.patience import one_line
+from raypipe.stores.base import RENAMED, missing
+from raypipe.stores.record import ColumnValues
+
+MAX_CHUNK_BYTES = 32 << 20
+"""Bytes of rows that are read at a time."""
+
+_READ_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Source:
+    """The samples of another format, which are read once, in their order.
+
+    Attributes:
+        samples: mappings from columns to values, see `raypipe.convert`.
+        classes: class names, position = label; None if the format does not name them.
+        num_samples: how many there are; None = unknown before the end.
+        arrays: columns whose values are arrays of one shape.
+    """
+
+    samples: Iterator[ColumnValues]
+    classes: tuple[str, ...] | None = None
+    num_samples: int | None = None
+    arrays: Collection[str] = ()
+
+
+class Asked(NamedTuple):
+    """Which columns of a format become `image` and `label`.
+
+    Attributes:
+        image: its name in the format; "image" = the usual names.
+        label: the same; "label" = the usual names, or no labels; empty = no labels.
+    """
+
+    image: str = "image"
+    label: str = "label"
+
+
+def library(name: str, what: str) -> Any:
+    """Import a library; raise StoreError that names the extra if it is not installed."""
+    try:
+        return import_module(name)
+    except ImportError:
+        raise StoreError(f"{what} needs {name.replace('_', '-')}: {to_install('sources')}") from None
+
+
+@contextlib.contextmanager
+def opened(address: str) -> Iterator[io.BufferedReader]:
+    """Context manager: a regular file, or an object, open for reading and seeking."""
+    with explained(address), open_input(*open_filesystem(address)) as file:
+        yield io.BufferedReader(file, _READ_BYTES)  # type: ignore[arg-type]  # it has what a raw file has
+
+
+@contextlib.contextmanager
+def explained(where: str) -> Iterator[None]:
+    """Context manager: turn an error of a library, which may have any type, into StoreError."""
+    try:
+        yield
+    except (RaypipeError, KeyboardInterrupt, GeneratorExit):
+        raise
+    except Exception as error:
+        raise StoreError(
+            f"{where} cannot be read: {type(error).__name__}: {one_line(error)}; copy it again"
+        ) from error
+
+
+def size_of(file: io.BufferedReader) -> int:
+    """Return a file's size; its position is its start."""
+    num_bytes = file.seek(0, io.SEEK_END)
+    file.seek(0)
+    return num_bytes
+
+
+def beside(address: str, name: str) -> str:
+    """Return the address of a file next to another."""
+    folder, _ = split(address)
+    return join(folder, name) if folder else name
+
+
+def stored_as(
+    where: str, present: Mapping[str, str], asked: Asked, usual: Mapping[str, Sequence[str]]
+) -> dict[str, str]:
+    """Return `image`, and `label` if there is one, → its name in the format.
+
+    Args:
+        present: names → their kinds, for the error.
+        usual: `image` and `label` → the usual names, the likeliest first.
+
+    Raises:
+        StoreError: there is no such column, or no usual one of images.
+    """
+    names: dict[str, str] = {}
+    for column, name in (("image", asked.image), ("label", asked.label)):
+        if not name:
+            continue
+        candidates = [name, *usual[column]] if name == column else [name]
+        found = next((each for each in candidates if each in present), None)
+        if found is not None:
+            names[column] = found
+        elif name != "label":
+            raise StoreError(missing(where, name, present, RENAMED[column]))
+    return names
+
+
+def others(present: Iterable[str], names: Mapping[str, str]) -> list[str]:
+    """Return the columns of a format besides image and label, by the result of `stored_as`."""
+    return [name for name in present if name not in names.values() and name not in RENAMED]
+
+
+def no_option(kind: str, option: str, value: str) -> ConfigError:
+    """Return the error about a setting that a format has no use for."""
+    return ConfigError(f"store.{RENAMED[option]}={value!r}: {kind} has no columns of other names: leave it out")

@@ -1,0 +1,61 @@
+"""HDF5 files: a data set of images, one of labels, and others of as many rows.
+
+Nothing outside the file is followed: no external or soft links, no data in other files, no references. libhdf5
+trusts its files: one that is damaged in its middle may end the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from raypipe.errors import StoreError
+from raypipe.storage.filesystem import is_remote
+from raypipe.storage.local_file import regular_path
+from raypipe.stores.sources.arrays import Rows, arrays_source
+from raypipe.stores.sources.base import Asked, Source, explained, library, opened
+
+
+def open_hdf5(address: str, asked: Asked) -> Source:
+    """Open one HDF5 file; the data sets of groups are named by their paths."""
+    h5py = library("h5py", "HDF5")
+    stack = contextlib.ExitStack()
+    with explained(address):
+        content = stack.enter_context(opened(address) if is_remote(address) else regular_path(address))
+        file = stack.enter_context(h5py.File(content, "r", **({} if is_remote(address) else {"locking": False})))
+        arrays: dict[str, Rows] = {}
+
+        def note(name: str, found: Any) -> None:
+            if isinstance(found, h5py.Dataset):
+                arrays[name] = _rows(h5py, found)
+
+        file.visititems(note)  # hard links only
+        source = arrays_source(address, arrays, asked, "data set")
+
+    def samples() -> Iterator[Any]:
+        with stack:
+            yield from source.samples
+
+    return Source(samples(), None, source.num_samples, source.arrays)
+
+
+def _rows(h5py: Any, found: Any) -> Rows:
+    dtype, shape = found.dtype, found.shape or ()
+    text = h5py.check_string_dtype(dtype)
+    if found.is_virtual or found.external:
+        return Rows("in other files", shape, None, _unread)
+    if text is not None and len(shape) == 1:
+        kind = "bytes" if text.encoding == "ascii" else "text"
+        return Rows(kind, shape, None, lambda start, stop: found[start:stop])
+    if h5py.check_vlen_dtype(dtype) == np.uint8 or (dtype.kind == "V" and dtype.names is None):
+        return Rows("bytes", shape, None, lambda start, stop: [row.tobytes() for row in found[start:stop]])
+    if dtype.kind in "biuf":
+        return Rows("numbers", shape, dtype, lambda start, stop: found[start:stop])
+    return Rows(f"{dtype} values", shape, None, _unread)
+
+
+def _unread(start: int, stop: int) -> Any:
+    raise StoreError("values that raypipe does not read")

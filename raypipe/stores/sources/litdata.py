@@ -1,0 +1,86 @@
+"""LitData, as `litdata.optimize` writes it, without the litdata library.
+
+    index.json   {"chunks": [{"filename": "chunk-0-0.bin", "chunk_size": n, "chunk_bytes": …}, …],
+                 "config": {"data_format": ["jpeg", "int", …], "data_spec": "[1, {…}]",
+                 "compression": null or "zstd", "compression_level": null, "chunk" or "batch", …}}
+
+`data_format` has the encodings of a sample's values; `data_spec` is the tree that they are the leaves of, as JSON:
+{"type": …, "context": names of a dict, as JSON again, "children_spec": […]}, where a leaf has the type null. The
+columns are `boxes.left` where a dict is nested, or `0`, `1`, … in tuples and lists; a pair is image and label.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from raypipe.errors import StoreError
+from raypipe.storage.filesystem import join
+from raypipe.stores.sources.base import Asked, Source, explained
+from raypipe.stores.sources.shards import MAX_SHARD_BYTES, read_shard, samples_in, unpacked, values_of
+
+_FRAMES_MAGIC = b"LDFZ01\0\0"
+_FRAMES_HEAD = struct.Struct("<8sHHIII")
+_FRAME = np.dtype([("first", "<u4"), ("num", "<u4"), ("place", "<u8"), ("packed", "<u4"), ("unpacked", "<u4")])
+
+
+def open_litdata(address: str, asked: Asked, index: dict[str, Any]) -> Source:
+    """Open a folder of LitData by its index; the chunks may lie in a bucket."""
+    where = join(address, "index.json")
+    with explained(where):
+        config = index["config"]
+        level = config.get("compression_level") or "chunk"
+        if config.get("encryption"):
+            raise StoreError(f"{address} is encrypted: write it without encryption")
+        if (loader := config.get("item_loader") or "PyTreeLoader") != "PyTreeLoader":
+            raise StoreError(f"{address} has items of {loader}; raypipe reads those of PyTreeLoader, the default")
+        names = list(_leaves(json.loads(config["data_spec"])[1]))
+        if names == ["0", "1"]:
+            names = ["image", "label"]
+        encodings = dict(zip(names, map(str, config["data_format"]), strict=True))
+        values = values_of(address, encodings, asked)
+        chunks = [(str(chunk["filename"]), int(chunk["chunk_size"])) for chunk in index["chunks"]]
+    codec = str(config["compression"] or "")
+
+    def samples() -> Iterator[dict[str, Any]]:
+        for name, num_samples in chunks:
+            with explained(join(address, name)):
+                if codec and level == "batch":
+                    content = _of_frames(read_shard(address, name))
+                else:
+                    content = read_shard(address, name, codec)
+            yield from samples_in(join(address, name), num_samples, content, [None] * len(encodings), values)
+
+    return Source(samples(), num_samples=sum(num for _, num in chunks))
+
+
+def _leaves(spec: Any, above: tuple[str, ...] = ()) -> Iterator[str]:
+    """Yield the names of a tree's leaves."""
+    if spec["type"] is None:
+        yield ".".join(above) or "image"
+        return
+    keys = json.loads(spec["context"]) if spec["context"] else None
+    names = keys if isinstance(keys, list) else range(len(spec["children_spec"]))
+    for name, child in zip(names, spec["children_spec"], strict=True):
+        yield from _leaves(child, (*above, str(name)))
+
+
+def _of_frames(packed: bytes) -> bytes:
+    """Return a chunk that is compressed in batches as it would be without compression."""
+    magic, version, _, num_samples, _, num_frames = _FRAMES_HEAD.unpack_from(packed)
+    if (magic, version) != (_FRAMES_MAGIC, 1):
+        raise ValueError(f"it begins with {magic!r}, version {version}, in place of {_FRAMES_MAGIC!r}, version 1")
+    offsets = np.frombuffer(packed, "<u4", num_samples + 1, _FRAMES_HEAD.size)
+    frames = np.frombuffer(packed, _FRAME, num_frames, _FRAMES_HEAD.size + offsets.nbytes)
+    if frames["unpacked"].sum(dtype=np.int64) > MAX_SHARD_BYTES:
+        raise ValueError(f"it unpacks to more than {MAX_SHARD_BYTES:,} bytes")
+    table = np.concatenate([[num_samples], offsets.astype(np.int64) + 4 * (num_samples + 2)])
+    parts = [table.astype("<u4").tobytes()]
+    for frame in frames:
+        start = int(frame["place"])
+        parts.append(unpacked(packed[start : start + int(frame["packed"])], "zstd", int(frame["unpacked"])))
+    return b"".join(parts)

@@ -1,0 +1,56 @@
+"""MosaicML's MDS, as `streaming.MDSWriter` writes it, without the streaming library.
+
+    index.json   {"version": 2, "shards": [{"format": "mds", "samples": n, "compression": null or "zstd:7",
+                 "column_names": […], "column_encodings": […], "column_sizes": […],
+                 "raw_data": {"basename", "bytes", "hashes"}, "zip_data": null or the same, compressed}, …]}
+
+A sample in a shard is | uint32 size of each value without a fixed size | values |.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from raypipe.errors import StoreError
+from raypipe.storage.filesystem import join
+from raypipe.stores.sources.base import Asked, Source, explained
+from raypipe.stores.sources.shards import array_shape, read_shard, samples_in, values_of
+
+
+def open_mds(address: str, asked: Asked, index: dict[str, Any]) -> Source:
+    """Open a folder of MDS by its index; the shards may lie in a bucket."""
+    where = join(address, "index.json")
+    with explained(where):
+        shards = index["shards"]
+        if index["version"] != 2 or {shard["format"] for shard in shards} != {"mds"}:
+            raise StoreError(f"{where} has another version or format than 2 of mds, which is what raypipe reads")
+        first = _columns(shards[0])
+        if any(_columns(shard) != first for shard in shards):
+            raise StoreError(f"{where}: its shards have different columns: convert those of one kind at a time")
+        encodings = dict(zip(shards[0]["column_names"], shards[0]["column_encodings"], strict=True))
+        values = values_of(address, encodings, asked)
+        names = list(encodings)
+        arrays = [column for column, value in values.items() if array_shape(encodings[names[value.place]])]
+        num_samples = sum(int(shard["samples"]) for shard in shards)
+
+    def samples() -> Iterator[dict[str, Any]]:
+        for shard in shards:
+            with explained(where):
+                raw = shard["raw_data"]
+                packed = shard.get("zip_data")
+                name = str((packed or raw)["basename"])
+                sizes = [int(size) if size else None for size in shard["column_sizes"]]
+                num_bytes = int(raw["bytes"])
+                content = read_shard(address, name, str(shard["compression"]) if packed else "", num_bytes)
+                if len(content) != num_bytes:
+                    raise StoreError(
+                        f"{join(address, name)} has {len(content)} bytes of {num_bytes}; copy it again"
+                    )
+            yield from samples_in(join(address, name), int(shard["samples"]), content, sizes, values)
+
+    return Source(samples(), num_samples=num_samples, arrays=[name for name in arrays if name != "image"])
+
+
+def _columns(shard: dict[str, Any]) -> list[Any]:
+    return [shard[f"column_{what}"] for what in ("names", "encodings", "sizes")]

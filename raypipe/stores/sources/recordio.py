@@ -1,0 +1,125 @@
+"""MXNet's RecordIO, as im2rec writes it, without MXNet; with or without the .idx beside it.
+
+    uint32 magic | 3 bits: whole, first, middle or last part, 29 bits: length | data, padded to 4 bytes
+
+A record with the magic in it is cut there into parts. The data of an image are
+
+    uint32 flag | float32 label | uint64 id, id2 | float32 labels (flag) | encoded image
+
+With a flag of 0 `label` is a number, else the labels. Whole numbers are classes. Records without an image, as the
+face data sets have them around their images, are passed over.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import logging
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from raypipe.errors import ConfigError, StoreError
+from raypipe.storage.files import read_text
+from raypipe.stores.base import MAX_SAMPLE_BYTES
+from raypipe.stores.sources.base import Asked, Source, no_option, opened, size_of
+
+logger = logging.getLogger(__name__)
+
+_MAGIC = 0xCED7230A
+_MAGIC_BYTES = struct.pack("<I", _MAGIC)
+_HEAD, _IMAGE_HEAD = struct.Struct("<II"), struct.Struct("<IfQQ")
+_WHOLE, _FIRST, _MIDDLE, _LAST = range(4)
+_MAX_INDEX_BYTES = 1 << 30
+_NUM_PROBED = 64
+
+
+def open_recordio(address: str, asked: Asked) -> Source:
+    """Open one .rec. Several labels are an array; without a target they are a column `labels`, a list."""
+    for option, value in (("image", asked.image), ("label", asked.label)):
+        if value not in (option, "label", ""):
+            raise no_option("MXNet RecordIO", option, value)
+    num_records = _num_in_index(address)
+    samples = _samples(address, num_records, has_label=bool(asked.label))
+    first = list(itertools.islice(samples, _NUM_PROBED))
+    labels = [sample["label"] for sample in first if "label" in sample]
+    are_whole = all(np.ndim(label) == 0 and float(label).is_integer() for label in labels)
+    every = itertools.chain(first, samples)
+    return Source(_with_classes(address, every) if are_whole else every, num_samples=num_records)
+
+
+def _num_in_index(address: str) -> int | None:
+    try:
+        text = read_text(f"{address.removesuffix('.rec')}.idx", _MAX_INDEX_BYTES)
+    except ConfigError:  # there is none
+        return None
+    return sum(1 for line in text.splitlines() if line.strip())
+
+
+def _with_classes(address: str, samples: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    for sample in samples:
+        if "label" in sample:
+            if np.ndim(sample["label"]) or not float(sample["label"]).is_integer():
+                raise StoreError(
+                    f"{address}: the record of id {sample['id']} has the label {sample['label']}, but the first "
+                    "records have whole numbers, which are classes"
+                )
+            sample["label"] = int(sample["label"])
+        yield sample
+
+
+def _samples(address: str, num_indexed: int | None, has_label: bool) -> Iterator[dict[str, Any]]:
+    num_records, num_empty, num_labels = 0, 0, -1
+    for number, data in enumerate(_records(address)):
+        num_records += 1
+        where = f"{address}, record {number}"
+        if len(data) < _IMAGE_HEAD.size:
+            raise StoreError(f"{where}, has {len(data)} bytes, too few for an image of im2rec")
+        flag, label, sample_id, _ = _IMAGE_HEAD.unpack_from(data)
+        end = _IMAGE_HEAD.size + 4 * flag
+        if end > len(data):
+            raise StoreError(f"{where}, is damaged: {flag} labels in {len(data)} bytes; copy it again")
+        if end == len(data):
+            num_empty += 1
+            continue
+        labels = np.frombuffer(data, "<f4", flag, _IMAGE_HEAD.size)
+        sample: dict[str, Any] = {"image": data[end:], "id": sample_id}
+        if not has_label:
+            yield sample | ({"labels": labels.tolist()} if flag else {})
+            continue
+        if num_labels not in (-1, flag):
+            raise StoreError(
+                f"{where}, has {flag} labels and others {num_labels}, as in object detection: set "
+                "store.target_column to '', and they become a column `labels`"
+            )
+        num_labels = flag
+        yield sample | {"label": label if not flag else labels[0].item() if flag == 1 else labels.copy()}
+    if num_empty:
+        logger.warning("%s: passed over %s records without an image", address, f"{num_empty:,}")
+    if num_indexed is not None and num_records < num_indexed:
+        raise StoreError(f"{address} has {num_records} records, and its .idx names {num_indexed}; copy it again")
+
+
+def _records(address: str) -> Iterator[bytes]:
+    with opened(address) as file:
+        num_bytes = size_of(file)
+        parts: list[bytes] = []
+        while head := file.read(_HEAD.size):
+            at = file.tell() - len(head)
+            if len(head) < _HEAD.size:
+                raise StoreError(f"{address} is truncated at byte {at}; copy it again")
+            magic, word = _HEAD.unpack(head)
+            kind, length = word >> 29, word & (1 << 29) - 1
+            if magic != _MAGIC or kind > _LAST or (kind in (_WHOLE, _FIRST)) == bool(parts):
+                raise StoreError(f"{address} is damaged, or is not MXNet RecordIO, at byte {at}; copy it again")
+            if length > num_bytes - file.tell() or sum(map(len, parts)) + length > MAX_SAMPLE_BYTES:
+                raise StoreError(f"{address} is truncated, or has a record over 512 MiB, at byte {at}")
+            parts.append(file.read(length))
+            file.seek(-length % 4, io.SEEK_CUR)
+            if kind in (_WHOLE, _LAST):
+                yield _MAGIC_BYTES.join(parts)
+                parts = []
+        if parts:
+            raise StoreError(f"{address} is truncated in its last record; copy it again")

@@ -1,0 +1,238 @@
+"""Shards of MDS and LitData: the table of a shard's samples, the encodings of their values, compression.
+
+    uint32 n | uint32 offsets (n + 1) | … | samples, from one offset to the next
+
+    bytes, jpeg, png, …       as they are
+    str, json, str_int, …     text in UTF-8
+    int, uint8, float32, …    little-endian
+    pil                       uint32 width, height and length of the mode's name | name | pixels
+    ndarray                   of MDS: type and axes, as far as the name of the encoding lacks them | values
+    numpy, tensor             of LitData: uint32 type, number of axes, and axes | values
+
+Pickles are programs, so they are not opened.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import math
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import PurePosixPath
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from raypipe.errors import StoreError
+from raypipe.storage.filesystem import join
+from raypipe.stores.base import RENAMED
+from raypipe.stores.sources.base import Asked, opened, others, stored_as
+
+logger = logging.getLogger(__name__)
+
+MAX_SHARD_BYTES = 1 << 30
+CODECS = {"zstd": "zstd", "gz": "gzip", "br": "brotli", "bz2": "bz2", "snappy": "snappy"}
+"""Name in an index → pyarrow's."""
+
+_PICKLES = ("pkl", "pickle")
+_PIL_HEAD = struct.Struct("<III")
+_PIL_MODES = {b"L", b"RGB", b"RGBA", b"CMYK", b"1", b"LA"}
+_NUMBERS = {
+    **{
+        name: np.dtype(name).newbyteorder("<") for name in ("uint8", "uint16", "uint32", "uint64", "int8", "int16")
+    },
+    **{name: np.dtype(name).newbyteorder("<") for name in ("int32", "int64", "float16", "float32", "float64")},
+    "int": np.dtype("<i8"),
+    "float": np.dtype("<f8"),
+    "bool": np.dtype("?"),
+}
+# The types of arrays are numbers in the data: in MDS, in LitData of numpy, and in LitData of torch.
+_MDS_TYPES = {8: "u1", 9: "i1", 16: "u2", 17: "i2", 18: "f2", 32: "u4", 33: "i4", 34: "f4"}
+_MDS_TYPES |= {64: "u8", 65: "i8", 66: "f8"}
+_NUMPY_TYPES = {**dict(enumerate(("i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8"))), 13: "?"}
+_TORCH_TYPES = {0: "f4", 1: "f4", 2: "f8", 3: "f8", 8: "f2", 9: "f2", 11: "u1", 12: "i1", 13: "i2", 14: "i2"}
+_TORCH_TYPES |= {15: "i4", 16: "i4", 17: "i8", 18: "i8", 19: "?", 20: "u2"}
+
+Decode = Callable[[bytes], Any]
+
+
+class Value(NamedTuple):
+    """A value of a sample that becomes a column: its place among the values, and how it is decoded."""
+
+    place: int
+    decode: Decode
+
+
+def values_of(where: str, encodings: Mapping[str, str], asked: Asked) -> dict[str, Value]:
+    """Return column → value, `image` and `label` first; encodings that are not read are left out, and said.
+
+    Raises:
+        StoreError: there is no image, or image or label has an encoding that is not read.
+    """
+    names = stored_as(where, encodings, asked, {"image": ("jpg", "jpeg", "png"), "label": ("class", "cls")})
+    names |= {name: name for name in others(encodings, names)}
+    values: dict[str, Value] = {}
+    for column, name in names.items():
+        decode = _decoder(encodings[name])
+        if decode is not None:
+            values[column] = Value(list(encodings).index(name), decode)
+            continue
+        what = "a pickle, which may run a program" if encodings[name] in _PICKLES else repr(encodings[name])
+        if column in RENAMED:
+            raise StoreError(
+                f"{where}: {name!r} is {what}, which raypipe does not read: name another value by "
+                f"store.{RENAMED[column]}, or yield the samples from a function of yours, MODULE:NAME"
+            )
+        logger.warning("%s: %r is left out: it is %s", where, name, what)
+    return values
+
+
+def samples_in(
+    name: str, num_samples: int, content: bytes, sizes: list[int | None], values: Mapping[str, Value]
+) -> Iterator[dict[str, Any]]:
+    """Yield the samples of a shard.
+
+    Args:
+        name: its address, for errors.
+        num_samples: how many the index declares.
+        content: the whole shard.
+        sizes: fixed size of each value; None = it stands before the values of each sample.
+    """
+    table = np.frombuffer(content, "<u4", min(num_samples + 2, len(content) // 4)).astype(np.int64)
+    if len(table) < num_samples + 2 or table[0] != num_samples or table[-1] > len(content):
+        raise StoreError(f"{name} is truncated, damaged, or not the shard of this index; copy it again")
+    num_sizes = sizes.count(None)
+    for number in range(num_samples):
+        start, end = table[1 + number : 3 + number].tolist()
+        own = np.frombuffer(content[start : start + 4 * num_sizes], "<u4").tolist() if start <= end else []
+        own_sizes = iter(own)
+        every = [next(own_sizes, -1) if size is None else size for size in sizes]
+        begins = np.cumsum([start + 4 * num_sizes, *every]).tolist()
+        if len(own) != num_sizes or begins[-1] != end:
+            raise StoreError(f"{name} is damaged: sample {number} has values of {every} bytes; copy it again")
+        sample = {}
+        for column, (place, decode) in values.items():
+            try:
+                sample[column] = decode(content[begins[place] : begins[place + 1]])
+            except Exception as error:  # of half a dozen types
+                raise StoreError(
+                    f"{name}, sample {number}: the value for {column!r} is damaged: {error!s:.200}; copy it again"
+                ) from None
+        yield sample
+
+
+def read_shard(folder: str, name: str, codec: str = "", max_bytes: int = MAX_SHARD_BYTES) -> bytes:
+    """Return a shard, unpacked by one of `CODECS`.
+
+    Raises:
+        StoreError: its name leads out of the folder, it cannot be read, or has more bytes than are allowed.
+    """
+    path = PurePosixPath(name)
+    if not path.parts or path.is_absolute() or ".." in path.parts or "\0" in name or "\\" in name:
+        raise StoreError(f"{folder}: its index names {name!r}, which is no file in this folder")
+    address = join(folder, *path.parts)
+    with opened(address) as file:
+        content = file.read(MAX_SHARD_BYTES + 1)
+        if len(content) > MAX_SHARD_BYTES:
+            raise StoreError(f"{address} has more than {MAX_SHARD_BYTES:,} bytes: write smaller shards")
+        return unpacked(content, codec, max_bytes) if codec else content
+
+
+def unpacked(packed: bytes, codec: str, max_bytes: int) -> bytes:
+    """Return what compressed bytes unpack to; raise ValueError beyond the limit."""
+    if codec.partition(":")[0] not in CODECS:
+        raise ValueError(f"its compression is {codec!r}; raypipe reads {', '.join(CODECS)}")
+    if not 0 <= max_bytes <= MAX_SHARD_BYTES:
+        raise ValueError(f"it unpacks to {max_bytes:,} bytes; the limit is {MAX_SHARD_BYTES:,}")
+    kind = CODECS[codec.partition(":")[0]]
+    if kind == "snappy":  # pyarrow unpacks it at once, and needs its size
+        return bytes(pa.decompress(packed, max_bytes, kind, asbytes=True))
+    with pa.CompressedInputStream(pa.BufferReader(packed), kind) as stream:
+        content = bytes(stream.read(max_bytes + 1))  # a bomb unpacks no further
+    if len(content) > max_bytes:
+        raise ValueError(f"it unpacks to more than {max_bytes:,} bytes")
+    return content
+
+
+def _decoder(encoding: str) -> Decode | None:
+    """Return the decoder of an encoding, such as `int`, `jpeg:90` or `ndarray:uint8:32,32,3`; None for others."""
+    kind, _, rest = encoding.partition(":")
+    if kind in _NUMBERS:
+        return lambda data: np.frombuffer(data, _NUMBERS[kind]).item()
+    if kind == "ndarray":
+        return partial(_of_mds, *_array_of(rest))
+    if kind in ("no_header_numpy", "no_header_tensor"):
+        types = _NUMPY_TYPES if kind == "no_header_numpy" else _TORCH_TYPES
+        dtype = types.get(int(rest)) if rest.isdecimal() else None
+        return partial(np.frombuffer, dtype=dtype) if dtype else None
+    return _DECODERS.get(kind)
+
+
+_DECODERS: dict[str, Decode] = {
+    **dict.fromkeys(("bytes", "jpeg", "png", "tifffile", "file", "image"), bytes),
+    **dict.fromkeys(("str", "text", "str_decimal"), bytes.decode),
+    "str_int": int,
+    "str_float": float,
+    "json": json.loads,
+    "pil": lambda data: _picture(data),
+    "numpy": lambda data: _of_litdata(_NUMPY_TYPES, data),
+    "tensor": lambda data: _of_litdata(_TORCH_TYPES, data),
+}
+
+
+def array_shape(encoding: str) -> tuple[int, ...]:
+    """Return the shape of an encoding's arrays; empty if they have none, or not all have one."""
+    kind, _, rest = encoding.partition(":")
+    return (_array_of(rest)[1] or ()) if kind == "ndarray" else ()
+
+
+def _array_of(rest: str) -> tuple[np.dtype[Any] | None, tuple[int, ...] | None]:
+    name, _, axes = rest.partition(":")
+    return (_NUMBERS[name] if name else None), (tuple(map(int, axes.split(","))) if axes else None)
+
+
+def _picture(data: bytes) -> bytes:
+    """Return pixels as PNG, which loses nothing."""
+    from PIL import Image
+
+    width, height, num_letters = _PIL_HEAD.unpack_from(data)
+    start = _PIL_HEAD.size + num_letters
+    mode = data[_PIL_HEAD.size : start]
+    if mode not in _PIL_MODES or not 0 < width * height <= 8 * len(data):
+        raise ValueError(f"pixels of {width} x {height}, mode {mode[:20]!r}")
+    image = Image.frombytes(mode.decode(), (width, height), data[start:])
+    out = io.BytesIO()
+    (image.convert("RGB") if mode == b"CMYK" else image).save(out, "PNG", compress_level=1)
+    return out.getvalue()
+
+
+def _of_mds(dtype: np.dtype[Any] | None, shape: tuple[int, ...] | None, data: bytes) -> np.ndarray:
+    start = 0
+    if dtype is None:
+        dtype = np.dtype(_MDS_TYPES[data[0]])
+        start = 1
+    if shape is None:
+        num_axes = data[start] >> 2
+        axis = np.dtype(f"<u{1 << data[start] % 4}")
+        shape = tuple(np.frombuffer(data, axis, num_axes, start + 1).tolist())
+        start += 1 + num_axes * axis.itemsize
+    return _shaped(data, start, dtype, shape)
+
+
+def _of_litdata(types: Mapping[int, str], data: bytes) -> np.ndarray:
+    # The head of a tensor was little-endian, as that of numpy's arrays is, and is big-endian in newer versions.
+    order = "<" if struct.unpack_from("<I", data)[0] in types else ">"
+    kind, num_axes = struct.unpack_from(f"{order}II", data)
+    shape = tuple(np.frombuffer(data, f"{order}u4", num_axes, 8).tolist())
+    return _shaped(data, 8 + 4 * num_axes, np.dtype(types[kind]), shape)
+
+
+def _shaped(data: bytes, start: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> np.ndarray:
+    values = np.frombuffer(data, dtype, offset=start) if start < len(data) else np.empty(0, dtype)
+    if math.prod(shape) != len(values):  # numpy would take a product over 64 bits for another
+        raise ValueError(f"{len(values)} values in an array of {shape}")
+    return values.reshape(shape)

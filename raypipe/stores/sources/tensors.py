@@ -1,0 +1,56 @@
+"""A .pt of tensors, by torch.load(…, weights_only=True): a dict of them, a pair of images and labels, or one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from raypipe.errors import StoreError
+from raypipe.storage.filesystem import is_remote
+from raypipe.storage.local_file import regular_path
+from raypipe.stores.sources.arrays import Rows, arrays_source
+from raypipe.stores.sources.base import Asked, Source, explained, opened
+
+
+def open_tensors(address: str, asked: Asked) -> Source:
+    """Open the tensors of one file; those of a local one are mapped into memory, and not read at once."""
+    import torch
+
+    with explained(address):
+        content = _remote(torch, address) if is_remote(address) else _local(torch, address)
+        named: Any = content
+        if isinstance(content, torch.Tensor):
+            named = {"image": content}
+        elif isinstance(content, list | tuple) and len(content) == 2:
+            named = dict(zip(("image", "label"), content, strict=True))
+        if not isinstance(named, Mapping) or not all(isinstance(each, torch.Tensor) for each in named.values()):
+            raise StoreError(
+                f"{address} has a {type(content).__name__}; raypipe takes a dict of tensors, a pair of images and "
+                "labels, or a tensor of images. Yield samples of others from a function of yours, MODULE:NAME"
+            )
+        return arrays_source(
+            address, {str(name): _rows(torch, each) for name, each in named.items()}, asked, "tensor"
+        )
+
+
+def _local(torch: Any, address: str) -> Any:
+    with regular_path(address) as path:
+        try:
+            return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        except RuntimeError:  # the format before torch 1.6 cannot be mapped
+            return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def _remote(torch: Any, address: str) -> Any:
+    with opened(address) as file:
+        return torch.load(file, map_location="cpu", weights_only=True)
+
+
+def _rows(torch: Any, tensor: Any) -> Rows:
+    shape = tuple(tensor.shape)
+    if tensor.layout != torch.strided or tensor.dtype == torch.bfloat16 or tensor.is_complex():
+        return Rows(f"{tensor.dtype} in the layout {tensor.layout}", shape, None, lambda start, stop: None)
+    dtype = np.dtype(str(tensor.dtype).removeprefix("torch."))
+    return Rows("numbers", shape, dtype, lambda start, stop: tensor[start:stop].numpy())

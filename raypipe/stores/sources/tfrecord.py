@@ -1,0 +1,218 @@
+"""TFRecord files of `tf.train.Example`, plain or gzip-compressed, without TensorFlow.
+
+    uint64 length | uint32 masked CRC32C of the length | data | uint32 masked CRC32C of the data
+
+All features become columns: one value in each of the first records is a number, text or bytes, several are a list.
+Numbers stay as they are stored: `image/class/label` of TF-Slim's ImageNet begins at 1.
+"""
+
+from __future__ import annotations
+
+import functools
+import gzip
+import itertools
+import logging
+import re
+import struct
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from raypipe.errors import StoreError
+from raypipe.storage.files import read_whole
+from raypipe.stores.addresses import PART_OF, list_files
+from raypipe.stores.base import MAX_SAMPLE_BYTES
+from raypipe.stores.sources.base import (
+    Asked,
+    Source,
+    beside,
+    explained,
+    library,
+    opened,
+    others,
+    size_of,
+    stored_as,
+)
+
+logger = logging.getLogger(__name__)
+
+_SUFFIX = re.compile(r"\.(tfrecords?|tfrec)(-\d+-of-\d+)?(\.gz)?$", re.IGNORECASE)
+_USUAL = {"image": ("image/encoded", "image_raw"), "label": ("image/class/label",)}
+_COUNTED_FROM_1 = "image/class/label"
+_NUM_PROBED = 64  # records that say what each feature is
+_HEADER, _CRC = struct.Struct("<QI"), struct.Struct("<I")
+_GZIP = b"\x1f\x8b"
+
+# tensorflow/core/example/{feature,example}.proto, under a name that TensorFlow does not take.
+_PROTO = """
+name: "raypipe.proto" package: "raypipe" syntax: "proto3"
+message_type { name: "Bytes" field { name: "value" number: 1 label: LABEL_REPEATED type: TYPE_BYTES } }
+message_type { name: "Floats" field { name: "value" number: 1 label: LABEL_REPEATED type: TYPE_FLOAT } }
+message_type { name: "Int64s" field { name: "value" number: 1 label: LABEL_REPEATED type: TYPE_INT64 } }
+message_type {
+  name: "Feature"
+  oneof_decl { name: "kind" }
+  field { name: "bytes" number: 1 label: LABEL_OPTIONAL oneof_index: 0 type_name: ".raypipe.Bytes" }
+  field { name: "float" number: 2 label: LABEL_OPTIONAL oneof_index: 0 type_name: ".raypipe.Floats" }
+  field { name: "int64" number: 3 label: LABEL_OPTIONAL oneof_index: 0 type_name: ".raypipe.Int64s" }
+}
+message_type {
+  name: "Entry"
+  field { name: "key" number: 1 label: LABEL_OPTIONAL type: TYPE_STRING }
+  field { name: "value" number: 2 label: LABEL_OPTIONAL type_name: ".raypipe.Feature" }
+}
+message_type {
+  name: "Features" field { name: "feature" number: 1 label: LABEL_REPEATED type_name: ".raypipe.Entry" }
+}
+message_type {
+  name: "Example" field { name: "features" number: 1 label: LABEL_OPTIONAL type_name: ".raypipe.Features" }
+}
+"""
+
+_Record = tuple[str, dict[str, list[Any]]]
+"""Its place, for errors, and its features by name; none if the record is bad."""
+
+
+def is_tfrecord(name: str) -> bool:
+    """Return whether a file's name is one of TFRecord files: *.tfrecord*, *.tfrec, NAME-00000-of-01024."""
+    part = PART_OF.match(name)
+    return bool(_SUFFIX.search(name)) or (part is not None and part.end() == len(name))
+
+
+def open_tfrecord(address: str, asked: Asked) -> Source:
+    """Open TFRecord files, in the order of their names.
+
+    A record over 512 MiB, with a wrong checksum, or that is no Example, is a sample without an image.
+    """
+    paths = [file.address for file in list_files(address, is_tfrecord, "TFRecord")]
+    records = itertools.chain.from_iterable(map(_records, paths))
+    first = list(itertools.islice(records, _NUM_PROBED))
+    good = [features for _, features in first if features]
+    if not good:
+        raise StoreError(f"{address} has no tf.train.Example with features among its first {len(first)} records")
+    every = sorted({name for features in good for name in features})
+    kinds = {name: _kind_of([features.get(name, []) for features in good]) for name in every}
+    names = stored_as(first[0][0], kinds, asked, _USUAL)
+    if kinds[names["image"]] == "text":
+        kinds[names["image"]] = "bytes"
+    left_out = {name for name in others(kinds, names) if kinds[name] == "lists of bytes"}
+    if left_out:
+        logger.warning("%s: left out, as lists of bytes fit no column: %s", address, ", ".join(sorted(left_out)))
+    if names.get("label") == _COUNTED_FROM_1:
+        logger.warning(
+            "%s: labels are kept as they are stored; in TF-Slim's ImageNet %r begins at 1",
+            address,
+            _COUNTED_FROM_1,
+        )
+    names |= {name: name for name in others(kinds, names) if name not in left_out}
+    columns = {column: (name, kinds[name]) for column, name in names.items()}
+    samples = (_sample(where, features, columns) for where, features in itertools.chain(first, records))
+    return Source(samples, _classes_of(paths[0], names.get("label", "")))
+
+
+def _records(path: str) -> Iterator[_Record]:
+    google_crc32c = library("google_crc32c", "TFRecord")
+    with opened(path) as file, explained(path):
+        head = file.peek(_HEADER.size)[: _HEADER.size]
+        is_plain = head[8:] == _CRC.pack(_masked(google_crc32c.value(head[:8])))  # a length may look like gzip
+        plain: Any = file if is_plain or not head.startswith(_GZIP) else gzip.GzipFile(fileobj=file)
+        num_bytes_in_file = size_of(file) if plain is file else MAX_SAMPLE_BYTES
+        for number in itertools.count():
+            if not (header := plain.read(_HEADER.size)):
+                return
+            where = f"{path}, record {number}"
+            if len(header) < _HEADER.size:
+                raise StoreError(f"{path} is truncated in the header of record {number}; copy it again")
+            num_bytes, checksum = _HEADER.unpack(header)
+            if _masked(google_crc32c.value(header[:8])) != checksum:
+                what = "is damaged" if number else "is no TFRecord file, or is damaged"
+                raise StoreError(f"{path} {what}: the checksum of the length of record {number} is wrong")
+            data = plain.read(num_bytes) if num_bytes <= min(MAX_SAMPLE_BYTES, num_bytes_in_file) else None
+            if data is None:
+                _pass_over(plain, num_bytes)
+            stored = plain.read(_CRC.size)
+            if len(stored) < _CRC.size or (data is not None and len(data) < num_bytes):
+                raise StoreError(f"{path} is truncated in record {number}, of {num_bytes} bytes; copy it again")
+            is_good = data is not None and stored == _CRC.pack(_masked(google_crc32c.value(data)))
+            features = _features(data) if is_good else {}
+            if not features:
+                logger.warning("%s: its checksum is wrong, it is over 512 MiB, or no Example", where)
+            yield where, features
+
+
+def _pass_over(file: Any, num_bytes: int) -> None:
+    while num_bytes and (part := file.read(min(num_bytes, 1 << 20))):
+        num_bytes -= len(part)
+
+
+def _features(data: bytes) -> dict[str, list[Any]]:
+    try:
+        entries = _example().FromString(data).features.feature
+        kinds = {entry.key: entry.value.WhichOneof("kind") for entry in entries}
+        return {
+            entry.key: list(getattr(entry.value, kinds[entry.key]).value) if kinds[entry.key] else []
+            for entry in entries
+        }
+    except Exception:  # protobuf's own, or of text that is not UTF-8
+        return {}
+
+
+def _kind_of(every: Sequence[list[Any]]) -> str:
+    """Return what a feature is, by its values in several records."""
+    values = [value for values in every for value in values]
+    is_list = any(len(values) > 1 for values in every)
+    if not any(isinstance(value, bytes) for value in values):
+        return "lists" if is_list or not values else "numbers"
+    kind = "text" if all(map(_is_text, values)) else "bytes"
+    return f"lists of {kind}" if is_list else kind
+
+
+def _is_text(value: Any) -> bool:
+    try:
+        text = value.decode()
+    except (UnicodeDecodeError, AttributeError):
+        return False
+    return all(letter.isprintable() or letter.isspace() for letter in text)
+
+
+def _sample(where: str, features: dict[str, list[Any]], columns: dict[str, tuple[str, str]]) -> dict[str, Any]:
+    if not features:
+        return {"image": None}
+    return {column: _value(where, name, kind, features.get(name, [])) for column, (name, kind) in columns.items()}
+
+
+def _value(where: str, name: str, kind: str, values: list[Any]) -> Any:
+    try:
+        if kind == "lists of text":
+            return [value.decode() for value in values]
+        if kind == "lists":
+            return values
+        if len(values) > 1:
+            raise ValueError(f"{len(values)} values")
+        value = values[0] if values else None
+        return value.decode() if kind == "text" and value is not None else value
+    except (ValueError, AttributeError) as error:
+        raise StoreError(
+            f"{where}: the feature {name!r} was {kind}, one in each of the first records, and is not here: "
+            f"{error}. Convert the records that you want from a function of yours, MODULE:NAME"
+        ) from None
+
+
+def _classes_of(path: str, label: str) -> tuple[str, ...] | None:
+    """Return the class names that TensorFlow Datasets writes beside its files, LABEL.labels.txt."""
+    content = read_whole(beside(path, f"{label}.labels.txt")) if label and "/" not in label else None
+    return tuple(content.decode(errors="replace").splitlines()) or None if content is not None else None
+
+
+def _masked(crc: int) -> int:
+    """Return a checksum as TFRecord stores it."""
+    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
+
+
+@functools.cache
+def _example() -> Any:
+    """Return the class of an Example."""
+    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
+
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(text_format.Parse(_PROTO, descriptor_pb2.FileDescriptorProto()))
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName("raypipe.Example"))

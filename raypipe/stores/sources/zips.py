@@ -1,0 +1,194 @@
+"""Zips of class folders, `class/image.jpg`, or of WebDataset's pairs, by the rules of folders and of tars.
+
+Nothing is extracted. A zip is refused, by the name of the member, for names that lead out of it, encryption, and
+sizes that no images have.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import logging
+import os
+import stat
+import tempfile
+import zipfile
+from collections.abc import Iterator, Sequence
+from pathlib import PurePosixPath
+from typing import IO, Any
+
+import numpy as np
+
+from raypipe.errors import StoreError
+from raypipe.stores.addresses import list_files
+from raypipe.stores.base import MAX_SAMPLE_BYTES, as_text
+from raypipe.stores.class_folders import (
+    BY_FOLDER,
+    LeftOut,
+    find_classes,
+    refuse_files_of_images,
+    tell_left_out,
+)
+from raypipe.stores.memory_tree import File, Link, MemoryTree
+from raypipe.stores.sources.base import Asked, Source, explained, opened
+from raypipe.stores.webdataset import TEXT_SUFFIXES, Place, Scan, find_samples, index_samples
+
+logger = logging.getLogger(__name__)
+
+_MEMBER = 1 << 48  # from here on, the position of a place is the number of a member
+_MAX_LABEL_BYTES = 1 << 20  # a larger one is not searched for a label
+_MAX_RATIO = 1100  # deflate reaches 1,032
+_MAX_LINK_BYTES = 4096
+
+
+def open_zips(address: str, asked: Asked) -> Source:
+    """Open one zip, several, `NAME-{0000..0099}.zip`, or those of a folder, in the order of folders or of tars."""
+    paths = [file.address for file in list_files(address, lambda name: name.lower().endswith(".zip"), "*.zip")]
+    stack = contextlib.ExitStack()
+    archives = []
+    for path in paths:
+        with explained(path):
+            archive = stack.enter_context(zipfile.ZipFile(stack.enter_context(opened(path))))
+            _check(path, archive.infolist())
+            archives.append(archive)
+    source = _pairs(paths, archives, asked) if asked.label != BY_FOLDER else None
+    if source is None and asked.image == "image" and asked.label in ("label", BY_FOLDER, ""):
+        source = _class_folders(address, paths, archives, asked)
+    if source is None and not asked.label:
+        source = _pairs(paths, archives, asked, needs_labels=False)
+    if source is None:
+        raise StoreError(
+            f"{address} has no labels: the layout is class/image.jpg, or WebDataset's pairs key.jpg and key.cls "
+            "(or key.json). If another suffix has the labels, set store.target_column to it; '' = only images"
+        )
+
+    def samples() -> Iterator[Any]:
+        with stack:
+            yield from source.samples
+
+    return Source(samples(), source.classes, source.num_samples)
+
+
+def _check(path: str, members: Sequence[zipfile.ZipInfo]) -> None:
+    """Raise StoreError for what no zip of images has."""
+    for member in members:
+        where = f"{path}: {member.filename!r:.200}"
+        name = PurePosixPath(member.filename)
+        if name.is_absolute() or ".." in name.parts or "\\" in member.filename:
+            raise StoreError(f"{where} leads out of the zip: make it anew, from within its folder (zip -r)")
+        if member.flag_bits & 1:
+            raise StoreError(f"{where} is encrypted: make the zip anew without a password")
+        if member.file_size > MAX_SAMPLE_BYTES:
+            raise StoreError(f"{where} unpacks to {member.file_size:,} bytes; the limit is {MAX_SAMPLE_BYTES:,}")
+        if member.file_size > _MAX_RATIO * (member.compress_size + 1):
+            raise StoreError(
+                f"{where} unpacks to {member.file_size:,} bytes from {member.compress_size:,}: a zip bomb"
+            )
+    ordered = sorted(members, key=lambda member: member.header_offset)
+    for member, following in itertools.pairwise(ordered):
+        if member.header_offset + member.compress_size > following.header_offset:
+            raise StoreError(f"{path}: {member.filename!r:.200} overlaps {following.filename!r:.200}: a zip bomb")
+
+
+def _read(path: str, archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> bytes | None:
+    """Return the bytes of a member; None, with a warning, if they are damaged."""
+    try:
+        return archive.read(member)
+    except NotImplementedError as error:
+        raise StoreError(
+            f"{path}: {member.filename!r:.200} cannot be unpacked: {error}; make it anew (zip -0)"
+        ) from None
+    except Exception as error:  # of half a dozen types
+        logger.warning("%s: %r: %s", path, member.filename, error)
+        return None
+
+
+def _class_folders(address: str, paths: list[str], archives: list[zipfile.ZipFile], asked: Asked) -> Source | None:
+    trees = [_tree_of(path, archive) for path, archive in zip(paths, archives, strict=True)]
+    layout = find_classes(trees, address)
+    if not any(itertools.chain.from_iterable(layout.samples)):
+        return None
+    if asked.label == "label":
+        refuse_files_of_images(address, layout.of_images)
+    num_samples = sum(len(of_class) for by_class in layout.samples for of_class in by_class)
+    tell_left_out(address, num_samples, layout.left_out)
+
+    def samples() -> Iterator[dict[str, Any]]:
+        for path, archive, by_class in zip(paths, archives, layout.samples, strict=True):
+            for label, of_class in enumerate(by_class):
+                for _, member in of_class:
+                    yield {"image": None if member is None else _read(path, archive, member), "label": label}
+
+    return Source(samples(), layout.classes, num_samples)
+
+
+def _tree_of(path: str, archive: zipfile.ZipFile) -> MemoryTree:
+    tree = MemoryTree(missing=None)
+    for member in archive.infolist():
+        name = str(PurePosixPath(member.filename))
+        if name == ".":
+            continue
+        if member.is_dir():
+            tree.add(name, None)
+        elif stat.S_ISLNK(member.external_attr >> 16) and member.file_size <= _MAX_LINK_BYTES:
+            tree.add(name, Link(os.fsdecode(_read(path, archive, member) or b"")))
+        else:
+            tree.add(name, File(member))
+    return tree
+
+
+def _pairs(
+    paths: list[str], archives: list[zipfile.ZipFile], asked: Asked, needs_labels: bool = True
+) -> Source | None:
+    """Return the samples of pairs; None if a zip has none."""
+    scans, members = list[Scan](), list[dict[int, zipfile.ZipInfo]]()
+    for path, archive in zip(paths, archives, strict=True):
+        with tempfile.TemporaryFile() as labels_file:
+            entries, of_positions = _entries(path, archive, asked, labels_file)
+            read = functools.partial(os.pread, labels_file.fileno())
+            scan = find_samples(path, entries, read, asked.image, asked.label, needs_labels)
+        if scan is None:
+            return None
+        scans.append(scan)
+        members.append(of_positions)
+    index, left_out = index_samples(paths, scans)
+    left_out += sum((scan["left_out"] for scan in scans), LeftOut())
+    labels = index.pop("label", None)
+    bounds = np.cumsum([0, *(scan["num"] for scan in scans)]).tolist()
+    tell_left_out(paths[0], bounds[-1], left_out)
+
+    def samples() -> Iterator[dict[str, Any]]:
+        for part, (start, stop) in enumerate(itertools.pairwise(bounds)):
+            for number in range(start, stop):
+                sample: dict[str, Any] = {}
+                for column, places in index.items():
+                    member = members[part].get(int(places[number][0]))
+                    content = None if member is None else _read(paths[part], archives[part], member)
+                    sample[column] = as_text(content) if column in TEXT_SUFFIXES else content
+                yield sample if labels is None else sample | {"label": labels[number]}
+
+    return Source(samples(), num_samples=bounds[-1])
+
+
+def _entries(
+    path: str, archive: zipfile.ZipFile, asked: Asked, labels_file: IO[bytes]
+) -> tuple[list[tuple[str, Place | None]], dict[int, zipfile.ZipInfo]]:
+    """Return names and places of members, and the members by their positions.
+
+    Those that may have labels are unpacked into a file, and their positions are its offsets.
+    """
+    entries = list[tuple[str, Place | None]]()
+    of_positions: dict[int, zipfile.ZipInfo] = {}
+    ends = (".cls", ".json", ".label", f".{asked.label.lower()}")
+    for number, member in enumerate(archive.infolist()):
+        if member.is_dir() or stat.S_ISLNK(member.external_attr >> 16):
+            continue
+        position = _MEMBER + number
+        if member.filename.lower().endswith(ends) and member.file_size <= _MAX_LABEL_BYTES:
+            position = labels_file.tell()
+            labels_file.write((_read(path, archive, member) or b"") + b"\0")
+        of_positions[position] = member
+        entries.append((member.filename, (position, member.file_size, 0.0)))
+    labels_file.flush()
+    return entries, of_positions

@@ -1,4 +1,4 @@
-"""The copy of a `ray.data.Dataset`, made and written by tasks of its own execution, in its order.
+"""The copy of a `ray.data.Dataset`, made and written by the tasks of one execution, in its order.
 
     rows → make: a record each, with encoded image, on any node
          → write: a shard for each batch of records, read back and compared
@@ -45,11 +45,11 @@ _SHARD_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class Copy:
-    """What is made of each row, and where it is written.
+    """Settings of a copy, which its tasks are sent.
 
     Attributes:
         dst: a URI, or the local folder of the new shards.
-        suffix: of the shards.
+        suffix: suffix of the shards.
         columns: all columns with their types.
         sized: which of SIZE_COLUMNS are made from the images.
         classes, short_side, quality, exif, seekable, on_bad_sample: see `raypipe.convert`.
@@ -109,7 +109,7 @@ def _at(copy: Copy, folder: Path) -> Copy:
 def _arrange(partial: Path, names: Sequence[str], suffix: str) -> None:
     """Name the shards by their order; a single one takes the place of the folder."""
     for file in partial.iterdir():
-        if file.name not in names:  # of a task that was tried again
+        if file.name not in names:  # a task that was tried again left it
             file.unlink()
     for number, name in enumerate(names):
         (partial / name).rename(partial / f"{number:05d}{suffix}")
@@ -121,7 +121,7 @@ def _arrange(partial: Path, names: Sequence[str], suffix: str) -> None:
 
 
 class _Counts:
-    """What the tasks have done so far."""
+    """Sums of the parts that the tasks have written."""
 
     def __init__(self) -> None:
         self._samples = self._without_size = self._bytes = self._skipped = 0
@@ -219,7 +219,7 @@ def _parts(
 
 
 def _make(row: dict[str, Any], copy: Copy) -> dict[str, Any]:
-    """Return a row's record, the size of its image, whether it is measured, and what is wrong with it."""
+    """Return a row's record, the size of its image, whether it is measured, and its error."""
     made: dict[str, Any] = {"record": b"", "bytes": 0, "has_size": False, "error": "", "is_bad": False}
     try:
         sample = encoded(row)

@@ -193,12 +193,12 @@ def _value(where: str, name: str, kind: str, values: list[Any]) -> Any:
     except (ValueError, AttributeError) as error:
         raise StoreError(
             f"{where}: the feature {name!r} was {kind}, one in each of the first records, and is not here: "
-            f"{error}. Convert the records that you want from a function of yours, MODULE:NAME"
+            f"{error}. Convert the records that you want from your own function, MODULE:NAME"
         ) from None
 
 
 def _classes_of(path: str, label: str) -> tuple[str, ...] | None:
-    """Return the class names that TensorFlow Datasets writes beside its files, LABEL.labels.txt."""
+    """Return the class names that TensorFlow Datasets writes next to its files, LABEL.labels.txt."""
     content = read_whole(beside(path, f"{label}.labels.txt")) if label and "/" not in label else None
     return tuple(content.decode(errors="replace").splitlines()) or None if content is not None else None
 

@@ -171,7 +171,7 @@ def test_an_index_that_leads_out_of_its_folder(tmp_path: Path, name: str) -> Non
         index = index.replace(f'"{shard}"', f'"../{name}/{shard}"')
     (tmp_path / "index.json").write_text(index)
     (tmp_path / "shard.00001.mds").write_bytes(b"")
-    with pytest.raises(StoreError, match=r"names '\.\./\S+', which is no file in this folder"):
+    with pytest.raises(StoreError, match=r"names '\.\./\S+', which is not a file in this folder"):
         rows_of(tmp_path)
 
 

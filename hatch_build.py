@@ -20,6 +20,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -109,12 +110,22 @@ def compile_extension(source: Path, target: Path) -> str:
 
 def hardening(compiler: list[str]) -> list[str]:
     """Those of HARDENING that this compiler, and its linker, know."""
-    known = []
     with tempfile.TemporaryDirectory(prefix="raypipe-build-") as folder:
         source = Path(folder) / "empty.c"
         source.write_text("#include <string.h>\nint nothing(void);\nint nothing(void) { return 0; }\n")
-        for choices in HARDENING:
-            known += next((flags for flags in choices if _is_known(compiler, flags, source)), [])
+        return known_of(lambda flags: _is_known(compiler, flags, source))
+
+
+def known_of(is_known: Callable[[list[str]], bool]) -> list[str]:
+    """The first choice of each line of HARDENING that is known; most compilers know all, and are asked once."""
+    first = [flag for choices in HARDENING for flag in choices[0]]
+    if is_known(first):
+        return first
+    if not is_known([]):  # it compiles nothing at all
+        return []
+    known = []
+    for choices in HARDENING:
+        known += next((flags for flags in choices if is_known(flags)), [])
     return known
 
 

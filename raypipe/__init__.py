@@ -42,10 +42,14 @@ if TYPE_CHECKING:
     from raypipe.plan.schedule import Plan as Plan
     from raypipe.rayext.cluster import connect as connect
     from raypipe.stores import open_store as open_store
+    from raypipe.streaming.dataset import dataset as dataset
     from raypipe.streaming.handover import check_resources as check_resources
     from raypipe.streaming.handover import loader as loader
+    from raypipe.streaming.lmdb_dataset import LMDBDatasource as LMDBDatasource
+    from raypipe.streaming.lmdb_dataset import read_lmdb as read_lmdb
     from raypipe.streaming.opening import open_stream as open_stream
     from raypipe.streaming.plain import plain_loaders as plain_loaders
+    from raypipe.streaming.resident import resident as resident
     from raypipe.streaming.saved_model import read_checkpoint as read_checkpoint
     from raypipe.streaming.spec import StreamSpec as StreamSpec
 
@@ -58,9 +62,12 @@ _NAMES = {
     "plan.schedule": ["Cursor", "Plan"],
     "rayext.cluster": ["connect"],
     "stores": ["open_store"],
+    "streaming.dataset": ["dataset"],
     "streaming.handover": ["check_resources", "loader"],
+    "streaming.lmdb_dataset": ["LMDBDatasource", "read_lmdb"],
     "streaming.opening": ["open_stream"],
     "streaming.plain": ["plain_loaders"],
+    "streaming.resident": ["resident"],
     "streaming.saved_model": ["read_checkpoint"],
     "streaming.spec": ["StreamSpec"],
 }

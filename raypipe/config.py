@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, cast
 
@@ -86,7 +87,7 @@ def column_options(columns: Any) -> dict[str, ColumnOptions]:
 
 @dataclass(frozen=True)
 class StoreConfig(Section, prefix="store."):
-    """The stores: where the images are. A store is a local path or a URI (s3://, gs://, az://, abfs://).
+    """The stores: where the images are. A store is a local path or a URI (s3://, gs://, az://, abfs://, hdfs://).
 
     Attributes:
         train: address of the training store; empty = the handwritten digits that raypipe ships. Several stores,
@@ -94,7 +95,10 @@ class StoreConfig(Section, prefix="store."):
         val: address of the validation store; empty = no validation (the digits have their own).
         image_column: name of the image column; in WebDataset, the suffix of the image files.
         target_column: name of the target's column, which has classes, or numbers of one shape; in WebDataset, the
-            suffix, or the field of the JSON; empty = batches have no target (docs/targets.md).
+            suffix, or the field of the JSON; in LMDB of other programs, also a list of keys and labels, such as
+            `labels.txt`, or `folder`; empty = batches have no target (docs/targets.md).
+        trust_pickles: open pickled values in LMDB of other programs, if you trust whoever wrote them; nothing but
+            bytes, text, numbers, tuples, lists and dicts is read from them.
         exclude: list of bad samples of the training store to exclude, a path or a URI that `raypipe verify` has
             written; or `{train: LIST, val: LIST}`, with a mixture's names in the place of `train`; empty = none.
         filter: expression over columns, such as "width >= 256 and label != 3"; the run trains on the samples for
@@ -102,15 +106,19 @@ class StoreConfig(Section, prefix="store."):
             mixture's names in the place of `train`; empty = all.
         columns: further columns that batches get, such as `[caption]`; or `{NAME: {option: value}}` with the
             options `length`, `fill` and `dtype` (docs/targets.md).
+        in_memory: keep what was read once, still encoded, in memory that all processes of a node share, for slow
+            disks, network file systems and buckets; limited by RAYPIPE_MEMORY_BYTES.
     """
 
     train: str | dict[str, str] = ""
     val: str = ""
     image_column: str = "image"
     target_column: str = "label"
+    trust_pickles: bool = False
     exclude: str | dict[str, str] = ""
     filter: str | dict[str, str] = ""
     columns: Columns = field(default_factory=list)
+    in_memory: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -225,6 +233,26 @@ class PlanConfig(Section, prefix="plan."):
         return self.micro_batch_size * self.per_step
 
 
+def _ramps(strength: float | tuple[float, ...]) -> tuple[float, ...]:
+    return strength if isinstance(strength, tuple) else (0.0, strength, 0.0)
+
+
+def _check_strength(section: Section, strength: float | tuple[float, ...]) -> None:
+    three = not isinstance(strength, tuple) or len(strength) == 3
+    section._require(three, "strength", strength, "a number, or [RISE, PEAK, FALL]")
+    rise, _, fall = _ramps(strength)
+    section._require(rise + fall <= 1, "strength", strength, "[RISE, PEAK, FALL] with RISE + FALL at most 1")
+
+
+def _strength_at(strength: float | tuple[float, ...], progress: float) -> float:
+    rise, peak, fall = _ramps(strength)
+    if progress < rise:
+        return peak * progress / rise
+    if progress > 1 - fall:
+        return peak * (1 - progress) / fall
+    return peak
+
+
 @dataclass(frozen=True)
 class TransformConfig(Section, prefix="transform."):
     """The CPU transform, which actors apply to each sample; see docs/transforms.md.
@@ -235,10 +263,15 @@ class TransformConfig(Section, prefix="transform."):
         val: transform of validation samples; the same choices.
         size: side of the images that presets make, in pixels; or sides by the epoch from which they apply, such as
             {0: 128, 10: 160, 20: 224}.
+        decode: "cpu": actors decode, and send pixels; "device": actors send encoded images, which the training
+            device decodes, crops and resizes: fewer bytes, little work for CPUs, and that device's own pixels.
         decode_as: "rgb": images become uint8 RGB; "array": PNG, TIFF and .npy keep their dtype and channels
             (docs/targets.md).
         crop_decode: "exact": decode only the crop of a JPEG, with the same pixels as "off"; "scaled": decode the
             crop at a reduced size; "off": decode the whole image.
+        strength: factor of the probabilities and magnitudes of training transforms, a number or a ramp as
+            augment.strength; for raypipe's presets, and lists of steps that raypipe makes itself. At 0 a random
+            crop is a central one.
         wire: how images travel to the device: "rgb", or "yuv420": in half the bytes, with color at half the
             resolution.
         apply_exif: rotate images by their EXIF orientation, or else by XMP's, as Pillow does; masks, boxes and
@@ -264,8 +297,10 @@ class TransformConfig(Section, prefix="transform."):
     train: str | list[dict[str, Any]] | dict[str, Any] = "light"
     val: str | list[dict[str, Any]] | dict[str, Any] = "center"
     size: Side | dict[int, Side] = 224
+    decode: Literal["cpu", "device"] = "cpu"
     decode_as: Literal["rgb", "array"] = "rgb"
     crop_decode: CropDecode = "exact"
+    strength: Share | tuple[Share, ...] = 1.0
     wire: Literal["rgb", "yuv420"] = "rgb"
     apply_exif: bool = False
     mask_column: str = ""
@@ -279,6 +314,7 @@ class TransformConfig(Section, prefix="transform."):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        _check_strength(self, self.strength)
         named = not self.make_columns or ":" in self.make_columns
         self._require(named, "make_columns", self.make_columns, "module:function, or empty")
         self._require(0 in self.size_by_epoch, "size", self.size, "one, or {EPOCH: SIZE, …} from epoch 0 on")
@@ -289,6 +325,16 @@ class TransformConfig(Section, prefix="transform."):
         if self.wire == "yuv420":  # it converts uint8 RGB
             ok = self.decode_as == "rgb"
             self._require(ok, "decode_as", self.decode_as, "'rgb' with transform.wire='yuv420'")
+        if self.decode == "device":
+            fits = {"decode_as": ("rgb",), "wire": ("rgb",), "crop_decode": ("exact", "off")}
+            for name, values in fits.items():
+                value = getattr(self, name)
+                expected = f"{' or '.join(map(repr, values))} with transform.decode='device'"
+                self._require(value in values, name, value, expected)
+
+    def strength_at(self, progress: float) -> float:
+        """Return the strength at a share of the run, in [0, 1]."""
+        return _strength_at(self.strength, progress)
 
     @property
     def size_by_epoch(self) -> dict[int, int]:
@@ -395,12 +441,17 @@ class AugmentConfig(Section, prefix="augment."):
         std: standard deviation of each channel; the same.
         preset: augmentation by name: none, light, standard or strong.
         ops: Kornia operations that follow the preset, each `{op: NAME, parameter: value, …}`.
-        module: `module:name` of a torch module, its class or a function that runs after the operations: float
-            images (B, 3, H, W) in [0, 1] → the same, random by torch's global generators; it may take `strength`.
+        module: `module:name` of a torch module, such as Kornia's, of its class, or of a function, which runs after
+            the operations: float images (B, 3, H, W) in [0, 1] → the same, random by global generators; it may
+            take `strength`. In Python also the object. A `Normalize` at its end replaces `mean` and `std`.
         mixup_alpha: alpha of MixUp's Beta distribution; 0 = no MixUp.
         cutmix_alpha: alpha of CutMix's Beta distribution; 0 = no CutMix. If both are on, each gets half of the
             mixed micro-batches.
         mix_prob: share of the micro-batches that are mixed.
+        mix_probs: shares of the micro-batches that MixUp and CutMix get, such as [0.3, 0.5]; the rest is not
+            mixed; empty = by mix_prob.
+        differentiable: record the gradients of the augmentation, for adversarial training and trainable modules:
+            batches get `pixels` and `augment` (docs/training-loop.md).
         strength: factor of the probability of every operation, and of mixing: a number in [0, 1]; or three,
             `[RISE, PEAK, FALL]`: it rises linearly from 0 to PEAK in this share of the run, stays there, and falls
             linearly to 0 in that share at the run's end.
@@ -410,10 +461,12 @@ class AugmentConfig(Section, prefix="augment."):
     std: tuple[Annotated[float, Limits(1e-30, 1e30)], ...] = (0.229, 0.224, 0.225)
     preset: Literal["none", "light", "standard", "strong"] = "none"
     ops: list[dict[str, Any]] = field(default_factory=list)
-    module: str = ""
+    module: str | Callable = ""
     mixup_alpha: Alpha = 0.0
     cutmix_alpha: Alpha = 0.0
     mix_prob: Share = 1.0
+    mix_probs: tuple[Share, ...] = ()
+    differentiable: bool = False
     strength: Share | tuple[Share, ...] = 1.0
 
     def __post_init__(self) -> None:
@@ -425,23 +478,34 @@ class AugmentConfig(Section, prefix="augment."):
             self._require(
                 isinstance(entry.get("op"), str), "ops", entry, "a list of {op: NAME, parameter: value, …}"
             )
-        three = not isinstance(self.strength, tuple) or len(self.strength) == 3
-        self._require(three, "strength", self.strength, "a number, or [RISE, PEAK, FALL]")
-        rise, _, fall = self._ramps
-        self._require(rise + fall <= 1, "strength", self.strength, "[RISE, PEAK, FALL] with RISE + FALL at most 1")
+        self._check_shares()
+        _check_strength(self, self.strength)
+
+    def _check_shares(self) -> None:
+        shares = self.mix_probs
+        if not shares:
+            return
+        ok = len(shares) == 2 and sum(shares) <= 1
+        self._require(ok, "mix_probs", shares, "[MIXUP, CUTMIX], two shares that add up to at most 1")
+        self._require(self.mix_prob == 1, "mix_prob", self.mix_prob, "left out beside augment.mix_probs")
+        for name, share in zip(("mixup", "cutmix"), shares, strict=True):
+            alpha = getattr(self, f"{name}_alpha")
+            ok = bool(share) == bool(alpha)
+            expected = f"above 0 where its share in augment.mix_probs is, {share:g}"
+            self._require(ok, f"{name}_alpha", alpha, expected)
 
     @property
-    def _ramps(self) -> tuple[float, ...]:
-        return self.strength if isinstance(self.strength, tuple) else (0.0, self.strength, 0.0)
+    def mix_shares(self) -> tuple[float, float]:
+        """Shares of the micro-batches that MixUp and CutMix get."""
+        if self.mix_probs:
+            return self.mix_probs[0], self.mix_probs[1]
+        mixup, cutmix = self.mixup_alpha > 0, self.cutmix_alpha > 0
+        each = self.mix_prob / max(1, mixup + cutmix)
+        return each * mixup, each * cutmix
 
     def strength_at(self, progress: float) -> float:
         """Return the strength at a share of the run, in [0, 1]."""
-        rise, peak, fall = self._ramps
-        if progress < rise:
-            return peak * progress / rise
-        if progress > 1 - fall:
-            return peak * (1 - progress) / fall
-        return peak
+        return _strength_at(self.strength, progress)
 
 
 @dataclass(frozen=True)
@@ -545,7 +609,7 @@ class RunConfig(Section, prefix=""):
     """A run: its sections `store`, `plan`, `transform`, `pool`, `augment` and `train`, its name and its folder.
 
     Attributes:
-        storage_path: folder or URI (s3://, gs://, az://, abfs://) that has a folder for each run.
+        storage_path: folder or URI (s3://, gs://, az://, abfs://, hdfs://) that has a folder for each run.
         name: name of the run; empty = made from the date.
         resume: folder or URI of a run, which continues from its latest checkpoint; "auto" = the run called `name`,
             or a new one if there is none.

@@ -24,7 +24,7 @@ LogFormat = Literal["text", "json"]
 RELAY = "\x02"
 """Prefix of a line of progress that another process shows; alone in a line, it ends the progress."""
 
-STAGES = ("wait", "transfer", "augment", "compute", "checkpoint")
+STAGES = ("wait", "transfer", "decode", "augment", "compute", "checkpoint")
 """Stages of a trainer's time: NAME_s in progress, records, `StageTimes` and exported metrics."""
 
 _ROOT = logging.getLogger("raypipe")

@@ -17,6 +17,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell ignores Ctrl-C for what it starts by `&` or nohup, and every child inherits that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Two processes of pytest share two cores, and torch would have a thread for each core in both. With layers as
+# small as those of the tests, threads wait for each other longer than they work: minutes, where other programs run
+# too. Ray sets it for its workers as well. It is read when torch is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # All are read when Ray is imported. Metrics are exported every 10 s by default.
 os.environ |= {"RAY_metrics_report_interval_ms": "2000", **RAY_ON_THIS_MACHINE}
 
@@ -49,6 +54,30 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         item.add_marker(pytest.mark.xdist_group(_group(item)))
     order = (_OWN, *_SHARED)
     items.sort(key=lambda item: order.index(group) if (group := _group(item)) in order else len(order))
+
+
+def pytest_make_parametrize_id(val: object) -> str | None:
+    """A short name for a long value: pytest would keep all of it, 4 MB for one damaged file, in each report."""
+    if isinstance(val, str | bytes) and len(val) > _LONG_ID:
+        text = ascii(val[:_LONG_ID])
+        return f"{text}… {hashlib.sha256(val.encode() if isinstance(val, str) else val).hexdigest()[:8]}"
+    return None
+
+
+_LONG_ID = 100
+
+
+def pytest_collection_finish() -> None:
+    """What the tests are made of, 1.5 million objects, stays to the end. A collection of garbage, which the end of
+    each stream makes, took seconds to go through it.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Extensions report as leaked what is still frozen at exit."""
+    gc.unfreeze()
 
 
 _OWN = "own cluster"

@@ -107,6 +107,7 @@ def test_the_public_names_are_pinned() -> None:
     assert raypipe.__all__ == [
         "AugmentConfig",
         "Cursor",
+        "LMDBDatasource",
         "Plan",
         "PlanConfig",
         "PoolConfig",
@@ -116,6 +117,7 @@ def test_the_public_names_are_pinned() -> None:
         "check_resources",
         "connect",
         "convert",
+        "dataset",
         "describe",
         "loader",
         "open_store",
@@ -123,6 +125,8 @@ def test_the_public_names_are_pinned() -> None:
         "plain_loaders",
         "preview",
         "read_checkpoint",
+        "read_lmdb",
+        "resident",
         "verify",
     ]
 

@@ -20,7 +20,7 @@ import json, sys, threading, time
 import ray
 from ray.cluster_utils import Cluster
 import raypipe
-from raypipe.streaming.pipeline import dataset
+from raypipe.streaming.pipeline import block_dataset
 
 head = {"num_cpus": 0, "include_dashboard": False, "dashboard_agent_listen_port": 0}
 cluster = Cluster(initialize_head=True, head_node_args=head)
@@ -42,7 +42,7 @@ running = []
 for num_actors in (2, 1):
     pool = raypipe.PoolConfig(min_actors=num_actors, max_actors=num_actors)
     spec = raypipe.open_stream(sys.argv[1], plan=plan, pool=pool, train_transform=None)
-    rows = iter(dataset(spec, spec.plan.start(), max_actors=num_actors).iter_batches(batch_size=None))
+    rows = iter(block_dataset(spec, spec.plan.start(), max_actors=num_actors).iter_batches(batch_size=None))
     next(rows)
     running.append(rows)
     while len(homes()) < len(running) + 1:  # the second of two actors may still be on its way

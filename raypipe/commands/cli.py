@@ -21,7 +21,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
 import raypipe
-from raypipe.commands import audit, bench, doctor, status
+from raypipe.commands import audit, bench, doctor, index, status
 from raypipe.commands.parser import error_text, fail, meant, printing, settings_text
 from raypipe.commands.settings import parse_command
 from raypipe.config import RunConfig
@@ -63,7 +63,7 @@ def train(run: RunConfig) -> dict[str, Any]:
 
 def _check_paths(run: RunConfig) -> None:
     """Raise StoreError if a local store does not exist, before the seconds that Ray and torch take to load."""
-    options = store_options(run.store.image_column, run.store.target_column)
+    options = store_options(run.store.image_column, run.store.target_column, run.store.trust_pickles)
     train = run.store.train
     training = list(train.values()) if isinstance(train, dict) else [train]
     for address in filter(None, (*training, run.store.val)):
@@ -95,7 +95,7 @@ def convert_store(
         raypipe convert 'train-*.parquet' s3://bucket/train.lmdb --on-bad-sample skip
 
     Args:
-        run: Here store.image_column, store.target_column and, for sizes, transform.apply_exif matter.
+        run: Here the options of store.* that say how to read, and, for sizes, transform.apply_exif matter.
         src: a store or another format; several files as 'train-*.parquet'; or MODULE:NAME, your own function that
             yields samples, such as {'image': bytes, 'label': 3}.
         dst: a path or a URI, such as s3://bucket/train.lmdb, that ends in .lmdb or .parquet.
@@ -114,6 +114,7 @@ def convert_store(
         dst,
         image_column=run.store.image_column,
         target_column=run.store.target_column,
+        trust_pickles=run.store.trust_pickles,
         short_side=short_side,
         quality=quality,
         shards=shards,
@@ -177,6 +178,7 @@ GROUPS: dict[str, dict[str, Callable[..., dict[str, Any]]]] = {
         "inspect": audit.inspect,
         "verify": audit.verify,
         "convert": convert_store,
+        "index": index.index,
         "preview": draw_preview,
     },
     "Check": {

@@ -52,6 +52,7 @@ def convert(
     *,
     image_column: str = "image",
     target_column: str = "label",
+    trust_pickles: bool = False,
     classes: Sequence[str] | None = None,
     short_side: int = 0,
     quality: int = 90,
@@ -73,6 +74,7 @@ def convert(
         dst: a local path or a URI that ends in `.lmdb` or `.parquet`.
         image_column, target_column: the columns at an address that become `image` and `label`; the usual ones are
             found. A target_column of "" = no labels.
+        trust_pickles: open pickled values of an LMDB at an address, see `StoreConfig`.
         classes: class names by label, for samples, a Dataset or a format that has none; a store has its own.
         short_side: decode, and store JPEGs with this shorter side, in pixels; smaller images keep their size; 0 =
             the bytes as they are.
@@ -115,7 +117,7 @@ def convert(
             "train.lmdb; several --shards make it a folder of shards"
         )
     check_lasting(dst, "the destination")
-    opened = _opened(src, image_column, target_column)
+    opened = _opened(src, image_column, target_column, trust_pickles)
     if _is_dataset(opened):
         connect()
         return make_copy(
@@ -187,7 +189,7 @@ def _with_later(store: Store, first: Columns) -> Columns:
     return columns
 
 
-def _opened(src: Any, image_column: str, target_column: str) -> Any:
+def _opened(src: Any, image_column: str, target_column: str, trust_pickles: bool) -> Any:
     """Return what there is to be copied: a store, a source, samples or a Dataset.
 
     Raises:
@@ -195,7 +197,7 @@ def _opened(src: Any, image_column: str, target_column: str) -> Any:
     """
     if isinstance(src, str | Path):
         source = open_source(src, Asked(image_column, target_column))
-        return source or open_store(src, **store_options(image_column, target_column))
+        return source or open_store(src, **store_options(image_column, target_column, trust_pickles))
     if store_options(image_column, target_column):
         raise ConfigError(
             f"image_column={image_column!r} and target_column={target_column!r} are for an address, not for a "

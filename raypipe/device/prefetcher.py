@@ -2,11 +2,14 @@
 
     on_device        MicroBatch → Batch
 
-On CUDA they go through the pinned ring of `raypipe.device.ring`; on CPU nothing is transferred.
+On CUDA they go through the pinned ring of `raypipe.device.ring`; on CPU nothing is transferred. With
+`transform.decode: device` images are decoded where the ring takes a micro-batch, ahead of its use, and do not go
+through the ring.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -17,8 +20,9 @@ import numpy as np
 import torch
 
 from raypipe.device.ambient import pinned
+from raypipe.device.decode import Decoded
 from raypipe.device.mixing import Mix
-from raypipe.device.ring import OnCopied, Ring, uses_ring, view
+from raypipe.device.ring import OnCopied, Ring, hand_over, uses_ring, view
 from raypipe.device.wire import rgb
 from raypipe.mistakes import Unlike
 from raypipe.plan.places import MicroBatchId
@@ -61,6 +65,10 @@ class Batch(Unlike, instead=_INSTEAD):
         work_s: seconds that an actor spent on it in all.
         outage_s: seconds of read_s that object storage did not answer.
         mix: the other half of the targets, if MixUp or CutMix was applied.
+        pixels: float32 (B, C, H, W) in [0, 1], as they came from the CPU, with `augment.differentiable`: `image`
+            was made of them, so a loss has a gradient with respect to them. Else None.
+        augment: makes images of other pixels in the way in which `image` was made, with the same random numbers;
+            None without `augment.differentiable`.
         source: int64 (B,), on the host: each sample's store in a mixture, by the order of `plan.sources`; -1
             for padding; None without a mixture.
     """
@@ -77,6 +85,8 @@ class Batch(Unlike, instead=_INSTEAD):
     work_s: float = 0.0
     outage_s: float = 0.0
     mix: Mix | None = None
+    pixels: torch.Tensor | None = None
+    augment: Callable[[torch.Tensor], torch.Tensor] | None = None
     source: np.ndarray | None = None
 
     @property
@@ -126,7 +136,7 @@ class Batch(Unlike, instead=_INSTEAD):
             return value.to(device, non_blocking=non_blocking) if isinstance(value, torch.Tensor) else value
 
         fields = {name: moved(value) for name, value in self.fields.items()}
-        mix = replace(self.mix, target=moved(self.mix.target)) if self.mix else None
+        mix = replace(self.mix, target=moved(self.mix.target), lam=moved(self.mix.lam)) if self.mix else None
         return replace(self, fields=fields, weight=moved(self.weight), mix=mix)
 
 
@@ -138,6 +148,7 @@ def on_device(
     keep: int = 0,
     ring: bool | None = None,
     on_copied: OnCopied | None = None,
+    decode: Callable[[MicroBatch], tuple[MicroBatch, Decoded]] | None = None,
 ) -> Iterator[Batch]:
     """Micro-batches on the device: on CUDA `depth` transfers ahead, see `Ring`; on CPU as views of host memory.
 
@@ -148,17 +159,36 @@ def on_device(
         depth, keep, on_copied: see `Ring`.
         ring: None = see `uses_ring`; True = on CPU too, as tests of the ring do; False = never: the consumer's
             thread makes a micro-batch, for a source that draws from generators that threads share, and copies it.
+        decode: decodes a micro-batch's images on the device, and returns the rest of it; None = they are pixels.
 
     Raises:
         ConfigError: depth < 1, or the device is neither CUDA nor CPU.
     """
+
+    images = deque[Decoded]()  # of those that are on their way, in order
+
+    def decoded() -> Iterator[MicroBatch]:
+        assert decode is not None
+        source = iter(batches)
+        try:
+            for host in source:
+                rest, image = decode(host)
+                images.append(image)
+                yield rest
+        finally:
+            getattr(source, "close", lambda: None)()
 
     def arrays(host: MicroBatch) -> list[np.ndarray]:
         return [host.weight, *host.arrays().values()]
 
     def made(host: MicroBatch, tensors: Sequence[torch.Tensor]) -> Batch:
         weight, *others = tensors
-        return _batch(host, seed_of, weight, _whole(dict(zip(host.arrays(), others, strict=True))))
+        batch = _batch(host, seed_of, weight, _whole(dict(zip(host.arrays(), others, strict=True))))
+        if decode is None:
+            return batch
+        image = images.popleft()
+        hand_over(image.ready, [image.image], through.device)
+        return replace(batch, fields={IMAGE: image.image, **batch.fields})
 
     def of_ring(host: MicroBatch, tensors: Sequence[torch.Tensor]) -> Batch:
         with pinned(through.device):
@@ -168,7 +198,8 @@ def on_device(
         with pinned(through.device):
             return made(host, [view(array).to(through.device) for array in arrays(host)])
 
-    through = Ring(batches, arrays, device, depth, keep, on_copied, _without_arrays)
+    source = decoded() if decode else batches
+    through = Ring(source, arrays, device, depth, keep, on_copied, _without_arrays)
 
     def from_ring() -> Iterator[Batch]:
         with closing(iter(through)) as pairs:
@@ -176,7 +207,7 @@ def on_device(
 
     if uses_ring(through.device) if ring is None else ring:
         return from_ring()
-    return (of_host(host) for host in batches)
+    return (of_host(host) for host in source)
 
 
 _ELSEWHERE = np.empty(0, np.uint8)

@@ -3,11 +3,14 @@
 The controller watches the trainers, and nobody watches the controller. A stopped one (SIGSTOP) is killed by the
 driver, which runs on its node, or by a stream's Supervisor once the trainers wait. `RunTrainer` then begins again
 from the last checkpoint. A run cannot replace a silent head: the driver says so, and ends the run after a limit.
+One that is dead is known by its port. Ray would end the driver for it in the middle of a call, without an error.
 """
 
 from __future__ import annotations
 
 import logging
+import os
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -28,6 +31,10 @@ _PERIOD_S = 1.0
 _STOPPED_TURNS = 3
 _FIRST_TOLD_S = 10.0
 _ASK_S = 5.0  # limit of a question to the head
+# Ray ends each process whose head has refused connections for so long; a head that is restarted may come back.
+_RAY_ENDS_S = float(os.environ.get("RAY_gcs_rpc_server_reconnect_timeout_s", "60"))  # noqa: SIM112  Ray's name
+# Share of it after which the run ends with an error; the end of a run takes time too.
+_GONE_SHARE = 0.5
 _GONE_S = 30.0  # longest wait for the trainers of a controller that has died
 
 
@@ -70,6 +77,18 @@ def wait_for_trainers() -> bool:
     return False
 
 
+def _refuses(head: str) -> bool:
+    """Return whether nobody listens at the head's address: its process has ended, its machine has not."""
+    host, _, port = head.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _ASK_S).close()
+    except ConnectionRefusedError:
+        return True
+    except (OSError, ValueError):
+        return False
+    return False
+
+
 class DriverWatch:
     """Watch of a driver while its controller runs, in a thread.
 
@@ -91,6 +110,7 @@ class DriverWatch:
         self._process: Process | None = None
         self._stopped_turns = 0
         self._answered_at = time.monotonic()
+        self._is_gone = False  # the head's port refuses connections
         self._due_s = _FIRST_TOLD_S
         self._left = threading.Event()
 
@@ -115,9 +135,9 @@ class DriverWatch:
             try:
                 client = client or getattr(_raylet, "GcsClient")(address=head)  # noqa: B009  without a type
                 client.internal_kv_get(b"raypipe", None, timeout=_ASK_S)
-                self._answered_at = time.monotonic()
+                self._answered_at, self._is_gone = time.monotonic(), False
             except Exception:
-                client = None
+                client, self._is_gone = None, _refuses(head)
                 logger.debug("the head does not answer", exc_info=True)
 
     def _run(self) -> None:
@@ -130,17 +150,22 @@ class DriverWatch:
     def turn(self, now: float) -> None:
         """Look at the head's last answer and at the controller's process."""
         silent_s = now - self._answered_at
+        timeout_s = min(self._timeout_s, _GONE_SHARE * _RAY_ENDS_S) if self._is_gone else self._timeout_s
         if silent_s < _FIRST_TOLD_S:
             self._due_s = _FIRST_TOLD_S
             self._look_at_controller()
-        elif silent_s >= self._timeout_s:
+        elif silent_s >= timeout_s:
             self._left.set()
-            self._give_up(f"the head of the Ray cluster has not answered for {silent_s:.0f} s")
+            self._give_up(self._silence(silent_s))
         elif silent_s >= self._due_s:
             self._due_s = 2 * silent_s
-            left_s = self._timeout_s - silent_s
-            silent = f"the head of the Ray cluster has not answered for {silent_s:.0f} s"
-            progress(logger, f"{silent}; the run ends in {left_s:.0f} s (pool.stall_timeout_s)")
+            limit = "Ray's limit" if self._is_gone else "pool.stall_timeout_s"
+            progress(logger, f"{self._silence(silent_s)}; the run ends in {timeout_s - silent_s:.0f} s ({limit})")
+
+    def _silence(self, silent_s: float) -> str:
+        if self._is_gone:
+            return f"the head of the Ray cluster is gone, and refuses connections, for {silent_s:.0f} s"
+        return f"the head of the Ray cluster has not answered for {silent_s:.0f} s"
 
     def _look_at_controller(self) -> None:
         self._process = self._process or process_of(self._controller)

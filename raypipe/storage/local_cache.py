@@ -1,9 +1,12 @@
 """The node's cache of remote shards, for stores that need local files: LMDB and tar.
 
     CACHE/shards/KEY/        one folder per version of an object; its modification time is the last use
-        data                 the whole object
+        data                 the whole object, unpacked if it was compressed
         partial-BOOT         the first bytes of a running download, with the id of the machine's boot
-    CACHE/shards/.lock       exclusive lock of the process that downloads and makes room
+    CACHE/shards/KEY-BOOT.part    a part of an object, see `storage.parts`; its modification time is the last use
+    CACHE/shards/.lock       exclusive lock of the process that downloads a whole object
+    CACHE/shards/.lock-NN    of the processes that fetch a part or unpack an object whose key has this number
+    CACHE/shards/.room       of the process that makes room; the file's text = bytes of all shards and parts
 
 All processes of a node share the cache. One shard is downloaded at a time, by the first process that needs it.
 Shards are evicted for new ones, least recently used first: a process that has an evicted shard open keeps reading
@@ -19,19 +22,24 @@ import contextlib
 import hashlib
 import logging
 import os
+import secrets
 import shutil
+import stat
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from raypipe.environment import variable
 from raypipe.errors import ConfigError, StoreError
 from raypipe.storage.files import RemoteFile, hash_of, look_up, opened
-from raypipe.storage.local_file import boot_id, cache_folder, locked, make_cache_folder
+from raypipe.storage.filesystem import is_remote
+from raypipe.storage.local_file import OpenFile, boot_id, cache_folder, locked, make_cache_folder
+from raypipe.storage.parts import Part
 from raypipe.storage.patience import Threads, progress
+from raypipe.storage.unpack import unpacked
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +55,28 @@ PART_BYTES = 8 << 20
 _NUM_AHEAD = 16
 # Modification time of a file that is unchanged since its download.
 _UNTOUCHED_NS = 0
+# Locks of parts: far more than the threads of a node that fetch at a time.
+_NUM_LOCKS = 64
+_PART_SUFFIX = ".part"
+_IN_USE = 1 << 63  # later than any time
+_LONGEST_FETCH_NS = 3600 * 10**9  # after that a hidden part is one of a process that was killed
+# Share of the limit that is freed at once for parts, since finding the oldest ones looks at every file.
+_FREED_SHARE = 0.05
+# An unpacked object is given room in steps.
+_STEP_BYTES = 64 << 20
+
+
+class Unpacked(NamedTuple):
+    """The content of a compressed file, local or remote, as an entry of the cache."""
+
+    file: RemoteFile
+
+    @property
+    def address(self) -> str:
+        return self.file.address
+
+
+Entry = RemoteFile | Part | Unpacked
 
 
 def shared_cache() -> LocalCache:
@@ -74,100 +104,225 @@ class LocalCache:
 
     def __init__(self, folder: Path, limit_bytes: int = 0) -> None:
         self._folder, self._limit_bytes = folder, limit_bytes
-        self._open: OrderedDict[RemoteFile, tuple[Any, int]] = OrderedDict()  # opened shard, and its file's inode
+        self._open: OrderedDict[Entry, tuple[Any, int]] = OrderedDict()  # opened shard, and its file's inode
         self._mutex = threading.Lock()
         threading.Thread(target=self._watch, daemon=True).start()
 
-    def get(self, file: RemoteFile, opener: Callable[[Path], T]) -> T:
+    def get(self, file: Entry, opener: Callable[[Path], T]) -> T:
         """Return an opened shard, which stays open until it is evicted and nothing refers to it.
 
         Args:
-            file: the shard.
+            file: the shard, a part of one, or a compressed one, which is unpacked.
             opener: opens the local file at a path, which may be removed afterwards. The returned object must close
                 the file when it is freed.
         """
-        entry = self._open.get(file) or self._enter(file, opener)
-        with self._mutex:
-            entry = self._open.setdefault(file, entry)  # another thread may have been faster
-            self._open.move_to_end(file)
-            if len(self._open) > _MAX_OPEN:
-                self._open.popitem(last=False)
-        with contextlib.suppress(OSError):  # a user may have emptied the cache
-            os.utime(self.folder_of(file))
-        return entry[0]
+        return self._kept(file, self._open.get(file) or self._enter(file, opener))
 
-    def folder_of(self, file: RemoteFile) -> Path:
+    def find(self, file: Entry, opener: Callable[[Path], T]) -> T | None:
+        """Return an opened shard as `get` does if it is in the cache; else None, and nothing is fetched."""
+        entry = self._open.get(file)
+        if entry is None:
+            with contextlib.suppress(FileNotFoundError):
+                entry = self._opened(file, opener)
+        return None if entry is None else self._kept(file, entry)
+
+    def folder_of(self, file: RemoteFile | Unpacked) -> Path:
         """Return the folder of a shard."""
-        text = f"{file.address} {file.num_bytes} {file.version} {file.digest}"
+        whole = file.file if isinstance(file, Unpacked) else file
+        text = f"{whole.address} {whole.num_bytes} {whole.version} {whole.digest}"
+        if isinstance(file, Unpacked):
+            text += " unpacked"
         return self._folder / hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
-    def close(self, files: list[RemoteFile]) -> None:
-        """Close these shards when nothing refers to them any more; they stay in the cache."""
+    def close(self, files: list[Entry]) -> None:
+        """Close these shards, and their parts, when nothing refers to them any more; they stay in the cache."""
         with self._mutex:
-            for file in files:
-                self._open.pop(file, None)
+            closed = set(files)
+            for file in list(self._open):
+                if file in closed or (isinstance(file, Part) and file.file in closed):
+                    del self._open[file]
 
     def close_evicted(self) -> None:
         """Close the shards that have been evicted, to free their disk space."""
         with self._mutex:
             entries = list(self._open.items())
-        self.close([file for file, (_, inode) in entries if _inode(self.folder_of(file) / "data") != inode])
+        self.close([file for file, (_, inode) in entries if _inode(self._place_of(file)) != inode])
+
+    def _place_of(self, file: Entry) -> Path:
+        if isinstance(file, Part):
+            return self._folder / f"{file.name}-{boot_id()}{_PART_SUFFIX}"
+        return self.folder_of(file) / "data"
 
     def _watch(self) -> None:
         while True:  # an idle process would not close them otherwise
             time.sleep(_LOOK_S)
             self.close_evicted()
 
-    def _enter(self, file: RemoteFile, opener: Callable[[Path], T]) -> tuple[T, int]:
-        data = self.folder_of(file) / "data"
+    def _kept(self, file: Entry, entry: tuple[T, int]) -> T:
+        with self._mutex:
+            entry = self._open.setdefault(file, entry)  # another thread may have been faster
+            self._open.move_to_end(file)
+            if len(self._open) > _MAX_OPEN:
+                self._open.popitem(last=False)
+        with contextlib.suppress(OSError):  # a user may have emptied the cache
+            os.utime(self._place_of(file) if isinstance(file, Part) else self.folder_of(file))
+        return entry[0]
+
+    def _opened(self, file: Entry, opener: Callable[[Path], T]) -> tuple[T, int] | None:
+        """Return an opened shard and its inode; None if the cache does not have it."""
+        data = self._place_of(file)
+        while _is_whole(data, file):
+            inode = _inode(data)
+            try:
+                return opener(data), inode
+            except (OSError, StoreError):
+                if _is_whole(data, file):  # otherwise it was evicted at this moment
+                    raise
+        return None
+
+    def _enter(self, file: Entry, opener: Callable[[Path], T]) -> tuple[T, int]:
+        data = self._place_of(file)
+        lock = ".lock"
+        if not isinstance(file, RemoteFile):
+            key = (data if isinstance(file, Part) else data.parent).name[:8]
+            lock = f".lock-{int(key, 16) % _NUM_LOCKS:02}"
         try:
             data.parent.mkdir(parents=True, exist_ok=True)
             while True:
-                if _is_whole(data, file):
-                    inode = _inode(data)
-                    try:
-                        return opener(data), inode
-                    except (OSError, StoreError):
-                        if _is_whole(data, file):  # otherwise it was evicted at this moment
-                            raise
-                with locked(self._folder / ".lock"):
+                if entry := self._opened(file, opener):
+                    return entry
+                with locked(self._folder / lock):
                     if not _is_whole(data, file):
-                        self._make_room(file)
-                        _fetch(file, data.parent)
+                        self._make(file, data)
         except OSError as error:
             raise StoreError(
                 f"{data.parent} cannot be written to: {error}; make room, lower RAYPIPE_CACHE_BYTES, or set "
                 "RAYPIPE_CACHE to another disk"
             ) from error
 
-    def _make_room(self, file: RemoteFile) -> None:
-        """Evict shards, least recently used first, until this one fits."""
-        folders = {path: path.stat().st_mtime_ns for path in self._folder.iterdir() if path.is_dir()}
-        folders.pop(self.folder_of(file), None)
-        order = sorted(folders, key=folders.__getitem__)
-        contents = [path for folder in order for path in (folder / "data", *folder.glob("partial-*"))]
-        sizes = {path: path.stat().st_size for path in contents if path.exists()}
-        total_bytes = sum(sizes.values())
-        limit = self._limit_bytes or int(_DISK_SHARE * (shutil.disk_usage(self._folder).free + total_bytes))
-        if file.num_bytes > limit:
-            raise StoreError(
-                f"{file.address} has {file.num_bytes:,} bytes, but the cache in {self._folder} has a limit of "
-                f"{limit:,}: raise RAYPIPE_CACHE_BYTES, set RAYPIPE_CACHE to a larger disk, or convert the store "
-                "into smaller shards (--shards)"
-            )
-        for path, num_bytes in sizes.items():
-            if total_bytes + file.num_bytes > limit:
-                path.unlink(missing_ok=True)
-                total_bytes -= num_bytes
+    def _make(self, file: Entry, data: Path) -> None:
+        if isinstance(file, RemoteFile):
+            self._make_room(file, file.num_bytes)
+            _fetch(file, data.parent)
+        elif isinstance(file, Unpacked):
+            self._unpack(file, data.parent)
+        else:
+            partial = data.with_name(f".{data.name}.{secrets.token_hex(4)}")
+            try:
+                self._make_room(file, file.num_bytes, reserved=partial)
+                file.fetch(partial)
+                partial.replace(data)
+            finally:
+                partial.unlink(missing_ok=True)
+
+    def _unpack(self, file: Unpacked, folder: Path) -> None:
+        """Unpack a file to `folder`/data."""
+        partial = folder / f"partial-{boot_id()}"
+        logger.info("unpacking %s, %.1f MiB", file.address, file.file.num_bytes / 2**20)
+        for old in (folder / "data", *folder.glob("partial-*")):
+            old.unlink(missing_ok=True)
+        num_bytes = room = 0
+        with partial.open("xb") as target:
+            for piece in unpacked(_pieces(file.file), file.address, file.file.num_bytes):
+                if num_bytes + len(piece) > room:
+                    self._make_room(file, _STEP_BYTES, room)
+                    room += _STEP_BYTES
+                target.write(piece)
+                num_bytes += len(piece)
+                progress()
+            target.flush()
+            os.utime(target.fileno(), ns=(_UNTOUCHED_NS, _UNTOUCHED_NS))
+            os.fsync(target.fileno())
+        partial.replace(folder / "data")
+
+    def _make_room(self, file: Entry, num_bytes: int, num_made: int = 0, reserved: Path | None = None) -> None:
+        """Evict shards and parts, least recently used first, until more bytes of this one fit.
+
+        Parts that are being fetched stay, so that a limit of a few parts may be exceeded by these.
+
+        Args:
+            num_made: bytes of it that are there already.
+            reserved: a file to make with so many bytes; None = none.
+        """
+        record = self._folder / ".room"
+        with locked(record):
+            counted = record.read_text()
+            used = int(counted) if counted.isdecimal() else -1
+            # Whole shards count everything anew, and so mend what others have removed.
+            is_counted = used >= 0 and not isinstance(file, RemoteFile)
+            if reserved:
+                reserved.touch(0o600, exist_ok=False)
+                os.truncate(reserved, num_bytes)
+            if is_counted and used + num_bytes <= self._limit(used):
+                record.write_text(str(used + num_bytes))
+                return
+            files = self._files(file)
+            if reserved:
+                num_bytes = 0  # its file counts
+            used = sum(size for _, size, _ in files)
+            limit = self._limit(used)
+            needed = num_made + (reserved.stat().st_size if reserved else num_bytes)
+            if needed > limit:
+                raise StoreError(
+                    f"{file.address} has {needed:,} bytes, but the cache in {self._folder} has a "
+                    f"limit of {limit:,}: raise RAYPIPE_CACHE_BYTES, set RAYPIPE_CACHE to a larger disk, or "
+                    "convert the store into smaller shards (--shards)"
+                )
+            kept = limit - num_bytes - num_made
+            if not isinstance(file, RemoteFile) and used > kept:
+                kept -= min(kept, int(_FREED_SHARE * limit))
+            for last_ns, size, path in sorted(files):
+                if used > kept and last_ns < _IN_USE:
+                    path.unlink(missing_ok=True)
+                    used -= size
+            record.write_text(str(used + num_made + num_bytes))
+
+    def _limit(self, used: int) -> int:
+        return self._limit_bytes or int(_DISK_SHARE * (shutil.disk_usage(self._folder).free + used))
+
+    def _files(self, wanted: Entry) -> list[tuple[int, int, Path]]:
+        """Return last use, size and path of what may be evicted for an entry."""
+        own = None if isinstance(wanted, Part) else self.folder_of(wanted)
+        found: list[tuple[int, int, Path]] = []
+        for path in self._folder.iterdir():
+            with contextlib.suppress(FileNotFoundError):  # another process is done with it
+                status = path.stat()
+                if _PART_SUFFIX in path.name:
+                    last_ns = status.st_mtime_ns
+                    if path.name.startswith(".") and time.time_ns() - last_ns < _LONGEST_FETCH_NS:
+                        last_ns = _IN_USE
+                    elif boot_id() not in path.name:  # it may have lost bytes when the machine stopped
+                        last_ns = 0
+                    found.append((last_ns, status.st_size, path))
+                elif path != own and stat.S_ISDIR(status.st_mode):
+                    for content in (path / "data", *path.glob("partial-*")):
+                        with contextlib.suppress(FileNotFoundError):
+                            found.append((status.st_mtime_ns, content.stat().st_size, content))
+        return found
 
 
-def _is_whole(data: Path, file: RemoteFile) -> bool:
+def _is_whole(data: Path, file: Entry) -> bool:
     """Return whether a complete and unchanged download of an object exists."""
     try:
         status = data.stat()
     except FileNotFoundError:
         return False
-    return (status.st_size, status.st_mtime_ns) == (file.num_bytes, _UNTOUCHED_NS)
+    if isinstance(file, Part):
+        return status.st_size == file.num_bytes
+    has_size = isinstance(file, Unpacked) or status.st_size == file.num_bytes
+    return has_size and status.st_mtime_ns == _UNTOUCHED_NS
+
+
+def _pieces(file: RemoteFile) -> Iterator[bytes]:
+    """Yield a file's content, local or remote, in order."""
+    if is_remote(file.address):
+        yield from _download(file, 0)
+        return
+    source = OpenFile(file.address)
+    start = 0
+    while piece := source.pread(PART_BYTES, start):
+        start += len(piece)
+        yield piece
 
 
 def _fetch(file: RemoteFile, folder: Path) -> None:

@@ -67,6 +67,10 @@ class OpenFile:
         self.path = Path(f"/dev/fd/{self.descriptor}")  # stays valid if the cache removes the original path
         weakref.finalize(self, os.close, self.descriptor)
 
+    def pread(self, num_bytes: int, start: int) -> bytes:
+        """Return bytes from an offset on, fewer at the end; threads and forks may share the file."""
+        return os.pread(self.descriptor, num_bytes, start)
+
 
 @contextlib.contextmanager
 def regular_path(path: str | Path) -> Iterator[str]:

@@ -7,6 +7,7 @@ import itertools
 import os
 import shutil
 import threading
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -70,8 +71,25 @@ def upload(local: str, filesystem: pyarrow.fs.FileSystem, path: str) -> None:
         for file in sorted(root.iterdir()):
             upload(str(file), filesystem, f"{path}/{file.name}")
         return
-    with root.open("rb") as source, filesystem.open_output_stream(path) as target:
-        shutil.copyfileobj(source, target, _CHUNK_BYTES)
+
+    def copy(target_path: str) -> None:
+        with root.open("rb") as source, filesystem.open_output_stream(target_path, compression=None) as target:
+            shutil.copyfileobj(source, target, _CHUNK_BYTES)
+
+    _whole(filesystem, path, copy)
+
+
+def _whole(inner: pyarrow.fs.FileSystem, path: str, write: Callable[[str], None]) -> None:
+    """Write a file that appears only when it is complete, as objects do: elsewhere under another name first."""
+    if not isinstance(inner, pyarrow.fs.HadoopFileSystem | pyarrow.fs.PyFileSystem):
+        write(path)
+        return
+    part = f"{path}.{uuid.uuid4().hex}.part"
+    inner.create_dir(path.rpartition("/")[0] or "/", recursive=True)
+    write(part)
+    if inner.get_file_info(path).type == pyarrow.fs.FileType.File:  # not every server replaces a file by a move
+        inner.delete_file(path)
+    inner.move(part, path)
 
 
 class PatientInput(io.RawIOBase):
@@ -109,6 +127,11 @@ class PatientInput(io.RawIOBase):
         data = self.read_at(left if num_bytes is None or num_bytes < 0 else min(num_bytes, left), self._position)
         self._position += len(data)
         return data
+
+    def readinto(self, buffer: Any) -> int:
+        content = self.read(len(buffer))
+        buffer[: len(content)] = content
+        return len(content)
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         self._position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
@@ -215,8 +238,13 @@ class _Handler(pyarrow.fs.FileSystemHandler):
 
     def write(self, path: str, content: bytes | memoryview) -> None:
         def write(inner: pyarrow.fs.FileSystem) -> None:
-            with inner.open_output_stream(path) as stream:
-                stream.write(content)
+            def to(target: str) -> None:
+                with inner.open_output_stream(
+                    target, compression=None
+                ) as stream:  # a name in .gz would detect one
+                    stream.write(content)
+
+            _whole(inner, path, to)
 
         self.call("write", path, write)
         count("write", bytes=len(content))

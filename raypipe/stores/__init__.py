@@ -7,6 +7,8 @@ first such store is opened; every other public name is imported when it is first
 from __future__ import annotations
 
 import contextlib
+import os
+from collections.abc import Collection
 from difflib import get_close_matches
 from importlib import import_module
 from inspect import signature
@@ -41,6 +43,8 @@ _INSTEAD = {
     "which copies another column's images as `image`"
 }
 _ENDS = ("lmdb", "parquet", "tar")  # suffix of a file's name = its kind
+_LMDB_MAGIC = b"\xde\xc0\xef\xbe"  # at byte 16 of an LMDB file, which may have any name
+_COMPRESSED_TARS = (".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz")
 
 __all__ = [
     "Columns",
@@ -58,12 +62,12 @@ __all__ = [
 ]
 
 _LAYOUTS = """raypipe reads:
-  LMDB     a *.lmdb file that raypipe wrote, or a folder of them
+  LMDB     raypipe's, and those of other programs: a file, a folder with data.mdb, or a folder of them
   Parquet  a *.parquet file, or a folder of them
-  tar      an uncompressed *.tar of class/image.jpg, or WebDataset's pairs key.jpg, key.cls; a folder of *.tar
+  tar      a *.tar of class/image.jpg, or WebDataset's pairs key.jpg, key.cls; a folder of *.tar; also *.tar.gz
   folder   a folder of class/image.jpg
-Several files are NAME-*.parquet or NAME-{0000..0099}.tar. All may also be at s3://, gs://, az:// or
-abfs://. `raypipe convert` makes a store of TFRecord, HDF5, MXNet .rec, zip, .npz, .pt, MDS, LitData and
+Several files are NAME-*.parquet or NAME-{0000..0099}.tar. All may also be at s3://, gs://, az://,
+abfs:// or hdfs://. `raypipe convert` makes a store of TFRecord, HDF5, MXNet .rec, zip, .npz, .pt, MDS, LitData and
 Arrow (save_to_disk), and of the samples of a Python function, MODULE:NAME"""
 
 
@@ -100,6 +104,8 @@ def open_store(address: str | Path, **options: Any) -> Store:
     module, name = _STORES[kind]
     make = getattr(import_module(f"raypipe.stores.{module}"), name)
     known = list(signature(make).parameters)
+    if "trust_pickles" not in known:  # no other kind has pickles
+        options.pop("trust_pickles", None)
     if "target_column" not in known and options.get("target_column") == "":  # nothing to be left out
         del options["target_column"]
     for option, value in options.items():
@@ -109,19 +115,24 @@ def open_store(address: str | Path, **options: Any) -> Store:
     return make(text, **options)
 
 
-def store_options(image_column: str = "image", target_column: str = "label") -> dict[str, str]:
+def store_options(
+    image_column: str = "image", target_column: str = "label", trust_pickles: bool = False
+) -> dict[str, Any]:
     """Return the options for `open_store` that are not the default: some kinds of store lack them.
 
     Args:
         image_column: name of the image column; for WebDataset, the suffix of the images.
         target_column: name of the label column; for WebDataset, the suffix of the labels, or their JSON field;
             "" = no label is needed.
+        trust_pickles: whether pickled values in LMDB may be opened.
     """
-    options = {}
+    options: dict[str, Any] = {}
     if image_column not in ("image", ""):
         options["image_column"] = image_column
     if target_column != "label":
         options["target_column"] = target_column
+    if trust_pickles:
+        options["trust_pickles"] = True
     return options
 
 
@@ -136,11 +147,13 @@ def _near(missing: Path) -> str:
 def _kind_of(address: str) -> str:
     """Return the kind of a path or URI, by its name, by a folder's content, or by a pattern's first file."""
     from raypipe.storage.filesystem import is_remote, split
-    from raypipe.stores.addresses import expand, list_files, names_at
+    from raypipe.stores.addresses import expand, folders_matching, list_files, names_at
 
     name = split(address)[1].lower()
     if is_remote(address) and _kind_of_name(name):
         return _kind_of_name(name)
+    if folders := folders_matching(address):
+        return _kind_of(folders[0])
     names = names_at(address)
     if names is not None:
         return _kind_of_folder(address, names)
@@ -153,14 +166,39 @@ def _kind_of(address: str) -> str:
         return _kind_of(list_files(address, lambda _: True, "such")[0].address)
     if not is_remote(address) and (kind := _kind_of_name(name)):
         return kind
-    if ".tar." in name or name.endswith((".tgz", ".tbz2", ".txz")):
-        raise StoreError(f"{address} is compressed, which allows no random access: uncompress it to *.tar first")
+    if not is_remote(address) and _has_lmdb_magic(address):
+        return "lmdb"
+    if ".tar." in name:
+        raise StoreError(f"{address}: of compressed tars, raypipe reads .tar.gz, .tar.bz2 and .tar.xz")
     raise StoreError(f"{address} is not a store; {_LAYOUTS}")
 
 
 def _kind_of_name(name: str) -> str:
     """Return the kind of a file by its name; empty if the suffix is unknown."""
+    if name == "data.mdb":
+        return "lmdb"
+    if name.endswith(_COMPRESSED_TARS):
+        return "tar"
     return next((kind for kind in _ENDS if name.endswith(f".{kind}")), "")
+
+
+def _has_lmdb_magic(address: str) -> bool:
+    from raypipe.storage.local_file import OpenFile
+
+    with contextlib.suppress(OSError):
+        file = OpenFile(address)
+        return os.pread(file.descriptor, 4, 16) == _LMDB_MAGIC
+    return False
+
+
+def _are_lmdbs(address: str, folders: Collection[str]) -> bool:
+    """Return whether the folders in a folder are LMDBs, by the first one, to which their names may lead."""
+    from raypipe.storage.filesystem import is_remote, join
+    from raypipe.stores.addresses import names_at
+
+    first = min(folders, default="")
+    likely = first.endswith("lmdb") or (bool(first) and not is_remote(address))
+    return likely and "data.mdb" in (names_at(join(address, first)) or ())
 
 
 def _refuse_source(address: str, names: set[str] | None = None) -> None:
@@ -182,19 +220,17 @@ def _kind_of_folder(address: str, names: set[str]) -> str:
     suffixes = {Path(name).suffix[1:] for name in names}
     if {"lmdb", "parquet"} <= suffixes:
         raise StoreError(f"{address} has both *.lmdb and *.parquet files; give the address of one kind")
-    if "data.mdb" in names:
-        from raypipe.stores.lmdb import foreign
-
-        raise StoreError(foreign(address))
-    if "lmdb" in suffixes:
+    if "lmdb" in suffixes or "data.mdb" in names:
         return "lmdb"
     if "parquet" in suffixes:
         return "parquet"
     _refuse_source(address, names)
     folders = folders_at(address)
+    if _are_lmdbs(address, folders):
+        return "lmdb"
     if any(not name.startswith("_") for name in folders):
         return "folder"
-    if "tar" in suffixes:
+    if "tar" in suffixes or any(name.lower().endswith(_COMPRESSED_TARS) for name in names):
         return "tar"
     if folders or any(suffix_of(name) in IMAGE_SUFFIXES for name in names):
         return "folder"

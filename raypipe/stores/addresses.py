@@ -126,6 +126,14 @@ def folders_at(address: str) -> set[str]:
         return {name for name in names if not is_left_out(name)}
 
 
+def folders_matching(address: str) -> list[str]:
+    """Return the addresses of the folders that a pattern matches, sorted; none if the address is not a pattern."""
+    folder, pattern = split(address)
+    if "*" not in pattern:
+        return []
+    return [join(folder, name) for name in sorted(folders_at(folder or ".")) if fnmatchcase(name, pattern)]
+
+
 def names_in(filesystem: pyarrow.fs.FileSystem, path: str) -> set[str]:
     """Return the names of the files in a folder of a file system: the visible ones, and the manifest."""
     infos = filesystem.get_file_info(pyarrow.fs.FileSelector(path, allow_not_found=True))

@@ -1,8 +1,9 @@
-"""LMDB stores: one file in raypipe's own layout, or a folder of such files as shards, local or in an object store.
+"""LMDB stores: one LMDB or several as shards, local or in an object store, that raypipe or other programs wrote.
 
-Keys are the index as big-endian uint64, values are records (see `raypipe.stores.record`), and the key
-`__raypipe__` has a JSON record: version, count, columns, classes, fingerprint. Nothing is pickled. The lmdb
-library writes the files, but `raypipe.stores.lmdb_pages` reads them, since the library trusts its files.
+`raypipe.stores.lmdb_foreign` reads those of other programs. In raypipe's own, keys are the index as big-endian
+uint64, values are records (see `raypipe.stores.record`), and the key `__raypipe__` has a JSON record: version,
+count, columns, classes, fingerprint. Nothing is pickled. The lmdb library writes the files, but
+`raypipe.stores.lmdb_pages` reads them, since the library trusts its files.
 
 Opening a shard in an object store reads only its metadata, by ranges; records come through the node's cache.
 """
@@ -18,11 +19,21 @@ import numpy as np
 
 from raypipe.errors import StoreError
 from raypipe.storage.files import RemoteFile, opened
-from raypipe.storage.filesystem import explained, is_remote
+from raypipe.storage.filesystem import explained, is_remote, join, split
 from raypipe.storage.local_cache import shared_cache
 from raypipe.storage.patience import in_threads
-from raypipe.stores.addresses import list_files
+from raypipe.stores.addresses import (
+    MANIFEST,
+    check_one_split,
+    expand,
+    folders_at,
+    folders_matching,
+    list_files,
+    names_at,
+)
 from raypipe.stores.base import Columns, FileStore, by_part, join_fingerprints, part_of, stored_names
+from raypipe.stores.lmdb_foreign import CLASS_OF_LSUN, DATA_FILE, ForeignShards, open_foreign
+from raypipe.stores.lmdb_listing import Options
 from raypipe.stores.lmdb_pages import LMDBFile
 from raypipe.stores.record import KEY, METADATA_KEY, Metadata, RecordLayout, array_type
 
@@ -30,42 +41,83 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 
-class LMDBStore(FileStore["_Shards"]):
-    """A store in one LMDB file, or a folder of `*.lmdb` shards, local or remote.
+class LMDBStore(FileStore["_Shards | ForeignShards"]):
+    """A store in one LMDB, a file or a folder with `data.mdb`, or in a folder of them as shards, local or remote.
 
     Shards are sorted by name and concatenated; they must agree in columns and classes. Remote shards are read
     through the node's cache, see `raypipe.storage.local_cache`. Values of a missing or damaged record are None.
 
     Args:
         address: see above.
-        target_column: the column of numbers, or arrays, that becomes `label`; integers are classes. Empty =
-            `label`, if there is one.
+        target_column: in raypipe's own LMDB, the column of numbers, or arrays, that becomes `label`; integers are
+            classes; empty = `label`, if there is one. In others: "label" = by content; "folder" = the folders in
+            the keys; `NAME.txt` = a list of keys and labels, next to the LMDB; empty = no label is needed; else
+            the label's name in values that are dicts.
+        trust_pickles: open values that are pickles, see `raypipe.stores.lmdb_values`.
     """
 
-    def __init__(self, address: str | Path, target_column: str = "label") -> None:
-        super().__init__(address, target_column)
+    def __init__(self, address: str | Path, target_column: str = "label", trust_pickles: bool = False) -> None:
+        super().__init__(address, target_column, trust_pickles)
 
-    def _open(self) -> _Shards:
-        target_column = self._options[0] or "label"
-        if self._listing is None:
-            files = list_files(self.address, lambda name: name.endswith(".lmdb"), "*.lmdb")
-            if not is_remote(self.address):
-                return _Shards([_open_file(file.address) for file in files], target_column)
-            self._listing = in_threads(_look_up, files)
-        return _Shards(self._listing, target_column)
+    def _open(self) -> _Shards | ForeignShards:
+        shards = self._listing
+        if shards is None:
+            files = find_lmdbs(self.address)
+            shards = in_threads(_look_up, files) if is_remote(self.address) else list(map(_open_local, files))
+            if is_remote(self.address):
+                self._listing = shards
+        own = [shard for shard in shards if isinstance(shard, _Shard)]
+        target_column, trust_pickles = self._options
+        if not own:
+            return open_foreign(shards, Options(target_column, trust_pickles))
+        if len(own) < len(shards):
+            other = next(shard.address for shard in shards if isinstance(shard, RemoteFile))
+            raise StoreError(
+                f"{other} is LMDB from another program, and {own[0].path} is raypipe's: a store has one kind, so "
+                "put them into folders of their own"
+            )
+        return _Shards(own, target_column or "label")
+
+    @property
+    def column_types(self) -> dict[str, str]:
+        """Name of each column → int64, float64, binary, string, or an array such as `float32[512]`."""
+        return self._contents.column_types
 
     def close(self) -> None:
         super().close()
         if self._listing:
-            shared_cache().close([shard.file for shard in self._listing])
+            files = [shard.file if isinstance(shard, _Shard) else shard for shard in self._listing]
+            shared_cache().close(files)
 
 
-def foreign(path: str) -> str:
-    """Return the error about LMDB from another program."""
-    return (
-        f"{path} is LMDB from another program: read it with the library lmdb, and give the samples to "
-        "`raypipe.convert`, as docs/formats.md shows"
-    )
+def find_lmdbs(address: str) -> list[RemoteFile]:
+    """Return the files of an LMDB store: a file, a folder's `data.mdb`, or those of a folder or a pattern.
+
+    Raises:
+        StoreError: there is none, or a folder has LMDBs of several splits.
+    """
+    if matches := folders_matching(address):
+        return [RemoteFile(join(folder, DATA_FILE)) for folder in matches]
+    is_one = "*" not in split(address)[1] and expand(address) == [address]
+    names = names_at(address) if is_one else None
+    if names is not None and DATA_FILE in names:
+        return [RemoteFile(join(address, DATA_FILE))]
+    if names is None or MANIFEST in names or any(name.endswith(".lmdb") for name in names):
+        files = list_files(address, lambda name: name.endswith(".lmdb"), "*.lmdb")
+        is_folder = {file for file in files if not is_remote(file.address) and Path(file.address).is_dir()}
+        return [RemoteFile(join(file.address, DATA_FILE)) if file in is_folder else file for file in files]
+    folders = sorted(name for name in folders_at(address) if DATA_FILE in (names_at(join(address, name)) or ()))
+    check_one_split(address, folders)
+    splits = {match["split"] for name in folders if (match := CLASS_OF_LSUN.fullmatch(name))}
+    if len(splits) > 1:
+        one = max(splits)
+        raise StoreError(
+            f"{address} has LMDBs of several splits: {', '.join(sorted(splits))}. A store is one split: choose "
+            f"it, such as {address.rstrip('/')}/*_{one}_lmdb, in quotes"
+        )
+    if not folders:
+        raise StoreError(f"{address} has no *.lmdb files, and no folder in it has {DATA_FILE}")
+    return [RemoteFile(join(address, name, DATA_FILE)) for name in folders]
 
 
 @dataclass(frozen=True)
@@ -92,7 +144,7 @@ class _Shard:
             shard = _open_file(path)
         except StoreError as error:
             raise StoreError(f"{self.path}, in the cache: {error}") from error
-        if shard.metadata.fingerprint != self.metadata.fingerprint:
+        if shard is None or shard.metadata.fingerprint != self.metadata.fingerprint:
             raise StoreError(f"{self.path} has changed since the store was opened: start a new run")
         return shard.open()
 
@@ -107,6 +159,7 @@ class _Shards:
         self._types, self.classes = first.types, first.classes
         self._stored = stored_names(shards[0].path, first.types, {"label": target_column})
         self.columns = tuple(sorted(self._stored, key=lambda name: {"image": 0, "label": 1}.get(name, 2)))
+        self.column_types = {name: first.types[place] for name, place in self._stored.items()}
         label = first.types.get(target_column, "int64")
         self.label_is_class = label == "int64"
         if label in ("string", "binary"):
@@ -198,8 +251,8 @@ def _column(values: Any, kind: str) -> Any:
     return np.array(values, dtype.newbyteorder("=")).reshape(len(values), *shape)
 
 
-def _open_file(path: Path | str, source: pa.NativeFile | None = None) -> _Shard:
-    """Open a file, or a source that replaces it, with its metadata."""
+def _open_file(path: Path | str, source: pa.NativeFile | None = None) -> _Shard | None:
+    """Open a file, or a source that replaces it, with its metadata; None if raypipe did not write it."""
     file = LMDBFile(path, source)
     with explained(StoreError, f"{path} cannot be read"):
         try:
@@ -209,7 +262,7 @@ def _open_file(path: Path | str, source: pa.NativeFile | None = None) -> _Shard:
                 raise
             record = memoryview(b"")
     if record is None:
-        raise StoreError(foreign(str(path)))
+        return None
     if file.num_bytes < file.declared_bytes:
         raise StoreError(
             f"{path} is truncated: {file.num_bytes} bytes, needs {file.declared_bytes}; copy or convert it again"
@@ -222,6 +275,11 @@ def _open_file(path: Path | str, source: pa.NativeFile | None = None) -> _Shard:
     return _Shard(str(path), metadata, file)
 
 
-def _look_up(listed: RemoteFile) -> _Shard:
+def _open_local(listed: RemoteFile) -> _Shard | RemoteFile:
+    return _open_file(listed.address) or listed
+
+
+def _look_up(listed: RemoteFile) -> _Shard | RemoteFile:
     with opened(listed.address) as (source, current):
-        return replace(_open_file(listed.address, source), file=listed.checked(current))
+        shard, file = _open_file(listed.address, source), listed.checked(current)
+        return file if shard is None else replace(shard, file=file)

@@ -26,6 +26,7 @@ import weakref
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -68,6 +69,27 @@ _MAX_CACHED_BRANCHES = 1024
 
 Layout = tuple[int, bytes]
 """See `LMDBFile.records`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """A leaf page: where its n keys are in the page, and the lengths of their values in bytes.
+
+    Attributes:
+        number, page: the page's number and bytes.
+        key_starts, key_bytes: first byte and length of each key, int64 (n,).
+        lengths: of the values, int64 (n,).
+    """
+
+    number: int
+    page: bytes
+    key_starts: np.ndarray
+    key_bytes: np.ndarray
+    lengths: np.ndarray
+
+    def key(self, slot: int) -> bytes:
+        start = int(self.key_starts[slot])
+        return self.page[start : start + int(self.key_bytes[slot])]
 
 
 class LMDBFile:
@@ -144,6 +166,72 @@ class LMDBFile:
             return b"", [], np.zeros(len(keys), bool)
         fixed, columns, done = self._read_many(self._reader, np.ascontiguousarray(keys, np.int64), *layout)
         return fixed, columns, np.frombuffer(done, bool)
+
+    def leaves(self) -> Iterator[Leaf]:
+        """Yield all leaf pages in the order of their keys, with the place of every value checked."""
+        with self._explained(""):
+            num_entries, last = 0, None
+            for number in self._leaf_numbers(self._root, self._depth):
+                leaf = self._leaf(number)
+                first = leaf.key(0)
+                if last is not None and first <= last:  # also ends a walk that comes to a page twice
+                    raise _DamageError(f"key {first[:64]!r} of page {number} comes after {last[:64]!r}")
+                last = leaf.key(len(leaf.lengths) - 1)
+                num_entries += len(leaf.lengths)
+                if num_entries > self.num_entries:
+                    break
+                yield leaf
+            if num_entries != self.num_entries:
+                raise _DamageError(f"{num_entries} keys are there, and {self.num_entries} are declared")
+
+    def entry(self, number: int, slot: int) -> tuple[bytes, memoryview]:
+        """Return the key and the value at a place in a leaf page."""
+        with self._explained(f" at entry {slot} of page {number}"):
+            page, num_nodes = self._page(number, _LEAF)
+            if slot >= num_nodes:
+                raise _DamageError(f"page {number} has {num_nodes} entries, and had more")
+            start, key = _node(page, slot)
+            return key, self._value(page, start)
+
+    def key(self, number: int, slot: int) -> bytes:
+        """Return the key at a place in a leaf page."""
+        with self._explained(f" at entry {slot} of page {number}"):
+            page, num_nodes = self._page(number, _LEAF)
+            if slot >= num_nodes:
+                raise _DamageError(f"page {number} has {num_nodes} entries, and had more")
+            return _node(page, slot)[1]
+
+    def _leaf_numbers(self, number: int, depth: int) -> Iterator[int]:
+        if depth <= 1:
+            yield from [number] * depth  # an empty tree has no leaf
+            return
+        for child in self._branch(number)[1]:
+            yield from self._leaf_numbers(child, depth - 1)
+
+    def _leaf(self, number: int) -> Leaf:
+        page, num_nodes = self._page(number, _LEAF)
+        data = np.frombuffer(page, np.uint8)
+        starts = np.frombuffer(page, "<u2", num_nodes, _HEADER_BYTES).astype(np.int64)
+        if starts.max() + _NODE_BYTES > len(page):
+            raise _DamageError(f"a node at byte {starts.max()} of page {number} of {len(page)} bytes")
+        nodes = data[starts[:, None] + np.arange(_NODE_BYTES)]
+        lengths = nodes[:, :4].view("<u4")[:, 0].astype(np.int64)
+        flags, key_bytes = nodes[:, 4:].view("<u2").astype(np.int64).T
+        key_starts = starts + _NODE_BYTES
+        is_long = flags == _LONG_VALUE
+        if (flags & ~_LONG_VALUE).any():
+            raise _DamageError(f"page {number} has entries with flags: nested databases, or damage")
+        stops = key_starts + key_bytes + np.where(is_long, _PAGE_NUMBER.size, lengths)
+        if stops.max() > len(page):
+            raise _DamageError(f"an entry up to byte {stops.max()} of page {number} of {len(page)} bytes")
+        if is_long.any():
+            places = (key_starts + key_bytes)[is_long]
+            numbers = data[places[:, None] + np.arange(_PAGE_NUMBER.size)].view("<u8")[:, 0]
+            beyond = (numbers < _NUM_METAS) | (numbers > self._last_page)
+            ends = numbers.astype(np.int64) * self._page_bytes + _HEADER_BYTES + lengths[is_long]
+            if beyond.any() or ends.max() > self.num_bytes:
+                raise _DamageError(f"page {number} has values up to byte {ends.max()} of {self.num_bytes}")
+        return Leaf(number, page, key_starts, key_bytes, lengths)
 
     @contextmanager
     def _explained(self, where: str) -> Iterator[None]:

@@ -1,60 +1,53 @@
-"""Uncompressed tars as stores: WebDataset's, or of class folders.
+"""Tars as stores: WebDataset's, or of class folders.
 
-`tarfile` scans a tar's headers once, with checks against hostile ones, and samples are then read by position.
-Nothing is ever extracted, so members' names have no effect on the disk.
+A tar is scanned once, see `raypipe.stores.tar_scan`, and samples are then read by position. In a bucket, samples
+are read in groups: runs of about 8 MiB, which one request fetches into the node's cache.
+
+    tar     | 0 1 2 3 4 | 5 6 7 8 9 | 10 11 |     samples, in groups
+    part      ^^^^^^^^^ bytes of one group, headers and small members between them included
 """
 
 from __future__ import annotations
 
-import contextlib
 import io
+import logging
 import os
-import re
-import tarfile
-from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
-from pathlib import Path, PurePosixPath
+from collections.abc import Sequence
+from dataclasses import astuple
+from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from raypipe.errors import ConfigError, StoreError
-from raypipe.storage.files import RemoteFile, look_up, read_json, write_json
+from raypipe.errors import StoreError
+from raypipe.storage.files import RemoteFile, look_up, opened
 from raypipe.storage.filesystem import is_remote
-from raypipe.storage.local_cache import shared_cache
+from raypipe.storage.local_cache import Unpacked, shared_cache
 from raypipe.storage.local_file import OpenFile, locked, make_cache_folder, open_regular
 from raypipe.storage.patience import in_threads
 from raypipe.stores.addresses import list_files
 from raypipe.stores.base import (
-    MAX_SAMPLE_BYTES,
-    Columns,
     FileStore,
-    as_text,
-    by_part,
     hash_of_facts,
-    join_fingerprints,
-    part_of,
 )
-from raypipe.stores.class_folders import BY_FOLDER, LeftOut, suffix_of, tell_left_out
-from raypipe.stores.class_tar import Member, find_files, have_class_folders, index_files
-from raypipe.stores.memory_tree import File, Link, MemoryTree, Special
-from raypipe.stores.webdataset import TEXT_SUFFIXES, Place, Scan, find_samples, index_samples
+from raypipe.stores.class_folders import tell_left_out
+from raypipe.stores.tar_index import Indexes, keep, read_kept, version_of
+from raypipe.stores.tar_jumps import Jumps
+from raypipe.stores.tar_samples import GROUP_BYTES, Archive, TarSamples
+from raypipe.stores.tar_scan import UnfitError, scan_tar
+from raypipe.stores.webdataset import Scan
+
+logger = logging.getLogger(__name__)
 
 _NUM_FETCHES = 4  # tars that are fetched and scanned at a time
 # A scan takes about 80 us per member: at most a few seconds for a local tar below this size.
 _SMALL_BYTES = 64 << 20
+_SMALL_REMOTE_BYTES = 32 << 20  # a remote tar below this size is fetched whole, within a second
 _SCAN_FILE = "tar-8.json"  # name in the cache, with the version of its layout
-# Names have up to 4 KiB, extended attributes up to 64 KiB.
-_MAX_HEADER_BYTES = 128 << 10
-_ENDLESS_NUMBER = re.compile(rb"\d{256}")  # longer than the longest file name
+
+COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz")
+"""Ends of names of compressed tars."""
 
 
-MISSING: Place = (-1, -1, 0.0)
-"""The place of a link that leads to no member."""
-_KINDS = {tarfile.FIFOTYPE: "a FIFO", tarfile.CHRTYPE: "a device", tarfile.BLKTYPE: "a device"}
-
-
-class TarStore(FileStore["_Opened"]):
+class TarStore(FileStore[TarSamples]):
     """A store in one tar, in several, `NAME-{0000..0099}.tar`, or in a folder of `*.tar`, local or remote.
 
     Members are `key.jpg`, `key.cls`, … , in the order of the tars and of their members, see
@@ -62,9 +55,10 @@ class TarStore(FileStore["_Opened"]):
     `raypipe.stores.class_folders`. Links lead to members of their tar. Hidden files, absolute names and names with
     `..` do not count.
 
-    Remote tars are read through the node's cache, see `storage.local_cache`. Each node fetches and scans all of
-    them once; it caches the result, for large local tars too. The fingerprint is a hash over the members' names,
-    sizes and modification times. A member over 512 MiB is None.
+    Remote tars are scanned once: the index is beside them (`raypipe index`), in the folder of the run, or in the
+    node's cache, where the scans of large local tars are too. Compressed tars, `.tar.gz`, `.tar.bz2` or
+    `.tar.xz`, are unpacked whole into the node's cache, see `storage.local_cache`. The fingerprint is a hash over
+    the members' names, sizes and modification times. A member over 512 MiB is None.
 
     Args:
         address: see above, or a URI; a relative path is made absolute, since processes differ in their working
@@ -72,283 +66,203 @@ class TarStore(FileStore["_Opened"]):
         image_column: the suffix of the images; "image" = any image suffix.
         target_column: the suffix of the labels, or their field in the JSON; "label" = `cls`, the field `label`, or
             the suffix `label`; "folder" = the class folders in any case; empty = no label is needed.
+        groups: whether samples are read in groups, and so shuffled in windows: runs of about 8 MiB, or whole
+            compressed tars. False = whole remote tars are fetched. None = where tars are remote or compressed.
     """
 
-    def __init__(self, address: str | Path, image_column: str = "image", target_column: str = "label") -> None:
-        super().__init__(address, image_column, target_column)
+    def __init__(
+        self,
+        address: str | Path,
+        image_column: str = "image",
+        target_column: str = "label",
+        groups: bool | None = None,
+    ) -> None:
+        super().__init__(address, image_column, target_column, groups)
+        self._run_folder = ""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        make, arguments, state = super().__reduce__()
+        return make, arguments, {**state, "_run_folder": self._run_folder}
+
+    def adapted(self, shuffle: str, run_folder: str = "") -> TarStore:
+        """Return this store for a run.
+
+        Args:
+            shuffle: see `PlanConfig`: "window" needs groups, and "global" is faster without.
+            run_folder: address of a folder for the index; empty = none.
+        """
+        image_column, target_column, groups = self._options
+        wanted = {"window": True, "global": False}.get(shuffle, groups)
+        store = TarStore(self.address, image_column, target_column, wanted)
+        store._run_folder = run_folder
+        return store
 
     def close(self) -> None:
         super().close()
         if self._listing:
             shared_cache().close([archive.file for archive in self._listing])
 
-    def _open(self) -> _Opened:
+    def _open(self) -> TarSamples:
         archives = self._listing
         if archives is None:
-            files = list_files(self.address, lambda name: name.endswith(".tar"), "*.tar")
-            archives = in_threads(_find, files)
-            if is_remote(self.address):
+            archives = in_threads(_find, list_tars(self.address))
+            if any(not isinstance(archive.file, OpenFile) for archive in archives):
                 self._listing = archives
-        scans = in_threads(self._scanned, archives, _NUM_FETCHES)
-        opened = _Opened(archives, scans, self._options[1])
+        _, target_column, groups = self._options
+        scans = self.scans(archives)
+        is_whole = [isinstance(archive.file, Unpacked) for archive in archives]
+        if groups is None:
+            groups = is_remote(self.address) or any(is_whole)
+        opened = TarSamples(archives, scans, target_column, groups)
         if not self._identity:  # other processes were sent the store by one that said so
             tell_left_out(self.address, len(opened), opened.left_out)
+            if any(is_whole):
+                tell_compressed(self.address, archives)
         return opened
 
-    def _scanned(self, archive: _Archive) -> Scan:
-        """Return a tar's scan; those of remote and large tars are cached on the node for all its processes."""
-        if isinstance(archive.file, RemoteFile):
-            version: tuple[Any, ...] = astuple(archive.file)
-        else:
-            status = os.fstat(archive.file.descriptor)
-            if status.st_size < _SMALL_BYTES:
-                return self._checked_scan(Path(archive.name), archive.name)
-            version = archive.name, status.st_size, status.st_mtime_ns, status.st_ino
-        try:
-            folder = make_cache_folder("scans")
-        except OSError:  # the cache only saves time
-            return self._checked_scan(archive.open().path, archive.name)
-        kept = folder / f"{hash_of_facts((version, self._options))}-{_SCAN_FILE}"
-        with locked(kept.with_suffix(".lock")):  # one process scans, and the others wait
-            with contextlib.suppress(ConfigError, KeyError, TypeError):
-                return read_json(kept)["scan"]
-            scan = self._checked_scan(archive.open().path, archive.name)
-            with contextlib.suppress(ConfigError):
-                write_json(kept, {"scan": scan})
+    def scans(self, archives: Sequence[Archive]) -> list[Scan]:
+        """Return the scan of each tar, from its index if there is one."""
+        options = self._options[:2]
+        indexes = Indexes(options, self._run_folder)
+        if not is_remote(self.address):
+            return in_threads(lambda archive: self._scanned(archive, indexes), archives, _NUM_FETCHES)
+        kept = in_threads(lambda archive: self._kept(archive, indexes), archives)
+        missing = [archive for archive, scan in zip(archives, kept, strict=True) if scan is None]
+        if missing and any(version_of(archive.file)[0] > GROUP_BYTES for archive in missing):
+            num_bytes = sum(version_of(archive.file)[0] for archive in missing)
+            logger.info(
+                "%s: scanning %d tars of %.1f GB, which have no index: `raypipe index` keeps one beside them",
+                *(self.address, len(missing), num_bytes / 1e9),
+            )
+        scanned = iter(in_threads(lambda archive: self._scanned(archive, indexes), missing, _NUM_FETCHES))
+        return [next(scanned) if scan is None else scan for scan in kept]
+
+    def _kept(self, archive: Archive, indexes: Indexes) -> Scan | None:
+        """Return a remote tar's scan from the node's cache, or from its index."""
+        path = _kept_path(archive, self._options[:2])
+        if path and (scan := read_kept(path)):
+            return scan
+        scan = indexes.find(archive.name, archive.file)
+        if scan and path:
+            keep(path, scan)
         return scan
 
-    def _checked_scan(self, path: Path, name: str) -> Scan:
-        try:
-            return _scan(path, name, *self._options)
-        except StoreError:
-            raise
-        except Exception as error:  # tarfile lets half a dozen types through
-            raise StoreError(
-                f"{name} cannot be read as tar: {type(error).__name__}: {error!s:.500}; it is compressed, which "
-                "allows no random access, truncated, or not a tar: uncompress it, or copy it again"
-            ) from error
+    def _scanned(self, archive: Archive, indexes: Indexes) -> Scan:
+        """Return a tar's scan; those of remote and large tars are cached on the node for all its processes."""
+        options = self._options[:2]
+        is_local = isinstance(archive.file, OpenFile)
+        if is_local and version_of(archive.file)[0] < _SMALL_BYTES:
+            return _scan(archive, *options)
+        path = _kept_path(archive, options)
+        if path is None:
+            return _scan(archive, *options)
+        with locked(path.with_suffix(".lock")):  # one process scans, and the others wait
+            if scan := read_kept(path):
+                return scan
+            scan = indexes.find(archive.name, archive.file) or _scan(archive, *options)
+            keep(path, scan)
+        if not is_local:
+            indexes.keep_in_run(archive.name, archive.file, scan)
+        return scan
+
+    def write_index(self) -> dict[str, Any]:
+        """Write the index of each tar beside it.
+
+        Returns:
+            `tars`, `samples`, and `indexes`, the folders of the indexes.
+
+        Raises:
+            StoreError: the tars are no store; ConfigError: an index cannot be written.
+        """
+        archives = self._listing or in_threads(_find, list_tars(self.address))
+        scans = self.scans(archives)
+        indexes = Indexes(self._options[:2])
+
+        def write(number: int) -> str:
+            archive = archives[number]
+            return indexes.keep_beside(archive.name, archive.file, scans[number])
+
+        written = in_threads(write, range(len(archives)))
+        folders = sorted({address.rpartition("/")[0] for address in written})
+        num_bytes = sum(version_of(archive.file)[0] for archive in archives)
+        return {"tars": len(archives), "bytes": num_bytes, "samples": len(self), "indexes": folders}
 
 
-@dataclass(frozen=True)
-class _Archive:
-    """A tar. A local tar stays open, so that reads and scan see the same file; a remote one is cached."""
+def list_tars(address: str) -> list[RemoteFile]:
+    """Return the tars at an address; compressed ones only if a folder has no others."""
+    is_any = [False]
 
-    name: str
-    file: OpenFile | RemoteFile
+    def is_tar(name: str) -> bool:
+        is_any[0] = is_any[0] or name.endswith(".tar")
+        return name.endswith(".tar")
 
-    def open(self) -> OpenFile:
-        return self.file if isinstance(self.file, OpenFile) else shared_cache().get(self.file, OpenFile)
-
-
-class _Opened:
-    """The tars of a store, and the index of their samples."""
-
-    groups = None
-    classes: tuple[str, ...] | None = None
-
-    def __init__(self, archives: Sequence[_Archive], scans: Sequence[Scan], target_column: str) -> None:
-        self._archives = archives
-        self._sparse = [scan["sparse"] for scan in scans]
-        names, digests = [archive.name for archive in archives], [scan["digest"] for scan in scans]
-        self.left_out = sum((LeftOut(scan["left_out"]) for scan in scans), LeftOut())
-        if have_class_folders(names, scans):
-            indexed = index_files(names, scans, target_column == "label")
-            self._index, self.classes, nums = indexed.columns, indexed.classes, indexed.nums
-            self.left_out += indexed.left_out
-            digests += [indexed.facts] if indexed.facts else []
-        else:
-            self._index, not_in_all = index_samples(names, scans)
-            self.left_out += not_in_all
-            nums = [scan["num"] for scan in scans]
-        self._bounds = np.cumsum([0, *nums])
-        self.columns = tuple(self._index)
-        self.fingerprint = join_fingerprints(digests)
-        labels = self._index.get("label")
-        self.label_is_class = labels is None or (labels.dtype == np.int64 and labels.ndim == 1)
-
-    def __len__(self) -> int:
-        return int(self._bounds[-1])
-
-    def read(self, indices: np.ndarray, columns: tuple[str, ...]) -> Columns:
-        return {name: self._read(name, indices) for name in columns}
-
-    def _read(self, column: str, indices: np.ndarray) -> Any:
-        places = self._index[column]
-        if column == "label":
-            return places[indices]
-        contents: list[bytes | None] = [None] * len(indices)
-        for number, positions in by_part(indices, self._bounds):
-            archive = self._archives[number]
-            file = archive.open()
-            wanted: list[list[int]] = places[indices[positions]].tolist()
-            for position, (start, num_bytes) in zip(positions.tolist(), wanted, strict=True):
-                contents[position] = _content(file, archive.name, start, num_bytes, self._sparse[number])
-        return list(map(as_text, contents)) if column in TEXT_SUFFIXES else contents
-
-    def sample_name(self, index: int) -> str:
-        archive = self._archives[part_of(self._bounds, index)[0]]
-        start = int(self._index["image"][index][0]) - tarfile.BLOCKSIZE
-        if start < 0:  # there is no image
-            return archive.name
-        # A name beyond 100 characters, or in an extended header, is cut off here.
-        header = os.pread(archive.open().descriptor, tarfile.BLOCKSIZE, start)
-        return f"{archive.name}, {tarfile.TarInfo.frombuf(header, 'utf-8', 'surrogateescape').name}"
-
-
-def _find(listed: RemoteFile) -> _Archive:
-    address = listed.address
-    if is_remote(address):
-        return _Archive(address, listed.checked(look_up(address)))
     try:
-        return _Archive(address, OpenFile(Path(address)))
+        return list_files(address, is_tar, "*.tar")
+    except StoreError:
+        if is_any[0]:
+            raise
+        return list_files(address, lambda name: name.lower().endswith(COMPRESSED), "*.tar")
+
+
+def tell_compressed(address: str, archives: Sequence[Archive]) -> None:
+    """Say in one line what compressed tars cost."""
+    sizes = [version_of(archive.file)[0] for archive in archives if isinstance(archive.file, Unpacked)]
+    logger.warning(
+        "%s: %d compressed tars of %.1f GB cannot be entered: each is unpacked whole into the node's cache before "
+        "its first sample is read, and again once it was evicted. Unpack them to *.tar, or `raypipe convert` them",
+        *(address, len(sizes), sum(sizes) / 1e9),
+    )
+
+
+def _find(listed: RemoteFile) -> Archive:
+    address = listed.address
+    is_compressed = address.lower().endswith(COMPRESSED)
+    if is_remote(address):
+        found = listed.checked(look_up(address))
+        return Archive(address, Unpacked(found) if is_compressed else found)
+    try:
+        file = OpenFile(Path(address))
     except OSError as error:
         raise StoreError(f"{address} cannot be read as tar: {error}; check the path") from error
+    if not is_compressed:
+        return Archive(address, file)
+    status = os.fstat(file.descriptor)
+    return Archive(address, Unpacked(RemoteFile(address, status.st_size, f"{status.st_mtime_ns}-{status.st_ino}")))
 
 
-def _content(
-    file: OpenFile, name: str, start: int, num_bytes: int, sparse: Mapping[str, list[list[int]]]
-) -> bytes | None:
-    """Return the bytes of a member; None for no member, or for more than 512 MiB."""
-    if not 0 <= num_bytes <= MAX_SAMPLE_BYTES:
-        return None
-    # pread does not move the file's position, so threads and forks may share the file.
-    parts = sparse.get(str(start)) if sparse else None
-    if parts is None:
-        content = os.pread(file.descriptor, num_bytes, start)
+def _kept_path(archive: Archive, options: Sequence[Any]) -> Path | None:
+    """Return where this node keeps a tar's scan; None if the cache cannot be used, which only saves time."""
+    file = archive.file
+    if isinstance(file, RemoteFile):
+        version: tuple[Any, ...] = astuple(file)
+    elif isinstance(file, Unpacked):
+        version = ("unpacked", *astuple(file.file))
     else:
-        content = _with_holes(file.descriptor, start, num_bytes, parts)
-    if len(content) < num_bytes:
-        raise StoreError(f"{name} has become shorter than {start + num_bytes} bytes; copy it again")
-    return content
-
-
-def _with_holes(descriptor: int, start: int, num_bytes: int, parts: Sequence[Sequence[int]]) -> bytes:
-    """Return the bytes of a sparse member, whose parts are stored one after the other; fewer if one is cut off."""
-    content = bytearray(num_bytes)
-    for offset, length in parts:
-        part = os.pread(descriptor, length, start)
-        if len(part) < length:
-            return part
-        content[offset : offset + length] = part
-        start += length
-    return bytes(content)
-
-
-def _member_of(member: tarfile.TarInfo, tree: MemoryTree) -> Member:
-    """Return what a member is, with the place of its bytes; a hard link is the file that it names."""
-    if member.isdir():
+        status = os.fstat(file.descriptor)
+        version = archive.name, status.st_size, status.st_mtime_ns, status.st_ino
+    try:
+        folder = make_cache_folder("scans")
+    except OSError:
         return None
-    if member.islnk():
-        return tree.find(str(PurePosixPath(member.linkname))) or File(MISSING)
-    if member.issym():
-        return Link(member.linkname)
-    if not member.isreg():
-        return Special(_KINDS.get(member.type, "of an unknown kind"))
-    return File((member.offset_data, member.size, member.mtime))
+    return folder / f"{hash_of_facts((version, tuple(options)))}-{_SCAN_FILE}"
 
 
-def _parts_of(member: tarfile.TarInfo) -> list[list[int]]:
-    """Return offset and length of each part of a sparse member; raise ReadError if they are not in order."""
-    parts: list[list[int]] = []
-    end = 0
-    stored: Any = member.sparse  # pairs, unlike what its annotation says
-    for offset, length in stored or ():
-        if not length:  # tarfile gives unused entries of the header too
-            continue
-        if length < 0 or offset < end:
-            raise tarfile.ReadError(f"a sparse member of wrong parts at byte {member.offset}")
-        end = offset + length
-        parts.append([offset, length])
-    if end > member.size:
-        raise tarfile.ReadError(f"a sparse member of more than {member.size} bytes at byte {member.offset}")
-    return parts
-
-
-def _scan(path: Path, name: str, image_column: str, target_column: str) -> Scan:
-    """Read all headers of a tar, and its labels."""
-    members: list[tuple[str, Member]] = []
-    tree, sparse, left_out = MemoryTree(MISSING), dict[str, list[list[int]]](), LeftOut()
-    with (
-        _HeaderReader(io.FileIO(path, opener=open_regular)) as file,
-        tarfile.open(fileobj=file, mode="r:") as tar,
-    ):
-        start = -1
-        while (member := tar.next()) is not None:
-            tar.members.clear()  # type: ignore[attr-defined]  # a million of them would take gigabytes
-            if member.size < 0 or tar.offset <= start:  # tarfile would loop forever (CVE-2025-8194)
-                raise tarfile.ReadError(f"a member of {member.size} bytes at byte {member.offset}")
-            start = tar.offset
-            member_path = PurePosixPath(member.name)
-            if member_path.is_absolute() or ".." in member_path.parts:
-                left_out["outside the tar by their names"] += 1
-                continue
-            if not member_path.parts:  # the folder itself
-                continue
-            if member.issparse():
-                sparse[str(member.offset_data)] = _parts_of(member)
-            node = _member_of(member, tree)
-            tree.add(str(member_path), node)
-            members.append((str(member_path), node))
-        # tarfile mistakes a missing or broken header for the end; the real end mark is a block of zeros.
-        assert tar.fileobj is not None
-        tar.fileobj.seek(tar.offset)
-        if tar.fileobj.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
-            raise tarfile.ReadError(f"no valid member and no end mark at byte {tar.offset}")
-        scan = _layout_of(name, members, tree, file.fileno(), image_column, target_column)
-    return {**scan, "left_out": left_out + LeftOut(scan.get("left_out")), "sparse": sparse}
-
-
-def _layout_of(
-    name: str,
-    members: Sequence[tuple[str, Member]],
-    tree: MemoryTree,
-    descriptor: int,
-    image_column: str,
-    target_column: str,
-) -> Scan:
-    """Return a tar's samples, by the layout that all of its members fit."""
-    entries = [(path, _place_of(path, node, tree)) for path, node in members]
-    arguments = name, entries, descriptor, image_column, target_column
-    scan = find_samples(*arguments) if target_column != BY_FOLDER else None
-    if scan is None and image_column == "image" and target_column in ("label", BY_FOLDER, ""):
-        scan = find_files(name, members, tree)
-    if scan is None and not target_column:
-        scan = find_samples(*arguments, needs_labels=False)
-    if scan is not None and "files" not in scan:
-        placeless = (node for (_, node), (_, place) in zip(members, entries, strict=True) if place is None)
-        scan["left_out"] += LeftOut(
-            node.kind if isinstance(node, Special) else "links to no member" for node in placeless if node
-        )
-    if scan is None:
-        suffixes = sorted({suffix_of(path) for path, place in entries if place} - {""})
-        has = f"; its members are {', '.join(suffixes):.200}" if suffixes else ""
-        raise StoreError(
-            f"{name} has no labels: the layout is class/image.jpg, or WebDataset's pairs key.jpg and key.cls (or "
-            f"key.json), or an image and a text for each key{has}. If one of them has the labels, set "
-            "store.target_column to its suffix; '' reads images without labels"
-        )
-    return scan
-
-
-def _place_of(path: str, node: Member, tree: MemoryTree) -> Place | None:
-    """Return the place of a member's bytes, a link's included; None if it has none."""
-    file = tree.find(path) if isinstance(node, Link) else node
-    return file.value if isinstance(file, File) and file.value != MISSING else None
-
-
-class _HeaderReader(io.BufferedReader):
-    """File object that limits what `tarfile` reads while it scans headers.
-
-    `tarfile` reads the data of an extended header, such as a long name, as a whole, so a damaged size could make
-    it read the rest of the file. A number of n digits takes it n² steps (CVE-2024-6232).
-    """
-
-    def read(self, size: int | None = -1, /) -> bytes:
-        if size is None or not 0 <= size <= _MAX_HEADER_BYTES:
-            raise tarfile.ReadError(f"an extended header of {size} bytes at byte {self.tell()}")
-        content = super().read(size)
-        if size > tarfile.BLOCKSIZE and _ENDLESS_NUMBER.search(content):
-            raise tarfile.ReadError(
-                f"an extended header at byte {self.tell() - len(content)} contains an endless number"
-            )
-        return content
+def _scan(archive: Archive, image_column: str, target_column: str) -> Scan:
+    """Scan a tar; a remote one is fetched whole unless its members are large."""
+    columns = image_column, target_column
+    file = archive.file
+    if isinstance(file, RemoteFile):
+        whole = shared_cache().find(file, OpenFile)
+        if whole is None and file.num_bytes > _SMALL_REMOTE_BYTES:
+            try:
+                with opened(file.address) as (source, current):
+                    file.check_same(current)
+                    jumps = Jumps(source, file.num_bytes)
+                    return scan_tar(jumps, jumps.pread, archive.name, *columns)
+            except UnfitError:
+                logger.info("%s has small members", archive.name)
+        file = whole or shared_cache().get(file, OpenFile)
+    elif isinstance(file, Unpacked):
+        file = shared_cache().get(file, OpenFile)
+    with io.FileIO(file.path, opener=open_regular) as content:
+        return scan_tar(content, file.pread, archive.name, *columns)

@@ -18,10 +18,9 @@ import hashlib
 import itertools
 import json
 import math
-import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -43,21 +42,24 @@ _MAX_JSON_BYTES = 1 << 20  # a larger one is not searched for a label
 Place = tuple[int, int, float]
 """Position of a member's data, num_bytes, mtime."""
 
+Read = Callable[[int, int], bytes]
+"""Function that returns bytes of a tar: their number, offset → bytes, fewer at the end."""
+
 Scan = dict[str, Any]
 """Return value of `find_samples` or of `class_tar.find_files`, which consists of JSON values."""
 
 
-def _label(key: str, members: Mapping[str, Place], column: str, descriptor: int) -> Any:
+def _label(key: str, members: Mapping[str, Place], column: str, read: Read) -> Any:
     """Return a sample's label, a number or a list, or None; raise ValueError if it is anything else."""
     suffix = _label_suffix(column)
     label: Any = None
-    content = {} if suffix in members else _json_of(members, descriptor)
+    content = {} if suffix in members else _json_of(members, read)
     if column not in content:
         suffix = suffix if suffix in members else column.lower()
         if suffix not in members:
             return None
         position, num_bytes, _ = members[suffix]
-        text = os.pread(descriptor, min(num_bytes, _MAX_LABEL_BYTES), position).strip()
+        text = read(min(num_bytes, _MAX_LABEL_BYTES), position).strip()
         if _INTEGER.fullmatch(text) and num_bytes <= _MAX_LABEL_BYTES:
             label = int(text)
         if not _is_number(label):
@@ -74,13 +76,13 @@ def _label(key: str, members: Mapping[str, Place], column: str, descriptor: int)
     return label
 
 
-def _json_of(members: Mapping[str, Place], descriptor: int) -> dict[str, Any]:
+def _json_of(members: Mapping[str, Place], read: Read) -> dict[str, Any]:
     """Return the fields of a sample's JSON; none if it is missing or damaged."""
     content: Any = None
     position, num_bytes, _ = members.get("json", (0, 0, 0.0))
     if num_bytes <= _MAX_JSON_BYTES:
         with contextlib.suppress(ValueError, RecursionError):
-            content = json.loads(os.pread(descriptor, num_bytes, position))
+            content = json.loads(read(num_bytes, position))
     return content if isinstance(content, dict) else {}
 
 
@@ -109,7 +111,7 @@ def _label_suffix(column: str) -> str:
 def find_samples(
     name: str,
     entries: Sequence[tuple[str, Place | None]],
-    descriptor: int,
+    read: Read,
     image_column: str,
     target_column: str,
     needs_labels: bool = True,
@@ -119,7 +121,7 @@ def find_samples(
     Args:
         name: name of the tar, for errors.
         entries: its members in order: names, and the places of regular files.
-        descriptor: file descriptor of the tar.
+        read: reads the tar.
         image_column: the suffix of the images; "image" = any image suffix.
         target_column: the suffix of the labels, or their field in the JSON; "label" = as above; empty = as
             "label", but wrong and missing labels are allowed.
@@ -150,7 +152,7 @@ def find_samples(
     if not any(images) and image_column == "image":
         images = [_image_of(members, ARRAY_SUFFIX[1:]) for _, members in samples]
     try:
-        labels = [_label(key, members, target_column, descriptor) for key, members in samples]
+        labels = [_label(key, members, target_column, read) for key, members in samples]
     except ValueError as error:
         if is_needed:
             raise _bad(name, str(error), target_column) from None
@@ -161,7 +163,7 @@ def find_samples(
     for column, usual, is_there in ((image_column, "image", any(images)), (target_column, "label", labelled)):
         if samples and column != usual and not is_there:
             _, members = samples[0]
-            raise StoreError(missing(name, column, [*members, *_json_of(members, descriptor)], RENAMED[usual]))
+            raise StoreError(missing(name, column, [*members, *_json_of(members, read)], RENAMED[usual]))
     texts = {not TEXT_SUFFIXES.isdisjoint(members) for (_, members), i in zip(samples, images, strict=True) if i}
     if not labelled and texts != {True} and (needs_labels or not any(images)):
         return None

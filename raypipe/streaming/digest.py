@@ -29,6 +29,7 @@ from raypipe.plan.places import Cursor
 from raypipe.rayext.failures import get
 from raypipe.storage.files import read_json, write_json
 from raypipe.streaming.row import host_batches
+from raypipe.transform.encoded import DATA, MAP
 from raypipe.transform.fields import CHROMA, COLUMN, IMAGE, LABEL, VIEW, MicroBatch, Ragged, in_group
 
 if TYPE_CHECKING:
@@ -63,7 +64,8 @@ def batch_digest(batch: MicroBatch) -> bytes:
         if "." not in name and name not in _WITHOUT_NAMES:
             digest.update(f"{name}\0{array.dtype}\0{array.shape}".encode())
             arrays.append(array)
-    for name, column in sorted(in_group(batch.fields, COLUMN).items()):
+    encoded = [(name, batch.fields[name]) for name in (DATA, MAP) if name in batch.fields]
+    for name, column in [*encoded, *sorted(in_group(batch.fields, COLUMN).items())]:
         kind, values, offsets = column if isinstance(column, Ragged) else ("array", column, None)
         digest.update(f"{name}\0{kind}\0{values.dtype}\0{values.shape}".encode())
         arrays += [array for array in (values, offsets) if array is not None]
@@ -206,6 +208,7 @@ def settings_of(spec: StreamSpec, *, workers: int, actors: int, from_step: int, 
         **{f"plan.{name}": value for name, value in dataclasses.asdict(spec.plan.config).items()},
         **{f"transform.{name}": value for name, value in dataclasses.asdict(spec.transform).items()},
         **{f"column.{name}": kind for name, kind in spec.columns.described().items()},
+        **{f"ending.{split}": ending.described for split, ending in spec.endings.items()},
         "workers": workers,
         "actors": actors,
         "from_step": from_step,

@@ -21,11 +21,12 @@ from typing import Any
 import torch
 
 from raypipe.config import AugmentConfig
-from raypipe.device.augment import DeviceAugment
+from raypipe.device.augment import DeviceAugment, settings_of_device
+from raypipe.device.finish import Finish, check_floats, check_module
 from raypipe.device.mixing import check_mixable
 from raypipe.device.prefetcher import Batch, on_device
 from raypipe.errors import CursorError, RaypipeError
-from raypipe.logs import configure_logs, log_place
+from raypipe.logs import configure_logs, log_place, progress
 from raypipe.metrics.records import Folder
 from raypipe.metrics.timing import StageTimes
 from raypipe.mistakes import Unlike
@@ -37,6 +38,7 @@ from raypipe.storage.files import write_text
 from raypipe.storage.filesystem import join
 from raypipe.streaming.account import Account
 from raypipe.streaming.course import Course
+from raypipe.streaming.decoding import Decoding
 from raypipe.streaming.digest import settings_of
 from raypipe.streaming.epochs import Epoch, Pass
 from raypipe.streaming.moves import END, Move, place_of
@@ -96,7 +98,7 @@ class Loader(Unlike, instead=_INSTEAD):
         *,
         cursor: Cursor | None = None,
         augment: AugmentConfig | None = None,
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | None = None,
         prefetch_factor: int = 2,
         keep_batches: int = 0,
         folder: Folder | None = None,
@@ -113,16 +115,21 @@ class Loader(Unlike, instead=_INSTEAD):
         configure_logs(spec.log_format, run=spec.run, rank=rank)
         self.plan = spec.plan
         self.device = device or torch.device("cpu")
-        targets, views = bool(spec.transform.target_columns), makes_views(spec.transforms["train"])
+        self._user_augment = augment
+        self._ending = Finish(spec.endings, augment, self.device, dtype)
+        augment = self._ending.config if augment else None
         if augment and (target := spec.columns.target):
             check_mixable(augment, target.dtype, target.shape)
         self.augment: DeviceAugment | None = None
         self.rank, self.world_size = rank, world_size
         self._spec, self._open_at, self._start_from = spec, open_at, start_from
-        self._described = input_of(spec, augment)
+        self._looked_at = set[Split]()
         self._lacks_weights = start_from is not None
         self._prefetch_factor, self.keep_batches = prefetch_factor, keep_batches
         self.account = Account(spec, self.device, rank, world_size, augment, folder)
+        self._decoding: Decoding | None = None
+        if spec.transform.decode == "device":
+            self._decoding = Decoding(spec, self.device, self.account.decoded)
         self._running = Running(self.account.chronicle.close)
         self._running.close_with(self)
         self.interval_s = _INTERVAL_S
@@ -134,10 +141,17 @@ class Loader(Unlike, instead=_INSTEAD):
             self._begin()
         if augment:  # its imports take a second, in which the pool starts
             try:
-                self.augment = DeviceAugment(augment, self.device, dtype, targets, views)
+                views = makes_views(spec.transforms["train"])
+                targets, has_target = spec.transform.target_columns, spec.columns.has_target
+                dtype = self._ending.dtype
+                self.augment = DeviceAugment(augment, self.device, dtype, targets, views, has_target)
+                check_module(spec.endings.get("train"), self.augment)
             except BaseException:  # its traceback refers to the loader
                 self.close()
                 raise
+        if rank == 0:
+            for line in self._ending.described():
+                progress(_logger, line)
 
     def _go_to(self, cursor: Cursor) -> None:
         self.plan.check(cursor)
@@ -191,6 +205,7 @@ class Loader(Unlike, instead=_INSTEAD):
             self.keep_batches,
             ring=False if feed.draws_globally else None,
             on_copied=functools.partial(account.clocks["train"].add, "transfer"),
+            decode=self._decoding,
         )
         close = functools.partial(_close, self._running, feed.stop)
         closes = (functools.partial(close, generator) for generator in (feed.batches, self._batches))
@@ -277,11 +292,12 @@ class Loader(Unlike, instead=_INSTEAD):
         at, total = self.cursor, self.plan.config.epochs * self.plan.steps_per_epoch
         begins = {"workers": self.world_size, "actors": self.account.actors, "from_step": self.global_step}
         validates = at.step == self.plan.steps_per_epoch and self.plan.has_val(at.epoch)
-        self.account.chronicle.begin(
-            validates,
-            functools.partial(settings_of, self._spec, **begins, to_step=total),
-            self._supervisor,
-        )
+
+        def settings() -> dict[str, Any]:
+            of_stream = settings_of(self._spec, **begins, to_step=total)
+            return of_stream | (settings_of_device(self._user_augment) if self._user_augment else {})
+
+        self.account.chronicle.begin(validates, settings, self._supervisor)
 
     def _left_early(self, of: Pass) -> None:
         is_now = of.segment is not None and of.turn == self._turn  # a forgotten loop may end at any later time
@@ -347,7 +363,7 @@ class Loader(Unlike, instead=_INSTEAD):
         # Ray Train refuses a tensor, and its controller would end the run at a number of NumPy's.
         metrics = {name: value.item() if hasattr(value, "item") else value for name, value in metrics.items()}
         with self.account.saving(lambda: "Ray Train writes it, or other ranks have not reported yet"):
-            report(metrics, parts, self.rank, self.place, self._described)
+            report(metrics, parts, self.rank, self.place, self.described())
         if self._lacks_weights and self.rank == 0:
             _logger.warning(
                 "the stream continued from a checkpoint, and loader.restore was not called: unless you loaded its "
@@ -359,6 +375,13 @@ class Loader(Unlike, instead=_INSTEAD):
         chronicle.record("report", values=numbers_in(metrics))
         if chronicle.log:
             chronicle.log.sync()
+
+    def described(self, model: str = "") -> dict[str, Any]:
+        """Describe the inputs of a model of this name that the loop trains, for its checkpoints."""
+        augment = self._user_augment
+        if self.augment and not self._spec.endings:  # with the normalization of its module
+            augment = self.augment.config
+        return input_of(self._spec, augment, model)
 
     def should_checkpoint(self) -> bool:
         """Return, on all ranks alike, whether to make a checkpoint now, since a node of the trainers will go.
@@ -537,7 +560,12 @@ class Loader(Unlike, instead=_INSTEAD):
         account.num_bad += batch.num_bad
         if self.plan.sources:
             batch = replace(batch, source=self.plan.source_of(batch.index))
-        if self.augment is not None:
+        if expected.split not in self._looked_at:
+            self._look_at(batch)
+        is_recorded = self.augment is not None and self.augment.config.differentiable
+        if self._ending.does(expected.split) and not is_recorded:
+            batch = self._ending(batch)
+        elif self.augment is not None:
             batch = self.augment.of_batch(batch, account.strength(self.plan.global_step(expected)))
         num_images = int((batch.index >= 0).sum())
         account.handed_out(
@@ -549,6 +577,22 @@ class Loader(Unlike, instead=_INSTEAD):
             outage_s=batch.outage_s,
         )
         return batch
+
+    def _look_at(self, batch: Batch) -> None:
+        """Check the dtype of a split's images, at its first batch, and say where floats travel."""
+        split = batch.position.split
+        self._looked_at.add(split)
+        if not batch.image.is_floating_point() or self._spec.transform.decode_as == "array":
+            return
+        ending = self._spec.endings.get(split)
+        check_floats(ending, split)
+        if self.rank == 0 and not (ending and ending.is_own):
+            _logger.warning(
+                "transform.%s returns float images, which are taken as they are: float32 travels, four times the "
+                "bytes of uint8%s",
+                split,
+                ", and augment.mean and augment.std apply to them" if self.augment and not ending else "",
+            )
 
     def _awaited(self) -> str:
         """Name what holds up a batch."""

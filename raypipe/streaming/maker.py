@@ -7,6 +7,7 @@ try_samples       a few samples in the driver, before anything is started
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +34,7 @@ from raypipe.transform.batch import (
 )
 from raypipe.transform.columns import SampleColumns
 from raypipe.transform.contents import Content
-from raypipe.transform.fields import IMAGE, LABEL, BlockMemory, Field, MicroBatch, Rows
+from raypipe.transform.fields import LABEL, BlockMemory, MicroBatch, Rows
 from raypipe.transform.presets import build_transform, is_preset
 from raypipe.transform.process_state import process_kept
 from raypipe.transform.samples import NO_LABEL, EncodedSample, Samples, read_samples
@@ -155,8 +156,10 @@ class MicroBatchMaker:
         at_once = 1 if memory is None else memory.num_within(_AT_ONCE_BYTES, draws.indices.shape[1])
         outcomes = list[Outcome]()
         while len(outcomes) < len(places):
-            knowledge = attempt(places[len(outcomes)])
-            part = slice(len(outcomes), len(outcomes) + (at_once if knowledge is FIRST_ATTEMPT else 1))
+            first = len(outcomes)
+            knowledge = attempt(places[first])
+            num = self._num_alike(places[first : first + at_once]) if knowledge is FIRST_ATTEMPT else 1
+            part = slice(first, first + num)
             read = Samples.joined(reads[part]) if reads else None
             share = len(places[part]) / len(places)
             spent = _Reading(read_s * share, outage_s * share)
@@ -198,6 +201,8 @@ class MicroBatchMaker:
             memory: memory for their arrays; None = new memory.
         """
         started, first, num = time.perf_counter(), places[0], len(places)
+        transform = self._transform(first, draws.at(0))
+        transform.content.weaken(self._strength(first))
         outage_before_s = outages_s()
         self._log_place(first)
         self._attempt = attempt
@@ -213,15 +218,15 @@ class MicroBatchMaker:
                 k0, k1 = self.plan.substitute_keys(at.split, of_row, index)[0].tolist()
                 yield functools.partial(self._read, at.split, index), index, (k0, k1)
 
-        transform, keys = self._transform(first, draws.at(0)), self.plan.sample_keys(first.split, flat)
+        keys = self.plan.sample_keys(first.split, flat)
         rows, bad = transform.run(samples, flat.indices, keys, substitutes, attempt, memory, num)
         if first.split in self._unchecked and attempt is FIRST_ATTEMPT:
             good = [row for row in np.flatnonzero(rows.weight)[:NUM_REMADE].tolist() if row not in bad]
             if good:
                 of = next(of for of, each in self._transforms.items() if each is transform)
-                self._remake(of, rows, good, samples, keys)
+                self._remake(of, rows, good, samples, keys, self._strength(first))
         if first == _FIRST and not attempt.before_sample:
-            self._compare_with_val(rows.memory.fields.get(IMAGE, Field()).shape or ())
+            self._compare_with_val(transform.content.image_shape)
         outcomes = list[Outcome]()
         for number, at in enumerate(places):
             part, fields = rows.part(number), rows.finish(number)
@@ -240,6 +245,19 @@ class MicroBatchMaker:
             outcomes.append(Outcome(batch, records))
         return outcomes
 
+    def _strength(self, at: MicroBatchId) -> float:
+        """The strength of a micro-batch's transform; a validation's is whole."""
+        if at.split == "val":
+            return 1.0
+        return self._spec.transform.strength_at(self.plan.progress(self.plan.global_step(at)))
+
+    def _num_alike(self, places: Sequence[MicroBatchId]) -> int:
+        """Count the first of some places that have one strength."""
+        if not isinstance(self._spec.transform.strength, tuple):
+            return len(places)
+        strengths = list(map(self._strength, places))
+        return sum(1 for _ in itertools.takewhile(lambda strength: strength == strengths[0], strengths))
+
     def _remake(
         self,
         of: tuple[Split, Size],
@@ -247,6 +265,7 @@ class MicroBatchMaker:
         good: list[int],
         samples: Samples | list[Callable[[], EncodedSample]],
         keys: np.ndarray,
+        strength: float,
     ) -> None:
         """Make some rows again; raises ConfigError as `check_remade`."""
         split, pool = of[0], self._spec.pool
@@ -260,13 +279,14 @@ class MicroBatchMaker:
 
         def new_maker() -> Callable[[int], dict[str, Any]]:
             content = new_content()
+            content.weaken(strength)
             return lambda number: _fields_of(content, sample_of(number), keys[good[number]].tolist())
 
         first = [rows.sample(row) for row in good]
         check_remade(first, new_maker, self._title(split), pool.max_actors if has_threads else 1)
         sample = sample_of(0)
         kept = sample._replace(image=bytes(sample.image or b""), columns=dict(sample.columns))
-        self.probes.append(Probe(of, kept, tuple(keys[good[0]].tolist()), digest_of(first[0])))
+        self.probes.append(Probe(of, kept, tuple(keys[good[0]].tolist()), digest_of(first[0]), strength))
 
     def check_probe(self, probe: Probe) -> str:
         """Compare a sample of another process with this one's; see `remake.check_probe`."""
@@ -274,6 +294,7 @@ class MicroBatchMaker:
         if transform is None:
             return ""
         try:
+            transform.content.weaken(probe.strength)
             made = _fields_of(transform.content, probe.sample, probe.key)
         except SampleError:  # the stream's own errors say what such a sample is
             return ""
@@ -306,13 +327,15 @@ class MicroBatchMaker:
         if "val" not in transforms or all(map(is_preset, transforms.values())):
             return
         # Also where no sizes are compared: a validation that cannot be made is found before the first epoch.
-        val = self.make(MicroBatchId("val", 0, 0, 0), num_rows=_NUM_TRIED).batch.arrays().get(IMAGE)
+        at = MicroBatchId("val", 0, 0, 0)
+        self.make(at, num_rows=_NUM_TRIED)
+        val = self._transform(at, self.plan.draw(at)).content.image_shape
         has_size = shape and not has_sizes(config, "train", self.plan.config.bucket_sides)
-        if not has_size or val is None or val.shape[1:3] == shape[:2]:
+        if not has_size or not val or val[:2] == shape[:2]:
             return
         words = (
             f"sizes of images differ: transform.train makes {shape[0]} x {shape[1]}, transform.val makes "
-            f"{val.shape[1]} x {val.shape[2]} (height x width)"
+            f"{val[0]} x {val[1]} (height x width)"
         )
         for split, transform in transforms.items():
             if is_preset(transform) and config.size == TransformConfig.size:

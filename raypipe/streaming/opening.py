@@ -16,16 +16,18 @@ from raypipe.mistakes import checks_keywords
 from raypipe.plan.places import Split
 from raypipe.plan.schedule import Plan
 from raypipe.section import check
-from raypipe.storage.filesystem import join
+from raypipe.storage.filesystem import join, split
 from raypipe.stores import open_store, store_options
 from raypipe.stores.base import Store
+from raypipe.stores.in_memory import InMemoryStore
 from raypipe.stores.joined import JoinedStore
 from raypipe.streaming.planning import PerSource, make_plan, select
 from raypipe.streaming.spec import StreamSpec, Transform
-from raypipe.transform.checks import check_follows, check_sizes, check_transforms
+from raypipe.transform.checks import check_follows, check_sizes, check_strength, check_transforms
 from raypipe.transform.column_types import NUM_PROBED, find_columns
 from raypipe.transform.columns import MakeColumns, SampleColumns
 from raypipe.transform.fields import LABEL
+from raypipe.transform.split_endings import take_endings
 
 Train = Store | str | Path | Mapping[str, Store | str | Path]
 """A training store or its address; or several, by names, which a mixture draws from."""
@@ -50,8 +52,10 @@ def open_stream(
     log_format: LogFormat = "text",
     image_column: str = "image",
     target_column: str | None = "label",
+    trust_pickles: bool = False,
     columns: Sequence[str] | Mapping[str, Mapping[str, Any] | None] = (),
     make_columns: MakeColumns | str | None = None,
+    in_memory: bool = False,
 ) -> StreamSpec:
     """Open the stores of a stream, check the settings against them, and lay out the plan.
 
@@ -65,10 +69,12 @@ def open_stream(
         quarantine, run, log_format: see `StreamSpec`.
         image_column, target_column: see `StoreConfig`, of stores that are given by their addresses. A
             target_column of "" or None, for any store, makes batches without a target.
+        trust_pickles: see `StoreConfig`.
         columns: names of columns that batches get, or their options by name, see `StoreConfig`. `label`, or
             the column's own name, stands for the target.
         make_columns: makes the batch's columns of those, sample by sample, `module:function` or a callable;
             None = as `transform` says, see docs/targets.md.
+        in_memory: see `StoreConfig`.
 
     Raises:
         StoreError, ConfigError: a store or a setting is wrong.
@@ -79,15 +85,22 @@ def open_stream(
     plan, pool = plan or PlanConfig(), pool or PoolConfig()
     declared = renamed(column_options(columns), target_column)
     transform = transform or TransformConfig()
-    options = store_options(image_column, target_column or "")
-    train_store = open_stores(train, options)
-    val_store = None if val is None else _opened(val, options)
+    options = store_options(image_column, target_column or "", trust_pickles)
+    index = join(split(quarantine)[0], "index") if quarantine else ""
+    train_store = open_stores(train, options, plan.shuffle, index)
+    val_store = None if val is None else _opened(val, options, plan.shuffle, index)
+    if in_memory:
+        train_store = _in_memory(train_store)
+        val_store = val_store and _in_memory(val_store)
     stores: dict[Split, Store] = {"train": train_store}
     if val_store is not None and plan.val_interval:
         stores["val"] = val_store
         if target_column:
             _check_classes(train_store, val_store)
-    transforms = _transforms_of(stores, transform, train_transform, val_transform)
+    transforms, endings = take_endings(
+        _transforms_of(stores, transform, train_transform, val_transform), transform
+    )
+    check_strength(transform, transforms["train"])
     selections, val_selection = select(train_store, val_store, exclude, filter)
     laid_out = make_plan(plan, train_store, val_store, selections=selections, val_selection=val_selection)
     check_sizes(transform, transforms, stores, plan)
@@ -98,6 +111,13 @@ def open_stream(
         laid_out = laid_out.bound_to({"sizes": sizes})
     if transform.wire != "rgb":
         laid_out = laid_out.bound_to({"wire": transform.wire})
+    if transform.strength != 1:
+        ramp = isinstance(transform.strength, tuple)
+        laid_out = laid_out.bound_to({"strength": transform.strength, "epochs": plan.epochs if ramp else 0})
+    if endings:
+        laid_out = laid_out.bound_to({"endings": {split: each.described for split, each in endings.items()}})
+    if transform.decode != "cpu":
+        laid_out = laid_out.bound_to({"decode": transform.decode})
     return StreamSpec(
         plan=laid_out,
         stores=stores,
@@ -108,6 +128,7 @@ def open_stream(
         run=run,
         log_format=log_format,
         columns=sample_columns,
+        endings=endings,
     )
 
 
@@ -151,18 +172,38 @@ def _columns_of(
     return find_columns(stores, declared, make, first, label)
 
 
-def open_stores(train: Train, options: Mapping[str, str]) -> Store:
-    """The store at an address, or of several, by names, one that joins them; `options` see `store_options`."""
+def open_stores(train: Train, options: Mapping[str, Any], shuffle: str = "auto", index: str = "") -> Store:
+    """The store at an address, or of several, by names, one that joins them.
+
+    Args:
+        train: the addresses, or open stores.
+        options: see `store_options`.
+        shuffle: see `PlanConfig`; some stores can be read with or without groups.
+        index: address of the run's folder of indexes; empty = none.
+    """
     if not isinstance(train, Mapping):
-        return _opened(train, options)
+        return _opened(train, options, shuffle, index)
     if not train:
         raise ConfigError("store.train names no store: give {NAME: ADDRESS, …}")
     if "val" in train:
         raise ConfigError("store.train: 'val' is the name of the validation store; choose another one")
-    return JoinedStore({name: _opened(part, options) for name, part in train.items()})
+    return JoinedStore({name: _opened(part, options, shuffle, index) for name, part in train.items()})
 
 
-def _opened(store: Store | str | Path, options: Mapping[str, str]) -> Store:
+def _opened(store: Store | str | Path, options: Mapping[str, Any], shuffle: str, index: str) -> Store:
+    opened = _of_address(store, options)
+    adapted = getattr(opened, "adapted", None)
+    return opened if adapted is None else adapted(shuffle, index)
+
+
+def _in_memory(store: Store) -> Store:
+    """A store that is kept in shared memory; each of several, so that streams of one of them share it."""
+    if isinstance(store, JoinedStore):
+        return JoinedStore({name: InMemoryStore(part) for name, part in store.parts.items()})
+    return InMemoryStore(store)
+
+
+def _of_address(store: Store | str | Path, options: Mapping[str, Any]) -> Store:
     if isinstance(store, str | Path):
         return open_store(store, **options)
     if type(store).__module__.startswith("ray.data."):
@@ -198,7 +239,8 @@ def with_digits(run: RunConfig) -> RunConfig:
 def open_train(run: RunConfig) -> Store:
     """The training store of a run."""
     store = with_digits(run).store
-    return open_stores(store.train, store_options(store.image_column, store.target_column))
+    options = store_options(store.image_column, store.target_column, store.trust_pickles)
+    return open_stores(store.train, options)
 
 
 def spec_of(run: RunConfig, run_uri: str = "") -> StreamSpec:
@@ -216,8 +258,10 @@ def spec_of(run: RunConfig, run_uri: str = "") -> StreamSpec:
         run=run.name,
         log_format=run.log_format,
         image_column=store.image_column,
+        trust_pickles=store.trust_pickles,
         target_column=store.target_column,
         columns=store.columns,
+        in_memory=store.in_memory,
     )
 
 

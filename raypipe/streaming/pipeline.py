@@ -1,7 +1,9 @@
 """A stream on Ray: plan → source → actor pool, as one Ray Data execution for the whole schedule.
 
-dataset(spec, cursor)   a ray.data.Dataset of the stream from a cursor on, one row per block
-splits(spec, cursor)    the same as one iterator per rank
+block_dataset(spec, cursor)   a ray.data.Dataset of the stream from a cursor on, one row per block
+splits(spec, cursor)          the same as one iterator per rank
+
+`raypipe.dataset` makes the Dataset for users, see `raypipe.streaming.dataset`.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ def _object_store_bytes() -> float:
     return ray.cluster_resources().get("object_store_memory", 0.0)
 
 
-def _check_pickles(spec: StreamSpec) -> None:
+def check_pickles(spec: StreamSpec) -> None:
     """Raise ConfigError for a part of the user's that does not pickle; Ray would print a page."""
     parts = {f"{split}_transform": transform for split, transform in spec.transforms.items()}
     stores = {f"the {split} store": store for split, store in spec.stores.items()}
@@ -68,7 +70,7 @@ def _check_pickles(spec: StreamSpec) -> None:
                 ) from error
 
 
-def dataset(
+def block_dataset(
     spec: StreamSpec,
     cursor: Cursor,
     *,
@@ -145,7 +147,7 @@ def splits(
     supervisor: Any = None,
     apart: bool = False,
 ) -> list[DataIterator]:
-    """The stream from a cursor on, as one iterator per rank; see `dataset`.
+    """The stream from a cursor on, as one iterator per rank; see `block_dataset`.
 
     An execution that several ranks share runs in its own actor.
 
@@ -160,8 +162,8 @@ def splits(
     if not spec.plan.num_micro_batches(cursor):
         nothing: Any = Ended()
         return [nothing] * world_size
-    _check_pickles(spec)
-    rows = dataset(spec, cursor, max_actors=max_actors, world_size=world_size, supervisor=supervisor)
+    check_pickles(spec)
+    rows = block_dataset(spec, cursor, max_actors=max_actors, world_size=world_size, supervisor=supervisor)
     if world_size == 1 and not apart:
         return [rows.iterator()]
     return rows.streaming_split(world_size, equal=True)

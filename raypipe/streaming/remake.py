@@ -45,6 +45,7 @@ class Probe:
         of: split and size of image that it was made for.
         sample, key: the stored sample and its key.
         digest: hash of its fields.
+        strength: transform.strength, where it was made.
         machine: model of the processor, on which pixels of libraries depend.
     """
 
@@ -52,6 +53,7 @@ class Probe:
     sample: EncodedSample
     key: tuple[int, int]
     digest: str
+    strength: float = 1.0
     machine: str = field(default_factory=lambda: processor())
 
 

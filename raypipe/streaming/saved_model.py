@@ -10,16 +10,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from raypipe.config import AugmentConfig, TransformConfig
-from raypipe.errors import ConfigError
+from raypipe.device.decode import DeviceDecoder
+from raypipe.errors import ConfigError, SampleError
+from raypipe.plan.places import Split
 from raypipe.storage.filesystem import as_uri
 from raypipe.streaming.checkpoints import find_newest
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.stateful import loaded
 from raypipe.transform.contents import Content
-from raypipe.transform.fields import IMAGE
+from raypipe.transform.encoded import DATA, MAP
+from raypipe.transform.ending import normalization
+from raypipe.transform.fields import IMAGE, Field, Ragged
 from raypipe.transform.samples import EncodedSample
 
 _ANY_KEY = (0, 0)  # a validation's transform draws nothing
@@ -30,17 +35,21 @@ def input_of(spec: StreamSpec, augment: AugmentConfig | None, model: str = "") -
 
     Returns:
         `classes`, names by output, or None; `transform`, the settings; `val`, the transform during validation,
-        None if it is an object, which a checkpoint does not hold; `mean` and `std` of the normalization, None if
-        the loop normalizes; and `model`, its name.
+        None if it is an object, which a checkpoint does not hold; `mean` and `std` of the normalization, by
+        `augment` or the pipeline's own, None if the loop normalizes; `dtype`; and `model`, its name.
     """
     store = spec.stores["train"]
     val = spec.transforms.get("val", spec.transform.val)
+    split: Split = "val" if "val" in spec.endings else "train"
+    ending = spec.endings.get(split)
+    augment = normalization(ending, augment, split)
     return {
         "classes": list(store.classes) if store.classes else None,
         "transform": dataclasses.asdict(spec.transform),
         "val": val if isinstance(val, str | list) and _is_plain(val) else None,
         "mean": list(augment.mean) if augment else None,
         "std": list(augment.std) if augment else None,
+        "dtype": ending.dtype if ending else "float32",
         "model": model,
     }
 
@@ -83,19 +92,37 @@ class SavedModel:
         """Make the model's input of one encoded image, as the run's validations do.
 
         Returns:
-            float32 (3, H, W), normalized; uint8 (3, H, W) from an own loop that normalizes by itself.
+            float32 (3, H, W), or of the dtype with which the pipeline ended, normalized; uint8 (3, H, W) from an
+            own loop that normalizes by itself.
 
         Raises:
             SampleError: the image cannot be decoded.
             ConfigError: the validations' transform was an object.
         """
-        pixels = torch.from_numpy(self._content.one(EncodedSample(image), _ANY_KEY)[IMAGE])
-        channels_first = pixels.permute(2, 0, 1).contiguous()
+        made = self._content.one(EncodedSample(image), _ANY_KEY)
+        if IMAGE in made:
+            channels_first = torch.from_numpy(made[IMAGE]).permute(2, 0, 1).contiguous()
+        else:
+            channels_first = self._decoded(made).contiguous()
         if self._input["mean"] is None:
             return channels_first
         mean = torch.tensor(self._input["mean"]).view(-1, 1, 1)
         std = torch.tensor(self._input["std"]).view(-1, 1, 1)
-        return (channels_first / 255 - mean) / std
+        is_whole = not channels_first.is_floating_point()
+        pixels = channels_first / torch.iinfo(channels_first.dtype).max if is_whole else channels_first
+        return ((pixels - mean) / std).to(getattr(torch, self._input.get("dtype", "float32")))
+
+    def _decoded(self, made: Mapping[str, Any]) -> torch.Tensor:
+        """The image, uint8 (3, H, W), of a run with `transform.decode: device`, with this device's own pixels."""
+        data = Ragged.of("bytes", [made[DATA]], Field("bytes"))
+        decoded = self._decoder(data, made[MAP][None], np.ones(1, bool))
+        if decoded.failed:
+            raise SampleError(decoded.failed[0])
+        return decoded.image[0]
+
+    @functools.cached_property
+    def _decoder(self) -> DeviceDecoder:
+        return DeviceDecoder("cpu", self.settings["apply_exif"])
 
     @functools.cached_property
     def _content(self) -> Content:
@@ -107,7 +134,8 @@ class SavedModel:
             )
         sizes = self.settings["size"]
         size = {int(epoch): side for epoch, side in sizes.items()} if isinstance(sizes, dict) else sizes
-        kept = {name: self.settings[name] for name in ("decode_as", "crop_decode", "apply_exif")}
+        names = ("decode", "decode_as", "crop_decode", "apply_exif")
+        kept = {name: self.settings[name] for name in names if name in self.settings}
         return Content(val, TransformConfig(size=size, **kept))
 
 

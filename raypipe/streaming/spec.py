@@ -15,6 +15,7 @@ from raypipe.plan.places import Split
 from raypipe.plan.schedule import Plan
 from raypipe.stores.base import Store
 from raypipe.transform.columns import NO_COLUMNS, SampleColumns
+from raypipe.transform.ending import Ending
 from raypipe.transform.samples import Wanted
 from raypipe.transform.transform_steps import Steps
 
@@ -38,6 +39,7 @@ class StreamSpec(Unlike, instead="iterate raypipe.loader(spec).epochs(), and the
         log_format: format of the stream's log lines.
         columns: columns of batches besides images, and the target if it is not a class.
         versions: those of the driver's packages that pixels depend on.
+        endings: dtype and normalization with which pipelines ended, see `raypipe.transform.ending`.
     """
 
     plan: Plan
@@ -50,6 +52,7 @@ class StreamSpec(Unlike, instead="iterate raypipe.loader(spec).epochs(), and the
     log_format: LogFormat = "text"
     columns: SampleColumns = field(default=NO_COLUMNS, repr=False)
     versions: dict[str, str | None] = field(default_factory=versions, repr=False)
+    endings: dict[Split, Ending] = field(default_factory=dict, repr=False)
 
     @property
     def wanted(self) -> Wanted:

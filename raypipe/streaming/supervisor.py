@@ -403,12 +403,12 @@ def _split(at: str) -> str:
     return at.partition("-")[0]
 
 
-def start_supervisor(run: str = "", log_format: LogFormat = "text") -> Any:
+def start_supervisor(run: str = "", log_format: LogFormat = "text", watches: bool = True) -> Any:
     """A handle of a Supervisor that runs as an actor, on the node of the caller."""
     actor = ray.remote(Supervisor).options(
         num_cpus=0, max_restarts=-1, max_task_retries=-1, scheduling_strategy=here()
     )
-    return actor.remote(MAX_ATTEMPTS, run, log_format, True)
+    return actor.remote(MAX_ATTEMPTS, run, log_format, watches)
 
 
 def end_actors(supervisor: Any, iterators: Sequence[Any], rank: int) -> None:

@@ -89,6 +89,19 @@ def by_field(crops: Sequence[Crop], images: Iterable[np.ndarray]) -> dict[str, n
     return {field: np.stack(images) if len(images) > 1 else images[0] for field, images in parts.items()}
 
 
+def sizes_by_header(images: Sequence[bytes | memoryview | None], exif: bool) -> np.ndarray:
+    """(height, width), int32 (B, 2), of those that the kernel decodes; zeros of others.
+
+    Those are also others that `exif` turns upright.
+    """
+    sizes, has_metadata = kernel.sizes(images)
+    if exif:
+        for row in np.flatnonzero(has_metadata).tolist():
+            if jpeg_orientation(bytes(images[row] or b"")) > 1:
+                sizes[row] = 0
+    return sizes
+
+
 class Finished(NamedTuple):
     """Rows of a micro-batch whose images are made, and the draws for the first image of each.
 
@@ -126,7 +139,7 @@ class ProgramsAtOnce:
             keys: uint64 (B, 2).
             arrays: by field, (B, …).
         """
-        sizes = self._sizes(samples.images)
+        sizes = sizes_by_header(samples.images, self._config.apply_exif)
         sizes[~wanted] = 0
         wanted = wanted.copy()
         if sizes.any():
@@ -136,18 +149,6 @@ class ProgramsAtOnce:
         for decoded in self._decoded(samples, wanted):
             sizes = np.array([(0, 0) if image is None else image.shape[:2] for image in decoded])
             yield self._run(decoded, sizes, keys, arrays)
-
-    def _sizes(self, images: Sequence[bytes | memoryview | None]) -> np.ndarray:
-        """(height, width), int32 (B, 2), of those that the kernel decodes; zeros of others.
-
-        Those are also others that are turned upright.
-        """
-        sizes, has_metadata = kernel.sizes(images)
-        if self._config.apply_exif:
-            for row in np.flatnonzero(has_metadata).tolist():
-                if jpeg_orientation(bytes(images[row] or b"")) > 1:
-                    sizes[row] = 0
-        return sizes
 
     def _run(
         self,
@@ -260,6 +261,7 @@ def _finish(crop: Crop, images: np.ndarray, job: Job, keys: np.ndarray, done: np
         except Exception:  # the straight loop meets it again, and says what it is
             done[row] = False
             continue
-        done[row] = image.shape[:2] == job.out.shape[1:3]  # else nothing was written
+        is_like = image.dtype == job.out.dtype
+        done[row] = is_like and image.shape[:2] == job.out.shape[1:3]  # else nothing was written
         if done[row]:
             job.put(row, image)

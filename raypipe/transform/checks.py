@@ -9,7 +9,10 @@ from raypipe.config import PlanConfig, TransformConfig
 from raypipe.errors import ConfigError
 from raypipe.plan.places import Split
 from raypipe.stores.base import Store
+from raypipe.transform.at_once import crops_of
+from raypipe.transform.encoded import EncodedImages
 from raypipe.transform.presets import build_transform, check_transform, num_pixels, takes_size
+from raypipe.transform.program import find_program, why_no_program
 from raypipe.transform.sample_transform import SampleTransform
 from raypipe.transform.sizes import has_sizes
 from raypipe.transform.targets import check_columns
@@ -31,6 +34,37 @@ def check_transforms(
         check_columns(store, config.target_columns)
         if config.target_columns:
             SampleTransform(build_transform(transform, config.final_size), targets=tuple(config.target_columns))
+        if config.decode == "device" and not (isinstance(transform, str) and ":" in transform):
+            EncodedImages(crops_of(build_transform(transform, config.final_size)), f"transform.{split}")
+
+
+def check_strength(config: TransformConfig, transform: Any) -> None:
+    """Raise ConfigError if transform.strength is to scale a training transform that the library makes."""
+    if config.strength == 1:
+        return
+    where = "transform.strength scales the steps that raypipe makes itself"
+    if config.decode_as == "array":
+        raise ConfigError(f"{where}, of uint8 RGB, and transform.decode_as is 'array': leave one of them out")
+    built = build_transform(transform, config.final_size)
+    views = built.items() if isinstance(built, Mapping) else []
+    pipelines = [(f", view {name!r}", each) for name, view in views for each in view.transforms] or [("", built)]
+    for of_view, pipeline in pipelines:
+        if why := _why_not_made_here(pipeline, config):
+            named = f" is {transform!r}" if isinstance(transform, str) else ""
+            raise ConfigError(
+                f"{where}. transform.train{of_view}{named}: {why}; leave transform.strength out, or use steps "
+                "that docs/transforms.md lists as raypipe's"
+            )
+
+
+def _why_not_made_here(pipeline: Any, config: TransformConfig) -> str:
+    if pipeline is None:
+        return ""
+    program, _ = find_program(pipeline)
+    has_points = bool({"boxes", "keypoints"} & config.target_columns.keys())
+    if program and not program.takes_points and has_points:
+        return "its borders repeat pixels, and so the library makes it for boxes and keypoints"
+    return why_no_program(pipeline)
 
 
 def check_follows(transform: Any, config: TransformConfig) -> None:

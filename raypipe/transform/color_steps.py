@@ -11,10 +11,11 @@ import numpy as np
 from raypipe.transform.draws import between, integers
 from raypipe.transform.filters import gaussian_coefficients, motion_kernels
 from raypipe.transform.ops import MAX_FILTER, MAX_RADIUS, POSTERIZE, SOLARIZE, Op
-from raypipe.transform.step import Filled, Numbers, Range, Step, Supported
+from raypipe.transform.step import Filled, Numbers, Range, Step, Supported, toward
 
 _ONE = 1 << 16  # in Q16
 _MAX_HOLES = 64
+_LEAST_SIGMA = 0.1  # pixels: such a blur changes nothing
 _ORDERS = np.array(list(itertools.permutations(range(4))))
 
 
@@ -30,6 +31,11 @@ class ColorJitter(Step):
 
     ops = (Op.JITTER,)
     num_uniforms = 5
+
+    def _weaker_ranges(self, strength: float) -> dict[str, Any]:
+        factors = {name: getattr(self, name) for name in ("brightness", "contrast", "saturation")}
+        weaker = {name: toward(1, limits, strength) for name, limits in factors.items()}
+        return {**weaker, "hue": toward(0, self.hue, strength)}
 
     def draw(self, u: np.ndarray, sizes: np.ndarray) -> Numbers:
         factors = [
@@ -63,6 +69,9 @@ class Solarize(Step):
     ops = (Op.TABLE,)
     num_uniforms = 1
 
+    def _weaker_ranges(self, strength: float) -> dict[str, Any]:
+        return {"threshold_range": toward(1, self.threshold_range, strength)}
+
     def draw(self, u: np.ndarray, sizes: np.ndarray) -> Numbers:
         thresholds = np.ceil(between(u[:, 0], self.threshold_range) * 255).astype(np.int64)
         return [SOLARIZE, *[thresholds] * 3]
@@ -81,6 +90,9 @@ class Posterize(Step):
     @property
     def is_known(self) -> bool:
         return len(self.num_bits) == 2 and all(isinstance(bits, int) for bits in self.num_bits)
+
+    def _weaker_ranges(self, strength: float) -> dict[str, Any]:
+        return {"num_bits": tuple(round(bits) for bits in toward(8, self.num_bits, strength))}
 
     def draw(self, u: np.ndarray, sizes: np.ndarray) -> Numbers:
         masks = 256 - (1 << (8 - integers(u[:, 0], *self.num_bits)))
@@ -102,6 +114,10 @@ class GaussianBlur(Step):
     def is_known(self) -> bool:
         radius = max(int(max(self.blur_limit)) // 2, int(max(self.sigma_limit) * 3.5))
         return radius <= MAX_RADIUS and min(self.sigma_limit) > 0
+
+    def _weaker_ranges(self, strength: float) -> dict[str, Any]:
+        weaker = zip(self.sigma_limit, toward(0, self.sigma_limit, strength), strict=True)
+        return {"sigma_limit": tuple(max(sigma, min(whole, _LEAST_SIGMA)) for whole, sigma in weaker)}
 
     def draw(self, u: np.ndarray, sizes: np.ndarray) -> Numbers:
         sigma, (low, high) = between(u[:, 0], self.sigma_limit), self.blur_limit
@@ -129,6 +145,9 @@ class MotionBlur(Step):
     def _sides(self) -> tuple[int, int]:
         low, high = (max(3, side + (side % 2 == 0)) for side in self.blur_limit)
         return low, max(low, high)
+
+    def _weaker_ranges(self, strength: float) -> dict[str, Any]:
+        return {"blur_limit": tuple(round(side) for side in toward(3, self.blur_limit, strength))}
 
     def draw(self, u: np.ndarray, sizes: np.ndarray) -> Numbers:
         low, high = self._sides
@@ -160,6 +179,13 @@ class CoarseDropout(Filled):
 
     def num_params(self, op: Op) -> int:
         return 4 + 4 * self.num_holes_range[1]
+
+    def _weaker_ranges(self, strength: float) -> dict[str, Any]:
+        ranges = {name: getattr(self, name) for name in ("hole_height_range", "hole_width_range")}
+        weaker = {name: toward(0, limits, strength) for name, limits in ranges.items()}
+        if self.hole_height_range[1] < 1:
+            return weaker
+        return {name: tuple(max(1, round(side)) for side in limits) for name, limits in weaker.items()}  # pixels
 
     def draw(self, u: np.ndarray, sizes: np.ndarray) -> Numbers:
         number, of_hole = integers(u[:, 0], *self.num_holes_range), u[:, 1:].reshape(len(u), -1, 4)

@@ -1,7 +1,8 @@
 """Contents of samples for the model: an image and its targets, or its views; label and columns.
 
 With `transform.decode_as: array`, images and views have the dtype and the channels C that the transform gives
-them, all alike: (B, H, W, C). With `transform.wire: yuv420` the images that are made become planes.
+them, all alike: (B, H, W, C). With `transform.wire: yuv420` the images that are made become planes. With
+`transform.decode: device` there are encoded images instead, see `raypipe.transform.encoded`.
 
 Excluded rows are black, and their targets are what `raypipe.transform.targets` fills them with.
 """
@@ -17,11 +18,12 @@ from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError, SampleError
 from raypipe.plan.places import Sides
 from raypipe.transform import kernel
-from raypipe.transform.at_once import ProgramsAtOnce, by_field, crops_of
+from raypipe.transform.at_once import ProgramsAtOnce, by_field, crops_of, sizes_by_header
 from raypipe.transform.columns import NO_COLUMNS, ColumnMaker, SampleColumns
 from raypipe.transform.decode import decode, stored_bytes, stored_orientation
 from raypipe.transform.decode_array import decode_array
 from raypipe.transform.draws import Key
+from raypipe.transform.encoded import DATA, MAP, EncodedImages, check_whole
 from raypipe.transform.fields import IMAGE, LABEL, Field, Rows, chroma_of, learn
 from raypipe.transform.follow import follow
 from raypipe.transform.jpeg import Undecoded, open_for_crop
@@ -29,13 +31,15 @@ from raypipe.transform.presets import build_transform
 from raypipe.transform.samples import NO_LABEL, WRONG_LABEL, EncodedSample, Samples
 from raypipe.transform.sizes import Size
 from raypipe.transform.targets import TARGETS, decode_targets
+from raypipe.transform.transform_steps import brief
 from raypipe.transform.user_code import NOT_OF_A_SAMPLE, failed
 
 
 def stream_fields(config: TransformConfig, columns: SampleColumns = NO_COLUMNS) -> dict[str, Field]:
     """The fields of a stream's samples, by name; a transform of views has these instead of an image."""
     targets = {name: TARGETS[name].field(config) for name in config.target_columns}
-    return {IMAGE: Field(), **targets, **columns.fields()}
+    images = {DATA: Field("bytes"), MAP: Field()} if config.decode == "device" else {IMAGE: Field()}
+    return {**images, **targets, **columns.fields()}
 
 
 class Content:
@@ -85,6 +89,11 @@ class Content:
             self._crop_target = first.transform.crop_target
         self._images: dict[str, Field] = {}
         self._at_once: ProgramsAtOnce | None = None
+        self._encoded: EncodedImages | None = None
+        if config.decode == "device":
+            self._encoded = EncodedImages(self._crops, brief(transform))
+            self.fields[MAP] = self._encoded.field
+            return
         programs = [crop.transform.program for crop in self._crops]
         has_rest = any(crop.transform.has_rest for crop in self._crops)
         if all(programs) and not self._is_array and not (self._targets and has_rest):
@@ -92,6 +101,11 @@ class Content:
             if not has_rest:  # sizes are known before the first sample
                 sizes = [(*(program.size or ()), 3) for program in programs if program]
                 self._learn(by_field(self._crops, [np.empty(shape, np.uint8) for shape in sizes]))
+
+    def weaken(self, strength: float) -> None:
+        """Scale the chances and magnitudes of its programs by a strength in [0, 1], from now on."""
+        for crop in self._crops:
+            crop.transform.weaken(strength)
 
     def one(self, sample: EncodedSample, key: Key) -> dict[str, Any]:
         """Make the fields of one sample, see `raypipe.transform.fields`.
@@ -102,6 +116,9 @@ class Content:
             ConfigError: the transform's result has a wrong kind or size, or too many boxes.
         """
         others = self._others(sample, key)  # first: they cost less than an image
+        if self._encoded:
+            encoded, drawn, size = self._encoded.one(sample.image, key, self._config.apply_exif)
+            return encoded | self._followers(sample, drawn, size) | others
         image = self._opened(sample)
         targets: dict[str, np.ndarray] = {}
         if self._targets:
@@ -131,7 +148,11 @@ class Content:
             keys: uint64 (B, 2).
             wanted: bool (B,), the rows to fill.
         """
-        if self._at_once is None or rows.arrays is None:
+        if rows.arrays is None:
+            return
+        if self._encoded:
+            self._fill_encoded(self._encoded, rows, samples, indices, keys, wanted)
+        if self._at_once is None:
             return
         for made, params, sizes in self._at_once.make(samples, wanted, keys, rows.arrays):
             if not self._targets and self._columns is None:
@@ -142,6 +163,33 @@ class Content:
                     sample = samples[row]
                     fields = self._others(sample, keys[row].tolist())
                     rows.put(row, int(indices[row]), fields | self._followers(sample, drawn, tuple(size)))
+
+    def _fill_encoded(
+        self,
+        encoded: EncodedImages,
+        rows: Rows,
+        samples: Samples,
+        indices: np.ndarray,
+        keys: np.ndarray,
+        wanted: np.ndarray,
+    ) -> None:
+        sizes = sizes_by_header(samples.images, self._config.apply_exif)
+        (plain,) = np.nonzero(wanted & (sizes[:, 0] > 0))
+        params, _ = encoded.program.draw(keys[plain], sizes[plain])
+        maps, fits = encoded.maps(params, sizes[plain])
+        for number in np.flatnonzero(fits).tolist():
+            row = int(plain[number])
+            with contextlib.suppress(SampleError, ConfigError):  # `one` meets it again
+                sample = samples[row]
+                check_whole(sample.image, self._config.apply_exif)
+                followers = self._followers(sample, params[number], tuple(sizes[row].tolist()))
+                fields = {DATA: stored_bytes(sample.image), MAP: maps[number], **followers}
+                rows.put(row, int(indices[row]), fields | self._others(sample, keys[row].tolist()))
+
+    @property
+    def image_shape(self) -> tuple[int, ...]:
+        """(H, W, C) of the images, also where the device makes them; empty: not known yet, or of views."""
+        return self._encoded.image_shape if self._encoded else self.fields.get(IMAGE, Field()).shape or ()
 
     def _others(self, sample: EncodedSample, key: Key) -> dict[str, Any]:
         """Label and columns of a sample."""
@@ -212,6 +260,11 @@ class Content:
             return images
         fields = dict[str, np.ndarray]()
         for name, image in images.items():
+            if image.dtype != np.uint8:
+                raise ConfigError(
+                    f"transform.wire='yuv420' sends uint8 RGB, and the transform made {image.dtype}: use "
+                    "wire='rgb', or end the pipeline with its conversion to floats, which the device then does"
+                )
             fields[name], fields[chroma_of(name)] = kernel.planes(image)
         return fields
 

@@ -12,7 +12,7 @@ import numpy as np
 from raypipe.transform.draws import between, integers
 from raypipe.transform.exact import exp, sin_cos
 from raypipe.transform.ops import Op
-from raypipe.transform.step import Filled, Numbers, Range, Step, Supported
+from raypipe.transform.step import Filled, Numbers, Range, Step, Supported, toward
 
 NEAREST, LINEAR, CUBIC = 0, 1, 2
 """OpenCV's numbers of interpolations."""
@@ -43,6 +43,11 @@ class RandomResizedCrop(_Resizing):
     ops = Op.CROP, Op.RESIZE
     num_uniforms = 22
     _NUM_TRIES = 10
+
+    def _weaker_ranges(self, strength: float) -> dict[str, Any]:
+        """The area goes to the largest, the ratio to 1: in the end it is a central crop."""
+        ratio = self.ratio[0] ** strength, self.ratio[1] ** strength
+        return {"scale": toward(self.scale[1], self.scale, strength), "ratio": ratio}
 
     def draw(self, u: np.ndarray, sizes: np.ndarray) -> Numbers:
         boxes, fits = self._boxes(u[:, 0], u[:, 1], sizes)
@@ -99,12 +104,24 @@ class FixedCrop(Step):
         raise NotImplementedError
 
 
+@dataclass(frozen=True, kw_only=True)
 class RandomCrop(FixedCrop):
-    """Anywhere."""
+    """Anywhere, or about the middle.
+
+    Attributes:
+        spread: share of the way from the middle to the edges that it may take.
+    """
+
+    spread: float = 1.0
 
     num_uniforms = 2
 
+    def _weaker_ranges(self, strength: float) -> dict[str, Any]:
+        return {"spread": self.spread * strength}
+
     def _starts(self, u: np.ndarray, room: np.ndarray) -> np.ndarray:
+        if self.spread < 1:
+            u = 0.5 + (u - 0.5) * self.spread
         return integers(u, 0, room)
 
 
@@ -194,6 +211,9 @@ class Turn(Step):
     ops = (Op.TURN,)
     num_uniforms = 1
 
+    def _weaker_ranges(self, strength: float) -> dict[str, Any]:
+        return {"p": self.p * strength} if len(self.codes) > 1 else {}
+
     def draw(self, u: np.ndarray, sizes: np.ndarray) -> Numbers:
         return [np.array(self.codes)[integers(u[:, 0], 0, len(self.codes) - 1)]]
 
@@ -224,6 +244,13 @@ class Affine(_Bordered):
         "mask_interpolation": (NEAREST,),
         "rotate_method": ("largest_box",),
     }
+
+    def _weaker_ranges(self, strength: float) -> dict[str, Any]:
+        weaker = {name: toward(0, getattr(self, name), strength) for name in ("translate_px", "rotate", "shear")}
+        weaker["scale"] = toward(1, self.scale, strength)
+        if self.translate_percent is not None:
+            weaker["translate_percent"] = toward(0, self.translate_percent, strength)
+        return weaker
 
     def draw(self, u: np.ndarray, sizes: np.ndarray) -> Numbers:
         height, width = sizes.astype(np.float64).T

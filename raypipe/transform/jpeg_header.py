@@ -1,5 +1,6 @@
 """Headers of JPEGs: what decodes a file, its limits, and whether metadata turns it.
 
+    is_for_nvjpeg       whether the training device decodes it
     jpeg_size           (height, width) of the kinds that every decoder has at every scale; None: Pillow decodes it
     jpeg_orientation    by EXIF, or else by XMP, as Pillow has it
     check_jpeg          the limits, of what Pillow decodes, too
@@ -26,7 +27,7 @@ from raypipe.transform.limits import MAX_DECODE_BYTES, MAX_SCANNED_PIXELS, check
 _MARKER = re.compile(rb"\xff[\x01-\xcf\xd8-\xfe]")
 _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 _PROGRESSIVE = {0xC2, 0xC6, 0xCA, 0xCE}
-_TEM, _EOI, _SOS, _APP1, _APP2 = 0x01, 0xD9, 0xDA, 0xE1, 0xE2
+_TEM, _EOI, _SOS, _APP0, _APP1, _APP2, _APP14 = 0x01, 0xD9, 0xDA, 0xE0, 0xE1, 0xE2, 0xEE
 _ORIENTATION_TAG = 0x0112
 _EXIF, _XMP, _PROFILE = b"Exif\0\0", b"http://ns.adobe.com/xap/1.0/\0", b"ICC_PROFILE\0"
 _SCAN_BYTES = 10  # the header of the shortest scan
@@ -42,6 +43,11 @@ _KINDS = {
 """Names of frames for messages; baseline has none, and what is left is hierarchical."""
 _SCALED = {0xC0, 0xC1, 0xC2}
 """Frames, of 8 bits, that simplejpeg decodes at a scale: of others it writes beyond its buffer."""
+
+
+_OF_NVJPEG = {0xC0, 0xC2}
+_SAMPLINGS = {0x11, 0x21, 0x22, 0x12, 0x41, 0x42}
+"""Luma sampling (horizontal, vertical) over chroma's 1, 1 that nvJPEG's documentation lists."""
 
 
 class Frame(NamedTuple):
@@ -72,7 +78,7 @@ class Frame(NamedTuple):
 
 def jpeg_frame(data: bytes) -> Frame | None:
     """The frame of a JPEG; None: there is none before the first scan."""
-    for marker, body, _ in _segments(data):
+    for marker, body, _ in segments(data):
         if marker in _FRAMES:
             height, width = int.from_bytes(body[1:3], "big"), int.from_bytes(body[3:5], "big")
             return Frame(marker, body[0], height, width, body[5]) if len(body) >= 6 else None
@@ -113,7 +119,7 @@ def _size_by_simplejpeg(data: bytes) -> tuple[int, int] | None:
 def without_profile(data: bytes) -> bytes:
     """Leave out the color profile: no pixel depends on it, and simplejpeg refuses a JPEG with a damaged one."""
     kept, at = bytearray(), 0
-    for marker, body, end in _segments(data):
+    for marker, body, end in segments(data):
         if marker == _SOS:
             break
         if marker == _APP2 and body.startswith(_PROFILE):
@@ -133,7 +139,7 @@ def check_jpeg(data: bytes, width: int, height: int, pixel_bytes: int) -> None:
     if len(data) // _SCAN_BYTES <= most_scans and num_pixels * _MOST_BYTES <= MAX_DECODE_BYTES:
         return  # nearly all, in no time
     num_components, num_scans, is_progressive = 0, 0, False
-    for marker, body, _ in _segments(data):
+    for marker, body, _ in segments(data):
         if marker in _FRAMES:
             num_components, is_progressive = min(4, *body[5:6], 4), marker in _PROGRESSIVE
         elif marker == _SOS:
@@ -151,7 +157,32 @@ def check_jpeg(data: bytes, width: int, height: int, pixel_bytes: int) -> None:
                 )
 
 
-def _segments(data: bytes) -> Iterator[tuple[int, bytes, int]]:
+def is_for_nvjpeg(data: bytes) -> bool:
+    """True if nvJPEG is known to decode a JPEG of this kind as libjpeg does, up to rounding.
+
+    https://docs.nvidia.com/cuda/nvjpeg: Huffman coded, baseline or progressive, 8 bits, 1 or 3 components. libjpeg
+    gets the others, those without an end, which may be cut short, and those that hold RGB.
+    """
+    if not (data.startswith(b"\xff\xd8\xff") and data.endswith(b"\xff\xd9")):
+        return False
+    adobe, has_jfif = None, False
+    for marker, body, _ in segments(data):
+        if marker in _FRAMES:
+            if marker not in _OF_NVJPEG or len(body) < 6 or body[0] != 8 or len(body) != 6 + 3 * body[5]:
+                return False
+            names, samplings = body[6::3], body[7::3]
+            is_rgb = adobe == 0 or (adobe is None and not has_jfif and names == b"RGB")
+            is_color = body[5] == 3 and not is_rgb and samplings[0] in _SAMPLINGS and samplings[1:] == b"\x11\x11"
+            return is_color or samplings == b"\x11"
+        if marker == _SOS:
+            return False
+        has_jfif |= marker == _APP0 and body.startswith(b"JFIF")
+        if marker == _APP14 and body.startswith(b"Adobe") and len(body) >= 12:
+            adobe = body[11]
+    return False
+
+
+def segments(data: bytes) -> Iterator[tuple[int, bytes, int]]:
     """Yield the marker, the body and the end of each segment, up to the image's end."""
     at = 2
     while match := _MARKER.search(data, at):
@@ -168,7 +199,7 @@ def _segments(data: bytes) -> Iterator[tuple[int, bytes, int]]:
 def jpeg_orientation(data: bytes) -> int:
     """Orientation by EXIF, or else by XMP, 1 to 8; 1 where the metadata is damaged: the pixels are still good."""
     metadata: dict[str, bytes] = {}
-    for marker, body, _ in _segments(data):
+    for marker, body, _ in segments(data):
         if marker == _SOS:
             break
         if marker == _APP1 and body.startswith(_EXIF):

@@ -22,6 +22,7 @@ from typing import Any
 
 from raypipe.errors import ConfigError
 from raypipe.lookup import choices, import_name, place_of
+from raypipe.transform.ending import take_ending
 from raypipe.transform.program import program_of
 from raypipe.transform.sizes import Size, sides_of
 from raypipe.transform.targets import IGNORE
@@ -43,7 +44,7 @@ def build_transform(transform: Any, size: Size, by_library: bool = False) -> Any
 
     Returns:
         A callable on a uint8 RGB image (H, W, 3), or a `Program`; None for "none"; of views, `View` by name, with
-        these.
+        these. Of `module:name`, without its ending, see `raypipe.transform.split_endings`.
 
     Raises:
         ConfigError: no such preset, module or name; steps that are wrong; or the name is not a transform.
@@ -64,7 +65,8 @@ def build_transform(transform: Any, size: Size, by_library: bool = False) -> Any
         if transform == "none":
             return None
         if ":" in transform:
-            return _imported(transform, size)
+            built = imported(transform, size)
+            return built if by_library else take_ending(built)[0]
         if transform in _TORCHVISION:
             return _by_torchvision(transform, size)
         transform = PresetSteps(_STEPS[transform](size))
@@ -206,7 +208,7 @@ def _by_torchvision(preset: str, size: Size) -> Transform:
     return v2.Compose(steps)
 
 
-def _imported(address: str, size: Size) -> Transform:
+def imported(address: str, size: Size) -> Transform:
     """Return the transform of `module:name`: the object itself, or a function's result for the size."""
     found = import_name(address, "transform")
     # A class or function is called with the size; an object (a Compose, a module) is the transform itself.

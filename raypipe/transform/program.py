@@ -9,6 +9,7 @@ A program's result depends only on the pixels, the key and the steps: raypipe dr
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
@@ -55,6 +56,14 @@ class Program:
         self.crop_target: Sides | None = None
         if isinstance(first, RandomResizedCrop):
             self.crop_target = first.size[0], first.size[1]
+
+    def at(self, strength: float) -> Program:
+        """The program with weaker steps, for a strength in [0, 1]; operations, size and parameters stay."""
+        if strength == 1:
+            return self
+        weaker = copy.copy(self)
+        weaker.steps = tuple(step.weaker(strength) for step in self.steps)
+        return weaker
 
     def draw(self, keys: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Draw the parameters of B samples.
@@ -130,6 +139,27 @@ def program_of(steps: Sequence[Mapping[str, Mapping[str, Any]]]) -> Program:
     return Program([step for step in native if step])
 
 
+def _native(step: Any) -> Step | None:
+    """The step of a transform of Albumentations', None = it is unknown here."""
+    name = type(step).__name__
+    is_library = type(step) is getattr(sys.modules["albumentations"], name, None)
+    return native_step(name, vars(step)) if is_library else None
+
+
+def why_no_program(pipeline: Any) -> str:
+    """Why a pipeline is not a program as a whole, in a few words that name the step; empty: it is one."""
+    program, rest = find_program(pipeline)
+    if program and not rest:
+        return ""
+    library = sys.modules.get("albumentations")
+    if library is None or type(pipeline) is not library.Compose:
+        return f"{type(pipeline).__name__} is not a list of Albumentations' steps"
+    for number, step in enumerate(pipeline.transforms, 1):
+        if _native(step) is None:
+            return f"step {number}, {type(step).__name__}, is not among those that raypipe makes itself"
+    return "its images have no fixed size, or it is more than its steps (boxes, a chance, saved parameters)"
+
+
 def find_program(pipeline: Any) -> tuple[Program | None, list[Any]]:
     """The program that a pipeline begins with, and the steps of Albumentations' that are left after it.
 
@@ -151,8 +181,7 @@ def find_program(pipeline: Any) -> tuple[Program | None, list[Any]]:
         return None, []
     native = list[Step]()
     for step in steps:
-        name = type(step).__name__
-        known = native_step(name, vars(step)) if type(step) is getattr(library, name, None) else None
+        known = _native(step)
         if known is None:
             break
         native.append(known)

@@ -35,6 +35,7 @@ from raypipe.errors import ConfigError
 from raypipe.plan.places import Sides
 from raypipe.transform import kernel, reference
 from raypipe.transform.draws import Key, KeyedGenerator
+from raypipe.transform.ending import for_tensors, is_composition, is_tensor
 from raypipe.transform.fields import VIEW
 from raypipe.transform.follow import POINTS, follow
 from raypipe.transform.jpeg import Box, Undecoded
@@ -46,8 +47,6 @@ from raypipe.transform.targets import TARGETS, by_pipeline, target_pipeline
 from raypipe.transform.user_code import rng_parameter
 
 _NOTHING = contextlib.nullcontext()
-_MAKES_FLOATS = ("ToTensor", "Normalize")
-_MAY_MAKE_FLOATS = ("ConvertImageDtype", "ToDtype")
 
 Kind = Literal["none", "program", "albumentations", "torchvision", "plain"]
 
@@ -84,11 +83,12 @@ class SampleTransform:
         self.transform = transform
         if rest:
             self.transform = sys.modules["albumentations"].Compose(rest)
+        self._whole = self.program
         # Programs take only uint8 RGB: the library transforms other arrays in all steps.
         self.has_rest = bool(rest) or self.program is None or arrays
-        self.kind = _kind_of(self.transform)
+        self.kind = kind_of(self.transform)
         if self.kind == "torchvision":
-            _refuse_floats(self.transform)
+            self.transform = for_tensors(self.transform)
         if targets and self.has_rest:
             self.transform = target_pipeline(self.transform, targets)
         elif self.kind == "albumentations":
@@ -110,6 +110,10 @@ class SampleTransform:
         self.crop_target: Sides | None = None
         if not arrays:
             self.crop_target = self.program.crop_target if self.program else _size_of_crop(self.transform)
+
+    def weaken(self, strength: float) -> None:
+        """Scale the program's chances and magnitudes by a strength in [0, 1], from now on."""
+        self.program = self._whole.at(strength) if self._whole else None
 
     def __reduce__(self) -> Any:
         return SampleTransform, self._given
@@ -210,7 +214,8 @@ class SampleTransform:
         self._random.seed(k0 << 64 | k1)
 
 
-def _kind_of(transform: Any) -> Kind:
+def kind_of(transform: Any) -> Kind:
+    """The kind of a transform; raises ConfigError if it is none."""
     if transform is None:
         return "none"
     if isinstance(transform, Program):
@@ -227,56 +232,50 @@ def _kind_of(transform: Any) -> Kind:
     return "plain"
 
 
-def _refuse_floats(transform: Any) -> None:
-    """Raise ConfigError for a pipeline of torchvision's that makes floats, as most training scripts have it."""
-    for step in getattr(transform, "transforms", None) or [transform]:
-        name = type(step).__name__
-        package = type(step).__module__
-        is_float = getattr(getattr(step, "dtype", None), "is_floating_point", False)
-        if package == "torchvision.transforms.transforms" and name == "PILToTensor":
-            raise ConfigError(
-                "torchvision's PILToTensor is for PIL images, and a transform gets tensors: leave it out"
-            )
-        if not package.startswith("torchvision.transforms."):
-            continue
-        if name in _MAKES_FLOATS or (name in _MAY_MAKE_FLOATS and is_float):
-            raise ConfigError(
-                f"torchvision's {name} is for floats, and images stay uint8 until they are on the GPU: end the "
-                "pipeline before it, and normalize there, by AugmentConfig(mean=…, std=…) (augment.mean, "
-                "augment.std)"
-            )
-
-
 def _has_user_code(step: Any) -> bool:
     """True if a pipeline of a library has steps of the user's, which may draw from any generator."""
     package = type(step).__module__.partition(".")[0]
     if package not in ("albumentations", "torchvision", "torch"):
         return step is not None and not isinstance(step, Program)
-    steps = step.children() if package == "torch" else getattr(step, "transforms", None) or ()
+    steps = step.children() if package == "torch" else step.transforms if is_composition(step) else ()
     return type(step).__name__ == "Lambda" or any(map(_has_user_code, steps))
 
 
 def _checked(result: Any, kind: Kind, arrays: bool = False) -> np.ndarray:
-    """Check a transform's result and return it as uint8 (h, w, 3), or as one of `arrays`."""
-    array, layout, channels = result, "HWC", 2
-    if kind == "torchvision":
-        is_tensor = isinstance(result, sys.modules["torch"].Tensor)
-        array, layout, channels = result.detach().numpy() if is_tensor else None, "CHW", 0
+    """Check a transform's result, and return it as uint8 (h, w, 3), as float32 (h, w, C), or as one of `arrays`.
+
+    Tensors have their channels first, arrays last.
+    """
+    layout = "CHW" if kind == "torchvision" or is_tensor(result) else "HWC"
+    array = _channels_last(result) if layout == "HWC" or is_tensor(result) else None
     came = f"a {type(result).__name__}"
     if isinstance(array, np.ndarray):
         if arrays and array.ndim == 2:
-            array = array[..., None] if channels else array[None]
-        if array.ndim == 3 and array.size and (_is_array(array) if arrays else _is_rgb(array, channels)):
-            return array if channels else array.transpose(1, 2, 0)
-        came = f"{array.dtype} of shape {array.shape}"
+            array = array[..., None]
+        if array.ndim == 3 and array.size:
+            if arrays and _is_array(array):
+                return array
+            if not arrays and (_is_rgb(array, 2) or _is_float(array)):
+                return array if array.dtype == np.uint8 else array.astype(np.float32)
+        came = f"{result.dtype} of shape {tuple(result.shape)}"
     if arrays:
         raise ConfigError(
             f"the transform returned {came}; it must return integers or floats of up to 64 bits, {layout}"
         )
     raise ConfigError(
-        f"the transform returned {came}; it must return uint8 {layout} with 3 channels (normalization and "
-        "the conversion to floating point happen on the GPU: leave them out of the CPU transform)"
+        f"the transform returned {came}; it must return uint8 {layout} with 3 channels, or floats {layout} with 1 "
+        "or 3"
     )
+
+
+def _channels_last(value: Any) -> Any:
+    """A tensor (…, C, H, W) as an array (…, H, W, C); an array, or anything else, as it is."""
+    if not is_tensor(value):
+        return value
+    if value.dtype == sys.modules["torch"].bfloat16:  # numpy has no such type
+        value = value.float()
+    array = value.detach().cpu().numpy()
+    return np.moveaxis(array, -3, -1) if array.ndim > 2 else array
 
 
 def _is_rgb(array: Any, channels: int) -> bool:
@@ -284,18 +283,26 @@ def _is_rgb(array: Any, channels: int) -> bool:
     return is_bytes and array.ndim > 2 and array.shape[channels] == 3
 
 
+def _is_float(array: np.ndarray) -> bool:
+    return array.dtype.kind == "f" and array.shape[-1] in (1, 3)
+
+
 def _is_array(array: np.ndarray) -> bool:
     return array.dtype.kind in "uif" and array.dtype.itemsize <= 8 and array.dtype.isnative
 
 
 def _checked_views(made: Mapping[Any, Any], arrays: bool = False) -> dict[str, np.ndarray]:
-    """Check a function's views and return them by field: each uint8 (h, w, 3) or (n, h, w, 3), or `arrays`."""
+    """Check a function's views and return them by field: each uint8 (h, w, 3) or (n, h, w, 3), floats with 1 or 3
+    channels, or `arrays`."""
     views = {}
-    for name, value in made.items():
-        shapes = {getattr(crop, "shape", None) for crop in value} if isinstance(value, list | tuple) else set()
+    for name, given in made.items():
+        value = [*map(_channels_last, given)] if isinstance(given, list | tuple) else _channels_last(given)
+        shapes = {getattr(crop, "shape", None) for crop in value} if isinstance(value, list) else set()
         array = np.stack(value) if len(shapes) == 1 and None not in shapes else value
         ok = isinstance(array, np.ndarray) and array.ndim in (3, 4) and array.size
-        if not (isinstance(name, str) and ok and (_is_array(array) if arrays else _is_rgb(array, -1))):
+        if ok:
+            ok = _is_array(array) if arrays else _is_rgb(array, -1) or _is_float(array)
+        if not (isinstance(name, str) and ok):
             is_array = isinstance(array, np.ndarray)
             came = f"{array.dtype} of shape {array.shape}" if is_array else f"a {type(array).__name__}"
             expected = "(H, W, C), (n, H, W, C)" if arrays else "uint8 (H, W, 3), (n, H, W, 3)"
@@ -303,7 +310,7 @@ def _checked_views(made: Mapping[Any, Any], arrays: bool = False) -> dict[str, n
                 f"the transform returned {came} for view {name!r}: it must be {expected}, or a list of n "
                 "of one size, by a name"
             )
-        views[f"{VIEW}.{name}"] = array
+        views[f"{VIEW}.{name}"] = array.astype(np.float32) if not arrays and array.dtype.kind == "f" else array
     if not views:
         raise ConfigError("the transform returned a mapping without views")
     return views

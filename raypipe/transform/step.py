@@ -8,8 +8,8 @@ transform.geometry_steps` and `color_steps` have the steps.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
@@ -63,6 +63,18 @@ class Step:
         """Factors of x and y by which a resize from and to these (height, width) multiplies keypoints."""
         return resized[1] / size[1], resized[0] / size[0]
 
+    def weaker(self, strength: float) -> Self:
+        """The step with its chance, and the ranges of its magnitudes, scaled by a strength in [0, 1].
+
+        A step that always applies goes on to do so. It has the same operations and as many parameters.
+        """
+        p = self.p * strength if self.p < 1 else self.p
+        return replace(self, **{"p": p, **self._weaker_ranges(strength)})
+
+    def _weaker_ranges(self, strength: float) -> dict[str, Any]:
+        """The fields that change, by name."""
+        return {}
+
     def draw(self, u: np.ndarray, sizes: np.ndarray) -> Numbers:
         """Draw parameters for B samples, as if it applied to all.
 
@@ -95,6 +107,13 @@ class Filled(Step):
     def mask_fill(self) -> int | None:
         color = _rgb(self.fill_mask)
         return color and color[0]
+
+
+def toward(neutral: float, limits: Any, strength: float) -> Any:
+    """Limits, or a mapping of them by axis, moved to a value without effect: all the way at a strength of 0."""
+    if isinstance(limits, Mapping):
+        return {axis: toward(neutral, of_axis, strength) for axis, of_axis in limits.items()}
+    return tuple(neutral + (limit - neutral) * strength for limit in limits)
 
 
 def _rgb(fill: Any) -> tuple[int, int, int] | None:

@@ -28,7 +28,7 @@ Steps = list[dict[str, Any]]
 _MAX_CHARACTERS, _MAX_VALUES, _MAX_DEPTH = 1 << 20, 10_000, 24
 
 _BASES = {"BaseCompose", "BasicTransform", "DualTransform", "ImageOnlyTransform", "Transform3D"}
-_OF_FLOATS = {"Normalize", "ToFloat", "FromFloat", "ToTensorV2", "ToTensor3D"}
+_OF_OTHERS = {"FromFloat": "floats", "ToTensor3D": "volumes"}
 # A pipeline's own, of a composition; and OneOrOther's second names of its transforms.
 _NOT_OF_STEPS = ("first", "second", "kwargs", "seed", "bbox_params", "keypoint_params", "additional_targets")
 # They ask for these in the middle of their work, and do not say so before.
@@ -132,8 +132,10 @@ def _class_of(name: str, where: str) -> Any:
         and issubclass(kind, library.BasicTransform | library.BaseCompose)
         and each not in _BASES
     }
-    if name in _OF_FLOATS:
-        why = f"{name} is of floats; leave it out: images stay uint8 here, and the device normalises them"
+    if name == "ToTensorV2":  # the part that needs torch
+        found[name] = importlib.import_module("albumentations.pytorch").ToTensorV2
+    if name in _OF_OTHERS:
+        why = f"{name} is for {_OF_OTHERS[name]}, and steps begin with uint8 images: leave it out"
     elif name not in found:
         why = f"Albumentations has no transform {name!r}{choices(name, sorted(found))}"
     elif not found[name].is_serializable():

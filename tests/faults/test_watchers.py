@@ -205,14 +205,24 @@ def test_a_stopped_driver_leaves_the_run_going_and_then_takes_its_signal(run: Ru
 @pytest.mark.system
 @pytest.mark.cluster
 @pytest.mark.timeout(900)
-def test_a_silent_head_is_told_and_ends_the_run_at_its_limit(tmp_path: Path, ray_folder: str) -> None:
-    run = Run(tmp_path, ray_folder, "--pool.stall_timeout_s=25")
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [(signal.SIGSTOP, "has not answered for"), (signal.SIGKILL, "is gone, and refuses connections, for")],
+    ids=["frozen", "killed"],
+)
+def test_a_lost_head_is_told_and_ends_the_run_at_its_limit(
+    number: int, said: str, tmp_path: Path, ray_folder: str
+) -> None:
+    limit = ["--pool.stall_timeout_s=25"] if number == signal.SIGSTOP else []
+    run = Run(tmp_path, ray_folder, *limit, environment={"RAY_gcs_rpc_server_reconnect_timeout_s": "50"})
     try:
         run.until(lambda: run.step > 0, "its first steps")
-        run.process("gcs_server").suspend()
-        run.until(lambda: run.said("the head of the Ray cluster has not answered for 1. s"), "a line")
+        run.hurts("gcs_server", number)
+        run.until(lambda: run.said(f"the head of the Ray cluster {said} 1. s; the run ends in"), "a line")
         assert run.ends() == 1
-        assert run.said("has not answered for .*: restart the cluster, then continue with: jobs/train.py --resume")
+        ended = f"{said} .*: restart the cluster, then continue with: jobs/train.py --resume"
+        assert run.said(ended), "".join(run.lines[-40:])
+        assert re.search(ended, (run.folder / "error.txt").read_text())  # raypipe status has it too
     finally:
         run.close()
 

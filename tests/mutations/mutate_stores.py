@@ -20,6 +20,7 @@ from raypipe.stores import open_writer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 import bombs
+import foreign_lmdbs
 
 NUM_SAMPLES = 24
 CLASSES = ("a", "b", "c")
@@ -48,7 +49,13 @@ def make(folder: Path, images: list[bytes]) -> dict[str, list[Path]]:
                     value = txn.get(key)
                     txn.delete(key)
                     txn.put(key, value + bytes(3000 * turn))
-    made["lmdb"].append(rewritten)
+    labels = [i % 3 for i in range(NUM_SAMPLES)]
+    others = foreign_lmdbs.write_values(folder / "values", images, labels, foreign_lmdbs.DUMPS["msgpack"])
+    made["lmdb"] += [
+        rewritten,
+        foreign_lmdbs.write_folders(folder / "folders.lmdb", images, labels, CLASSES),
+        (others / "data.mdb").rename(folder / "values.lmdb"),
+    ]
     kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
     rows = [{"bytes": image, "path": f"{i}.jpg"} for i, image in enumerate(images)]
     table = {"image": pa.array(rows, kind), "label": [i % 3 for i in range(NUM_SAMPLES)]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 import time
@@ -34,6 +35,20 @@ def test_a_silent_head_is_told_ever_less_often_and_ends_the_run_once(capsys: pyt
     assert lines[0].endswith("the run ends in 90 s (pool.stall_timeout_s)")
     watch.turn(100.0)
     assert reasons == ["the head of the Ray cluster has not answered for 100 s"]
+
+
+def test_a_dead_head_ends_the_run_before_ray_ends_its_driver(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        head = f"127.0.0.1:{listening.getsockname()[1]}"
+        assert not controller._refuses(head)
+    assert controller._refuses(head)
+    reasons: list[str] = []
+    watch = DriverWatch(None, 900.0, reasons.append)
+    watch._answered_at, watch._is_gone = 0.0, True
+    for now in range(31):
+        watch.turn(float(now))
+    assert reasons == ["the head of the Ray cluster is gone, and refuses connections, for 30 s"]
+    assert "the run ends in 20 s (Ray's limit)" in capsys.readouterr().out
 
 
 def test_a_head_that_answers_again_is_told_anew_when_it_falls_silent(capsys: pytest.CaptureFixture[str]) -> None:

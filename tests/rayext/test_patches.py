@@ -20,7 +20,7 @@ from raypipe.rayext.cluster import LOCAL_CLUSTER
 from raypipe.rayext.execution import Settings, context_of
 from raypipe.rayext.ours import is_ours, ours
 from raypipe.streaming.opening import open_stream
-from raypipe.streaming.pipeline import dataset
+from raypipe.streaming.pipeline import block_dataset
 
 CALLS = ["register_dataset_to_stats_actor", "update_execution_metrics", "update_iteration_metrics"]
 
@@ -71,7 +71,7 @@ def test_a_users_own_pipeline_beside_a_stream_keeps_what_it_has(
 ) -> None:
     plan, transform = PlanConfig(micro_batch_size=10), TransformConfig(train="small", size=8)
     spec = open_stream(stores["train"], plan=plan, transform=transform, pool=PoolConfig(cpus_per_actor=0.5))
-    stream = dataset(spec, spec.plan.start(), max_actors=1)
+    stream = block_dataset(spec, spec.plan.start(), max_actors=1)
     with ours():
         rows = iter(stream.iter_batches(batch_size=None, prefetch_batches=0))
         assert "image" in next(rows)

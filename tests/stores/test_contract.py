@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from foreign_lmdbs import DUMPS, write_datums, write_folders, write_lsun, write_values
 
 from raypipe.errors import StoreError
 from raypipe.stores import Store, open_store, open_writer
@@ -42,6 +43,30 @@ def make_lmdb_shards(folder: Path, images: list[bytes]) -> Store:
     for number, (start, end) in enumerate([(0, 4), (4, 5), (5, 10)]):
         _write(folder / f"{number:05d}.lmdb", images[start:end], LABELS[start:end])
     return open_store(folder)
+
+
+def make_lmdb_of_folders(folder: Path, images: list[bytes]) -> Store:
+    return open_store(write_folders(folder / "data.lmdb", images, LABELS, CLASSES))
+
+
+def make_lmdb_of_lsun(folder: Path, images: list[bytes]) -> Store:
+    return open_store(write_lsun(folder, images, LABELS, CLASSES))
+
+
+def make_lmdb_of_pickles(folder: Path, images: list[bytes]) -> Store:
+    return open_store(write_values(folder / "data", images, LABELS, DUMPS["pickle"]), trust_pickles=True)
+
+
+def make_lmdb_of_msgpack(folder: Path, images: list[bytes]) -> Store:
+    return open_store(write_values(folder / "data", images, LABELS, DUMPS["msgpack"]))
+
+
+def make_lmdb_of_pyarrow(folder: Path, images: list[bytes]) -> Store:
+    return open_store(write_values(folder / "data", images, LABELS, DUMPS["pyarrow"]))
+
+
+def make_lmdb_of_caffe(folder: Path, images: list[bytes]) -> Store:
+    return open_store(write_datums(folder / "data", images, LABELS))
 
 
 def make_parquet(folder: Path, images: list[bytes]) -> Store:
@@ -103,6 +128,12 @@ def make_memory_groups(folder: Path, images: list[bytes]) -> Store:
 MAKERS: dict[str, Callable[[Path, list[bytes]], Store]] = {
     "lmdb": make_lmdb,
     "lmdb_shards": make_lmdb_shards,
+    "lmdb_of_folders": make_lmdb_of_folders,
+    "lmdb_of_lsun": make_lmdb_of_lsun,
+    "lmdb_of_pickles": make_lmdb_of_pickles,
+    "lmdb_of_msgpack": make_lmdb_of_msgpack,
+    "lmdb_of_pyarrow": make_lmdb_of_pyarrow,
+    "lmdb_of_caffe": make_lmdb_of_caffe,
     "parquet": make_parquet,
     "parquet_hf": make_parquet_hf,
     "folder": make_folder,
@@ -111,7 +142,8 @@ MAKERS: dict[str, Callable[[Path, list[bytes]], Store]] = {
     "memory": make_memory,
     "memory_groups": make_memory_groups,
 }
-WITHOUT_CLASSES = ("webdataset", "webdataset_shards")
+OF_VALUES = ("lmdb_of_pickles", "lmdb_of_msgpack", "lmdb_of_pyarrow", "lmdb_of_caffe")
+WITHOUT_CLASSES = ("webdataset", "webdataset_shards", *OF_VALUES)
 GROUPS = {
     "parquet": [0, 3, 6, 9, 10],
     "parquet_hf": [0, 4, 6, 10],
@@ -183,13 +215,19 @@ def test_result_belongs_to_the_reader(store: Store) -> None:
 
 
 def test_columns_and_classes(store: Store, kind: str) -> None:
-    assert store.columns == ("image", "label")
+    assert store.columns == ("image", "label", *(["key"] if kind.startswith("lmdb_of") else []))
     assert store.classes == (CLASSES if kind not in WITHOUT_CLASSES else None)
 
 
 NAMES = {
     "lmdb": "/data.lmdb, key 9",
     "lmdb_shards": "/00002.lmdb, key 4",
+    "lmdb_of_folders": "/data.lmdb, key cat/000009.jpg",
+    "lmdb_of_lsun": f"/cat_train_lmdb, key {9 * 0x9E3779B97F4A7C15:040x}",
+    "lmdb_of_pickles": "/data, key 9",
+    "lmdb_of_msgpack": "/data, key 9",
+    "lmdb_of_pyarrow": "/data, key 9",
+    "lmdb_of_caffe": "/data, key 00000009_image.jpg",
     "parquet": "/data.parquet, row group 3, row 0",
     "parquet_hf": "/train-1.parquet, row group 0, row 3",
     "folder": "/cat/009.PNG",
@@ -290,7 +328,7 @@ def test_reads_after_close(store: Store) -> None:
     assert store.read(np.array([3]))["image"] == [IMAGES[3]]
 
 
-@pytest.mark.parametrize("kind", ["lmdb", "lmdb_shards", "parquet", "webdataset"])
+@pytest.mark.parametrize("kind", ["lmdb", "lmdb_shards", "lmdb_of_pickles", "parquet", "webdataset"])
 def test_reads_in_another_process(store: Store, kind: str, tmp_path: Path) -> None:
     store.read(np.array([0]))
     (tmp_path / "store.pickle").write_bytes(pickle.dumps(store))

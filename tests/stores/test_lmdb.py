@@ -176,7 +176,7 @@ def test_pickles_are_never_run(tmp_path: Path) -> None:
 def test_lmdb_of_other_programs_is_named_as_such(tmp_path: Path) -> None:
     for name, subdir in (("a.lmdb", False), ("environment", True)):
         write_raw(tmp_path / name, {b"key": b"value"}, subdir=subdir)
-        with pytest.raises(StoreError, match=rf"{name} is LMDB from another program: read it with the library"):
+        with pytest.raises(StoreError, match=rf"{name} is LMDB of an unknown layout .* Read it with the library"):
             len(raypipe.open_store(tmp_path / name))
 
 

@@ -13,9 +13,11 @@ import lmdb
 import numpy as np
 import pyarrow.fs
 import pytest
+from foreign_lmdbs import DUMPS, write_values
 from s3_server import FaultyProxy, first
 
 from raypipe.errors import ConfigError, StoreError
+from raypipe.storage import patience
 from raypipe.storage.files import RemoteFile, read_json
 from raypipe.storage.filesystem import join, open_filesystem
 from raypipe.storage.local_cache import shared_cache
@@ -32,6 +34,7 @@ SHARDS = [(0, 4), (4, 5), (5, 12)]
 
 @pytest.fixture
 def proxy(bucket: str, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
+    monkeypatch.setattr(patience, "_FIRST_S", 0.01)  # pyarrow has pauses of its own between its attempts
     with FaultyProxy(s3_endpoint) as made:
         monkeypatch.setenv("AWS_ENDPOINT_URL", made.endpoint)
         yield made
@@ -306,15 +309,21 @@ def test_a_manifest_that_is_none(content: object, bucket: str, tmp_path: Path) -
         len(open_store(f"{bucket}/x.lmdb"))
 
 
-def test_lmdb_that_others_wrote_is_to_be_copied_first(bucket: str, tmp_path: Path) -> None:
-    path = tmp_path / "0.lmdb"
-    with lmdb.open(str(path), subdir=False, lock=False) as env, env.begin(write=True) as txn:
-        txn.put(b"0", IMAGES[1])
-    put(path, f"{bucket}/train/0.lmdb")
-    with pytest.raises(
-        StoreError, match=r"train/0\.lmdb is LMDB from another program: read it with the library lmdb"
-    ):
-        len(open_store(f"{bucket}/train"))
+def test_lmdb_that_others_wrote_is_read_by_way_of_the_cache(bucket: str, tmp_path: Path) -> None:
+    labels = [number % 3 for number in range(len(IMAGES))]
+    local = write_values(tmp_path / "local", IMAGES, labels, DUMPS["msgpack"])
+    put(local / "data.mdb", f"{bucket}/train/data.mdb")
+    for address in (f"{bucket}/train", f"{bucket}/train/data.mdb"):
+        store = pickle.loads(pickle.dumps(open_store(address)))
+        read = store.read(np.arange(len(IMAGES)))
+        assert read["image"] == IMAGES and read["label"].tolist() == labels
+        assert store.fingerprint == open_store(local).fingerprint
+    for name in "ab":
+        with lmdb.open(str(tmp_path / name), subdir=False, lock=False) as env, env.begin(write=True) as txn:
+            txn.put(b"0", IMAGES[1])
+        put(tmp_path / name, f"{bucket}/lsun/{name}_train_lmdb/data.mdb")
+    for address in (f"{bucket}/lsun", f"{bucket}/lsun/*_train_lmdb"):
+        assert open_store(address).classes == ("a", "b")
 
 
 def test_a_pattern_of_remote_files(bucket: str, tmp_path: Path) -> None:

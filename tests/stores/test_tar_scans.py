@@ -13,6 +13,8 @@ import pytest
 
 from raypipe.stores import tar as tar_module
 from raypipe.stores.tar import TarStore
+from raypipe.stores.tar_samples import Archive
+from raypipe.stores.webdataset import Scan
 
 
 def make(path: Path, *names: str) -> TarStore:
@@ -33,9 +35,9 @@ def scans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
     scan = tar_module._scan
 
-    def counted(path: Path, name: str, *options: str) -> object:
-        names.append(Path(name).name)
-        return scan(path, name, *options)
+    def counted(archive: Archive, *options: str) -> Scan:
+        names.append(Path(archive.name).name)
+        return scan(archive, *options)
 
     monkeypatch.setattr(tar_module, "_scan", counted)
     return names

@@ -28,7 +28,7 @@ from raypipe.stores.writers import ParquetWriter
 from raypipe.streaming.digest import batch_digest, iterate_digests
 from raypipe.streaming.handover import loader
 from raypipe.streaming.opening import open_stream
-from raypipe.streaming.pipeline import dataset, splits
+from raypipe.streaming.pipeline import block_dataset, splits
 from raypipe.streaming.remake import NUM_REMADE
 from raypipe.streaming.row import batches_of, host_batches
 from raypipe.streaming.spec import StreamSpec
@@ -110,7 +110,7 @@ def test_executions_in_an_actor_and_with_growing_blocks_have_one_digest(stores: 
     alone, start = without_ray.digests(spec), spec.plan.start()
     in_an_actor = splits(spec, start, max_actors=1, apart=True)
     assert [one.digest for one in iterate_digests(spec.plan, start, in_an_actor)] == alone
-    rows = list(dataset(spec, start, max_actors=1).iter_batches(batch_size=None))
+    rows = list(block_dataset(spec, start, max_actors=1).iter_batches(batch_size=None))
     assert [batch_digest(batch) for row in rows for batch in batches_of(row)] == alone
     sizes = [row["micro"].shape[1] for row in rows]
     assert sizes[:16] == [1] * 16 and max(sizes) > 2, "they grow as soon as it is known what a micro-batch takes"
@@ -205,7 +205,7 @@ def test_a_dataset_has_rows_of_blocks_of_micro_batches(stores: dict[str, Path]) 
         train_transform=lambda image: np.ascontiguousarray(image[:10, :12]),
         pool=PoolConfig(micro_batches_per_block=3),
     )
-    rows = list(dataset(spec, spec.plan.start(), max_actors=1).iter_batches(batch_size=None))
+    rows = list(block_dataset(spec, spec.plan.start(), max_actors=1).iter_batches(batch_size=None))
     assert [row["step"].tolist() for row in rows] == [[[0, 1, 2]], [[3]]]
     assert [row["image"].shape for row in rows] == [(1, 3, 25, 10, 12, 3), (1, 1, 25, 10, 12, 3)]
     batches = [batch for row in rows for batch in batches_of(row)]
@@ -353,7 +353,7 @@ def test_a_validation_whose_last_micro_batches_are_all_padding_is_exact(stores: 
 def test_a_cursor_of_another_plan_is_refused(stores: dict[str, Path]) -> None:
     spec, other = spec_of(stores), spec_of(stores, plan=dataclasses.replace(PLAN, seed=6))
     with pytest.raises(CursorError, match=other.plan.fingerprint):
-        dataset(spec, other.plan.start(), max_actors=1)
+        block_dataset(spec, other.plan.start(), max_actors=1)
 
 
 def test_a_run_that_the_cluster_cannot_hold_is_refused_at_once() -> None:

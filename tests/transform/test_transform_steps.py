@@ -119,7 +119,7 @@ REFUSED = {
     *("ConstrainedCoarseDropout", "CropNonEmptyMaskIfExists", "MaskDropout", "Lambda"),
     *("FDA", "HistogramMatching", "Mosaic", "OverlayElements", "PixelDistributionAdaptation", "TextImage"),
     *("CenterCrop3D", "CoarseDropout3D", "CubicSymmetry", "Pad3D", "PadIfNeeded3D", "RandomCrop3D"),
-    *("Normalize", "ToFloat", "FromFloat", "ToTensorV2", "ToTensor3D"),
+    *("FromFloat", "ToTensor3D"),
     *("BaseCompose", "BasicTransform", "DualTransform", "ImageOnlyTransform", "Transform3D"),
 }
 
@@ -235,8 +235,8 @@ def test_a_function_is_refused() -> None:
             [{"Compose": {"transforms": STEPS, "bbox_params": {"format": "coco"}}}],
             "unknown argument 'bbox_params'; choose from transforms, p",
         ),
-        ([{"Normalize": {}}], "Normalize is of floats; leave it out: .* the device normalises them"),
-        ([{"ToTensorV2": {}}], "ToTensorV2 is of floats"),
+        ([{"FromFloat": {}}], "FromFloat is for floats, and steps begin with uint8 images: leave it out"),
+        ([{"ToTensor3D": {}}], "ToTensor3D is for volumes"),
         ([{"FDA": {}}], "FDA: it needs fda_metadata, but a step gets only the image"),
         ([{"MaskDropout": {}}], "MaskDropout: it needs mask, but"),
         ([{"Blur": {"p": {1, 2}}}], "is a set, which is not a valid argument"),

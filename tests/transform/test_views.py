@@ -171,7 +171,7 @@ def test_a_function_may_return_its_views_by_name() -> None:
     [
         ({}, "a mapping without views"),
         ({"image": IMAGE}, "returned a dict; it must return uint8 HWC"),
-        ({"a": IMAGE / 255}, "returned float64 of shape .* for view 'a'"),
+        ({"a": IMAGE.astype(int)}, "returned int64 of shape .* for view 'a'"),
         ({"a": [IMAGE[:8], IMAGE[:9]]}, "returned a list for view 'a'"),
         ({1: IMAGE}, "for view 1: it must be"),
     ],

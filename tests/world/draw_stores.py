@@ -10,6 +10,7 @@ import decimal
 import io
 import json
 import os
+import pickle
 import tarfile
 import zipfile
 from collections.abc import Callable, Iterator
@@ -17,6 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import foreign_lmdbs as lmdbs_of
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import webdataset
@@ -133,7 +136,7 @@ def trees() -> Iterator[Stored]:
 
 
 def compressed() -> Iterator[Stored]:
-    """Archives that are not read in place."""
+    """Archives: compressed tars are unpacked, and a zip is refused."""
     for suffix in ("gz", "bz2", "xz"):
 
         def write(folder: Path, suffix: str = suffix) -> Path:
@@ -142,7 +145,7 @@ def compressed() -> Iterator[Stored]:
                 tar.add(plant(folder / "root", PLAIN), "")
             return path
 
-        yield Stored(f"tar.{suffix}", write, None)
+        yield Stored(f"tar.{suffix}", write)
 
     def zipped(folder: Path) -> Path:
         with zipfile.ZipFile(folder / "drawn.zip", "w") as archive:
@@ -383,14 +386,71 @@ def lmdbs() -> Iterator[Stored]:
     yield Stored("lmdb: one file", whole)
     yield Stored("lmdb: several files", parts)
 
-    def foreign(folder: Path) -> Path:
-        import lmdb
+    yield from foreign()
 
-        with lmdb.open(str(folder / "drawn.lmdb"), subdir=False) as env, env.begin(write=True) as txn:
-            txn.put(b"a", pa.array([1]).buffers()[1].to_pybytes())
-        return folder / "drawn.lmdb"
 
-    yield Stored("lmdb: of numbers", foreign, None)
+def foreign() -> Iterator[Stored]:
+    """LMDBs of other programs."""
+
+    def of(name: str, write: Callable[[Path], Path], samples: Any = GOOD, **options: Any) -> Stored:
+        return Stored(f"lmdb of others: {name}", write, samples, options)
+
+    def values(dumps: Callable[[Any], bytes], make: Callable[[bytes, int], Any]) -> Callable[[Path], Path]:
+        return lambda folder: lmdbs_of.write_values(folder / "drawn", PICTURES, LABELS, dumps, make)
+
+    def listed(lines: str) -> Callable[[Path], Path]:
+        def write(folder: Path) -> Path:
+            (folder / "drawn.txt").write_text(lines)
+            return lmdbs_of.write_entries(folder / "drawn.lmdb", keyed)
+
+        return write
+
+    unlabeled = [(number, None) for number in range(3)]
+    keyed = {b"k%d" % number: picture for number, picture in enumerate(PICTURES)}
+    yield of(
+        "keys", lambda folder: lmdbs_of.write_entries(folder / "drawn.lmdb", keyed), unlabeled, target_column=""
+    )
+    yield of("folders", lambda folder: lmdbs_of.write_folders(folder / "drawn.lmdb", PICTURES, LABELS, ("a", "b")))
+    yield of("LSUN", lambda folder: lmdbs_of.write_lsun(folder, PICTURES, LABELS, ("a", "b")))
+    yield of("a list", listed("k0 0\nk1 0\nk2 1\n"))
+    yield of("a list of names", listed("k2\tdog\nk1\tcat\nk0\tcat\n"))
+    yield of("a list of one key", listed("k0 0\n"), None)
+    texts = ["one", "two", "three"]
+    write_texts = lmdbs_of.write_texts
+    yield of("text", lambda folder: write_texts(folder / "drawn", PICTURES, texts), unlabeled, target_column="")
+    makes: dict[str, Callable[[bytes, int], Any]] = {
+        "tuples": lambda image, label: (image, label),
+        "label first": lambda image, label: (label, image),
+        "dicts": lambda image, label: {"image": image, "label": label},
+        "names and images": lambda image, label: ("name", image),
+        "three parts": lambda image, label: [image, label, "name"],
+        "images alone": lambda image, label: image,
+    }
+    for kind, dumps in lmdbs_of.DUMPS.items():
+        trust = {"trust_pickles": True} if kind == "pickle" else {}
+        for name, make in makes.items():
+            if kind == "pyarrow" and name == "dicts":
+                continue  # which the writer of the tests lacks
+            has_label = name not in ("names and images", "images alone")
+            options = trust if has_label else {**trust, "target_column": ""}
+            expected = GOOD if has_label else unlabeled
+            yield of(f"{kind}, {name}", values(dumps, make), expected, **options)
+    yield of("pickle, not trusted", values(pickle.dumps, makes["tuples"]), None)
+    yield of(
+        "pickle of numpy",
+        values(lambda value: pickle.dumps(np.array([1])), makes["tuples"]),
+        None,
+        trust_pickles=True,
+    )
+    yield of(
+        "pickle of protocol 2",
+        values(lambda value: pickle.dumps(value, 2), makes["tuples"]),
+        None,
+        trust_pickles=True,
+    )
+    yield of("Caffe", lambda folder: lmdbs_of.write_datums(folder / "drawn", PICTURES, LABELS))
+    yield of("json", values(lambda value: json.dumps(str(value)).encode(), makes["tuples"]), None)
+    yield of("numbers", lambda folder: lmdbs_of.write_entries(folder / "drawn.lmdb", {b"a": bytes(8)}), None)
 
 
 def files() -> Iterator[Stored]:

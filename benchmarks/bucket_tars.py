@@ -1,0 +1,145 @@
+"""Tar shards in a bucket against the same shards on disk: first batch, bytes of an epoch, images/s.
+
+    python benchmarks/bucket_tars.py --folder /tmp/bucket-tars --json
+    python benchmarks/bucket_tars.py --shards 4 --shard-mb 20    # a quick look
+
+The bucket is benchmarks/slow_bucket.py, with 20 ms before each answer. Each way starts with an empty cache. The
+last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import shutil
+import tarfile
+import time
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+from slow_bucket import sent, slow_bucket
+
+import raypipe
+from raypipe.rayext.cluster import connect
+
+_NUM_PICTURES = 400  # different images; shards repeat them in other orders
+
+
+def pictures(side: int) -> list[bytes]:
+    """JPEGs with a shorter side of so many pixels, as large as those of photos."""
+    made = []
+    for number in range(_NUM_PICTURES):
+        rng = np.random.default_rng(number)
+        coarse = cv2.resize(rng.integers(0, 256, (24, 32, 3), np.uint8), (side * 4 // 3, side))
+        noise = rng.normal(0, 9, coarse.shape)
+        pixels = np.clip(coarse + noise, 0, 255).astype(np.uint8)
+        made.append(cv2.imencode(".jpg", pixels, [cv2.IMWRITE_JPEG_QUALITY, 85])[1].tobytes())
+    return made
+
+
+def write_shards(folder: Path, num_shards: int, shard_bytes: int, side: int) -> int:
+    """Write WebDataset shards; return the number of samples."""
+    folder.mkdir(parents=True)
+    images, number = pictures(side), 0
+    rng = np.random.default_rng(0)
+    for shard in range(num_shards):
+        with tarfile.open(folder / f"train-{shard:04d}.tar", "w") as tar:
+            while tar.offset < shard_bytes:
+                image = images[rng.integers(len(images))]
+                for suffix, content in (("jpg", image), ("cls", b"%d" % (number % 100))):
+                    member = tarfile.TarInfo(f"{number:08d}.{suffix}")
+                    member.size = len(content)
+                    tar.addfile(member, io.BytesIO(content))
+                number += 1
+    return number
+
+
+def measure(address: str, shuffle: Any, cache: Path, endpoint: str, epochs: int, preset: str) -> dict[str, Any]:
+    """Read epochs of a store through a stream with Ray: what the first batch and each epoch took."""
+    shutil.rmtree(cache, ignore_errors=True)
+    sent(endpoint)
+    begun = time.perf_counter()
+    spec = raypipe.open_stream(
+        address,
+        plan=raypipe.PlanConfig(epochs=epochs, micro_batch_size=64, shuffle=shuffle),
+        transform=raypipe.TransformConfig(train=preset, size=224),
+    )
+    result: dict[str, Any] = {"open_s": round(time.perf_counter() - begun, 2), "open_bytes": _bytes(endpoint)}
+    loader = raypipe.loader(spec)
+    epoch_images, seconds, num_bytes, num_requests = list[int](), list[float](), list[int](), list[int]()
+    first = True
+    for epoch in loader.epochs():
+        started, images = time.perf_counter(), 0
+        for batch in epoch.train:
+            if first:
+                counts = sent(endpoint)
+                result["first_batch_s"] = round(time.perf_counter() - begun, 2)
+                result["first_batch_bytes"] = sum(n for path, n in counts.items() if path.endswith(".tar"))
+                first, started, images = False, time.perf_counter(), 0
+            images += len(batch.image)
+        seconds.append(time.perf_counter() - started)
+        counts = sent(endpoint)
+        num_requests.append(counts.pop("requests", 0))
+        num_bytes.append(sum(n for path, n in counts.items() if path.endswith(".tar")))
+        epoch_images.append(images)
+    num_bytes[0] += result["first_batch_bytes"]
+    result["epoch_bytes"], result["epoch_requests"] = num_bytes, num_requests
+    result["images_per_s"] = [round(n / s, 1) for n, s in zip(epoch_images, seconds, strict=True)]
+    return result
+
+
+def _bytes(endpoint: str) -> int:
+    return sum(n for path, n in sent(endpoint).items() if path.endswith(".tar"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--folder", type=Path, default=Path("/tmp/raypipe-bucket-tars"))
+    parser.add_argument("--shards", type=int, default=20)
+    parser.add_argument("--shard-mb", type=int, default=100)
+    parser.add_argument("--side", type=int, default=256)
+    parser.add_argument("--epochs", type=int, default=1)
+    parser.add_argument("--preset", default="light")
+    parser.add_argument("--latency-ms", type=float, default=20)
+    options = parser.parse_args()
+    shards = options.folder / "bucket" / "shards"
+    if not shards.exists():
+        write_shards(shards, options.shards, options.shard_mb * 1_000_000, options.side)
+    stored = sum(path.stat().st_size for path in shards.glob("*.tar"))
+    cache = options.folder / "cache"
+    os.environ["RAYPIPE_CACHE"] = str(cache)
+    shutil.rmtree(shards / "_raypipe_index", ignore_errors=True)
+    with slow_bucket(options.folder, options.latency_ms / 1000) as endpoint:
+        os.environ |= {"AWS_ENDPOINT_URL": endpoint, "AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x"}
+        os.environ |= {"AWS_REGION": "us-east-1", "AWS_EC2_METADATA_DISABLED": "true"}
+        begun = time.perf_counter()
+        store: Any = raypipe.open_store("s3://bucket/shards")
+        index = store.write_index()
+        report: dict[str, Any] = {
+            "stored_bytes": stored,
+            "samples": index["samples"],
+            "index_s": round(time.perf_counter() - begun, 1),
+            "index_bytes_read": _bytes(endpoint),
+            "index_bytes": sum(path.stat().st_size for path in (shards / "_raypipe_index").iterdir()),
+        }
+        connect()
+        arguments = cache, endpoint, options.epochs, options.preset
+        ways = {
+            "bucket": ("s3://bucket/shards", "auto"),
+            "disk": (str(shards), "auto"),
+            "disk, in windows": (str(shards), "window"),
+            "bucket again": ("s3://bucket/shards", "auto"),
+            "disk again": (str(shards), "auto"),
+        }
+        for name, (address, shuffle) in ways.items():
+            report[name] = measure(address, shuffle, *arguments)
+            print(name, report[name], flush=True)
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()

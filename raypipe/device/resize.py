@@ -1,0 +1,127 @@
+"""Cuts, resizes and turns of a group of images at once, in whole numbers, on any device. Knows torch, not Ray.
+
+    boxes of images, of any sizes → one uint8 array, each at its upper left corner → each resize: rows, columns
+
+A resize is two products of matrices. Its filter is that of torch's `interpolate(antialias=True)` and of Pillow, a
+triangle or a cubic that is as wide as the scale. Its weights are multiples of 2^-11 whose sum is 1, and what lies
+between two products is a multiple of 2^-3: all sums are whole numbers below 2^24, which float32 holds exactly, in
+any order, with TF32 or without. So the device, its threads and its settings change no bit. torch's own result in
+floats differs by at most a level.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from raypipe.transform.encoded import (
+    AT,
+    FILL,
+    FILTER,
+    KEPT,
+    LENGTH,
+    NUM_RESIZE,
+    RESIZED,
+    RESIZES,
+    SIDE,
+    START,
+    STEP,
+    TURNED,
+    axis_columns,
+)
+from raypipe.transform.geometry_steps import CUBIC
+
+_WEIGHT, _BETWEEN = 1 << 11, 1 << 3
+
+
+def resize(images: Sequence[torch.Tensor], maps: np.ndarray) -> torch.Tensor:
+    """Cut, resize and turn images by their maps, all at once.
+
+    Args:
+        images: the boxes that are needed of them, each uint8 (3, h, w), on one device.
+        maps: int32 (n, …), see `raypipe.transform.encoded`.
+
+    Returns:
+        uint8 (n, H, W, 3).
+    """
+    device, num = images[0].device, len(images)
+    axes = np.stack([maps[:, axis_columns(maps.shape[1], axis)] for axis in (0, 1)]).astype(np.int64)
+    lengths, scale = axes[:, :, LENGTH], 1
+    height, width = lengths.max(axis=1).tolist()
+    fill = to_device(maps[0, FILL].astype(np.uint8), device).view(3, 1)
+    spans = torch.zeros((num, height, 3, width), dtype=torch.uint8, device=device) + fill
+    starts = axes[:, :, START]
+    firsts = np.maximum(0, -starts)
+    counts = np.maximum(0, np.minimum(axes[:, :, SIDE], starts + lengths) - np.maximum(0, starts))
+    for number, image in enumerate(images):
+        upright = image.transpose(1, 2) if maps[number, TURNED] else image
+        (top, left), (rows, columns) = firsts[:, number].tolist(), counts[:, number].tolist()
+        spans[number, top : top + rows, :, left : left + columns] = upright[:, :rows, :columns].transpose(0, 1)
+    pixels = spans.float() - fill  # beyond the edges is nothing then, also behind a resize
+    for place in range(RESIZES, axes.shape[2], NUM_RESIZE):
+        of_resize = axes[:, :, place : place + NUM_RESIZE]
+        by_row = _weights(of_resize[0], lengths[0], pixels.shape[1], device)
+        pixels = _product(by_row, pixels.flatten(2), scale).unflatten(2, (3, -1))
+        by_column = _weights(of_resize[1], lengths[1], pixels.shape[3], device)
+        pixels = _product(pixels.flatten(1, 2), by_column.mT, _BETWEEN).unflatten(1, (-1, 3))
+        lengths, scale = of_resize[:, :, KEPT], _BETWEEN
+    pixels = pixels.div_(_BETWEEN).add_(0.5).floor_() + fill
+    return pixels.clamp_(0, 255).to(torch.uint8).transpose(2, 3).contiguous()
+
+
+def _product(a: torch.Tensor, b: torch.Tensor, scale: int) -> torch.Tensor:
+    """Multiply weights and pixels that are multiples of 1 / `scale`, and round to multiples of 1 / _BETWEEN."""
+    return torch.bmm(a, b).mul_(_BETWEEN / (_WEIGHT * scale)).add_(0.5).floor_()
+
+
+def _weights(of_resize: np.ndarray, lengths: np.ndarray, num: int, device: torch.device) -> torch.Tensor:
+    """The weights of `num` pixels before a resize in each pixel behind it, float32 (n, kept, num), whole numbers.
+
+    Args:
+        of_resize: int64 (n, NUM_RESIZE), see `raypipe.transform.encoded`.
+        lengths: int64 (n,), how many of the pixels before it there are.
+    """
+    is_cubic = int(of_resize[0, FILTER]) == CUBIC
+    radius = 2 if is_cubic else 1
+    num_taps = 2 * math.ceil(radius * max(1.0, (lengths / of_resize[:, RESIZED]).max())) + 2
+    columns = np.column_stack([lengths, of_resize[:, [RESIZED, AT, STEP]]])[:, :, None, None]
+    length, resized, at, step = to_device(columns, device).double().unbind(1)
+    kept = torch.arange(int(of_resize[:, KEPT].max()), device=device)[:, None]
+    place = at + step * kept
+    is_inside = (place >= 0) & (place < resized)
+    place = torch.where(is_inside, place, 0)
+    # In halves of a pixel, times `resized`: whole numbers, so that every device has the same.
+    middle = (2 * place + 1) * length
+    first = torch.floor(middle / (2 * resized) - radius * torch.clamp_min(length / resized, 1)).clamp_min_(
+        -num_taps
+    )
+    taps = first + torch.arange(num_taps, device=device)
+    wide = 2 * torch.maximum(length, resized)
+    weights = (_cubic if is_cubic else _triangle)(((2 * taps + 1) * resized - middle).abs_(), wide)
+    weights = torch.where((taps >= 0) & (taps < length), weights, 0)
+    sums = weights.cumsum(2)
+    sums = torch.round(sums * _WEIGHT / sums[:, :, -1:])  # so that the weights add up to 1
+    weights = torch.diff(sums, dim=2, prepend=torch.zeros_like(sums[:, :, :1]))
+    weights = torch.where(is_inside, weights, 0).float()
+    wider = torch.zeros((*weights.shape[:2], num + 2 * num_taps), device=device)
+    return wider.scatter_(2, taps.long() + num_taps, weights)[:, :, num_taps : num_taps + num]
+
+
+def _triangle(distance: torch.Tensor, one: torch.Tensor) -> torch.Tensor:
+    return (one - distance).clamp_min_(0)
+
+
+def _cubic(distance: torch.Tensor, one: torch.Tensor) -> torch.Tensor:
+    """Keys's filter with a = -0.5, times 2 · one³."""
+    near = 3 * distance**3 - 5 * one * distance**2 + 2 * one**3
+    far = -(distance**3) + 5 * one * distance**2 - 8 * one**2 * distance + 4 * one**3
+    return torch.where(distance < one, near, torch.where(distance < 2 * one, far, 0))
+
+
+def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """An array on a device, without waiting for it."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

@@ -1,0 +1,218 @@
+"""Contents of LMDB files that other programs wrote, read in place; `raypipe.stores.lmdb_listing` has the layouts.
+
+Columns are `image`; `label`, numbers from the values, from a list of keys, or from the keys' folders; `text`, if
+the labels are text; and `key`. A value that is damaged, or cannot be parsed, is a bad sample.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, replace
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+
+from raypipe.errors import StoreError
+from raypipe.storage.files import RemoteFile
+from raypipe.storage.filesystem import is_remote
+from raypipe.storage.local_cache import shared_cache
+from raypipe.stores.base import Columns, as_text, by_part, hash_of_facts, join_fingerprints, missing, part_of
+from raypipe.stores.lmdb_listing import SLOT_BITS, Listing, Options, entry_at, listing_of
+from raypipe.stores.lmdb_pages import LMDBFile
+
+DATA_FILE = "data.mdb"
+"""Name of the file in an LMDB that is a folder."""
+
+_LIST_SUFFIXES = (".txt", ".csv", ".tsv")
+_LIST_INSIDE = "labels.txt"
+CLASS_OF_LSUN = re.compile(r"(?P<name>.+)_(?P<split>train|val|test)_lmdb")
+"""Name of an LMDB of LSUN, which has one for each class."""
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """A file of a store.
+
+    Attributes:
+        path: the LMDB's path or URI, a file or a folder, for errors.
+        file: stays open; a remote one is in the node's cache.
+        listing: its samples.
+    """
+
+    path: str
+    file: LMDBFile | RemoteFile
+    listing: Listing
+
+    def open(self) -> LMDBFile:
+        return self.file if isinstance(self.file, LMDBFile) else shared_cache().get(self.file, LMDBFile)
+
+
+def open_foreign(files: Sequence[RemoteFile], options: Options) -> ForeignShards:
+    """Open files that another program wrote.
+
+    Raises:
+        StoreError: a file is damaged, its layout is unknown, or the files do not belong together.
+    """
+    return ForeignShards([_open(file, options) for file in files], options.target_column)
+
+
+def _open(listed: RemoteFile, options: Options) -> _Shard:
+    address = listed.address
+    where = address.removesuffix(f"/{DATA_FILE}")
+    if options.target_column.endswith(_LIST_SUFFIXES) or not options.target_column:
+        list_file = options.target_column
+        if list_file and not is_remote(list_file):
+            list_file = str(Path(where).parent / list_file)  # an absolute path stays as it is
+    else:
+        list_file = _list_beside(where)
+    options = replace(options, list_file="" if options.target_column == "folder" else list_file)
+    if is_remote(address):
+        file: LMDBFile = shared_cache().get(listed, LMDBFile)
+        return _Shard(where, listed, listing_of(file, where, astuple(listed), options))
+    file = LMDBFile(address)
+    status = Path(address).stat()
+    version = status.st_size, status.st_mtime_ns, status.st_ino
+    try:
+        return _Shard(where, file, listing_of(file, where, version, options))
+    except StoreError as error:
+        if file.num_bytes < file.declared_bytes and "is damaged" in str(error):
+            raise StoreError(
+                f"{where} is truncated: {file.num_bytes} bytes, needs {file.declared_bytes}; copy it again"
+            ) from error
+        raise
+
+
+def _list_beside(where: str) -> str:
+    """Return the list of keys and labels next to a local LMDB: `labels.txt` in its folder, or `NAME.txt`."""
+    if is_remote(where):
+        return ""
+    path = Path(where)
+    beside = path.with_suffix(".txt") if path.suffix in (".lmdb", ".mdb") else path.with_name(f"{path.name}.txt")
+    return next((str(each) for each in (path / _LIST_INSIDE, beside) if each.is_file()), "")
+
+
+class ForeignShards:
+    """The shards of an open store."""
+
+    groups = None
+
+    def __init__(self, shards: Sequence[_Shard], target_column: str) -> None:
+        self._shards = shards
+        first = shards[0].listing
+        for shard in shards[1:]:
+            found = shard.listing
+            if (found.layout, found.label_type) != (first.layout, first.label_type):
+                raise StoreError(
+                    f"{shard.path} and {shards[0].path} differ: {found.layout} with labels of type "
+                    f"{found.label_type or 'none'}, and {first.layout} with {first.label_type or 'none'}; all "
+                    "LMDBs of one store must have the same"
+                )
+        self._offsets = np.cumsum([0, *(len(shard.listing.places) for shard in shards)])
+        self.classes, self._labels = _labels_of(shards)
+        label_type = "int64" if self._labels[0] is not None else first.label_type
+        self._is_scene_text = first.layout == "scene-text"
+        has_text = self._is_scene_text or label_type == "string"
+        self._label_type = "" if label_type == "string" else label_type
+        self.label_is_class = self._label_type in ("", "int64")
+        self.columns: tuple[str, ...] = (
+            "image",
+            *(["label"] if self._label_type else []),
+            *(["text"] if has_text else []),
+            "key",
+        )
+        kinds = {"image": "binary", "label": self._label_type}
+        self.column_types = {name: kinds.get(name, "string") for name in self.columns}
+        if target_column not in ("", "label") and "label" not in self.columns:
+            raise StoreError(missing(shards[0].path, target_column, self.columns, "target_column"))
+        facts = [hash_of_facts(self.classes)] if self.classes else []
+        self.fingerprint = join_fingerprints([*(shard.listing.fingerprint for shard in shards), *facts])
+
+    def __len__(self) -> int:
+        return int(self._offsets[-1])
+
+    def read(self, indices: np.ndarray, columns: tuple[str, ...]) -> Columns:
+        values: dict[str, Any] = {name: [None] * len(indices) for name in columns}
+        stored = set(columns)
+        if "label" in values and self._labels[0] is not None:  # no value is read for it
+            values["label"] = np.empty(len(indices), np.int64)
+            stored.discard("label")
+        for number, positions in by_part(indices, self._offsets):
+            rows = indices[positions] - self._offsets[number]
+            labels = self._labels[number]
+            if labels is not None and "label" in values:
+                values["label"][positions] = labels[rows]
+            if stored:
+                self._read_into(values, self._shards[number], positions, rows, stored)
+        if "label" in stored:
+            values["label"] = _as_array(values["label"], self._label_type)
+        return values
+
+    def _read_into(
+        self, values: dict[str, Any], shard: _Shard, positions: np.ndarray, rows: np.ndarray, stored: set[str]
+    ) -> None:
+        file, value = shard.open(), shard.listing.value
+        for position, place in zip(positions.tolist(), shard.listing.places[rows].tolist(), strict=True):
+            try:
+                if stored == {"key"}:
+                    key, content = file.key(place >> SLOT_BITS, place & ((1 << SLOT_BITS) - 1)), memoryview(b"")
+                else:
+                    key, content = entry_at(file, place)
+                found: dict[str, Any] = {"image": content, "key": as_text(key)}
+                if value is not None and stored - {"key"}:
+                    found["image"], label = value.read(content)
+                    found["label"], found["text"] = label, label if isinstance(label, str) else None
+                if self._is_scene_text and "text" in stored:
+                    text = file.get(b"label-" + key.removeprefix(b"image-"))
+                    found["text"] = None if text is None else as_text(bytes(text))
+            except OSError as error:
+                raise StoreError(f"{shard.path} cannot be read: {error}") from error
+            except (StoreError, ValueError):
+                continue  # this sample's place in the file, or its value, is damaged: a bad sample
+            for name in stored:
+                values[name][position] = found.get(name)
+
+    def sample_name(self, index: int) -> str:
+        number, within = part_of(self._offsets, index)
+        place = int(self._shards[number].listing.places[within])
+        key = self._shards[number].open().key(place >> SLOT_BITS, place & ((1 << SLOT_BITS) - 1))
+        return f"{self._shards[number].path}, key {key.decode(errors='backslashreplace')}"
+
+
+def _labels_of(shards: Sequence[_Shard]) -> tuple[tuple[str, ...] | None, list[np.ndarray | None]]:
+    """Return class names, and each shard's labels that are known without reading values."""
+    listings = [shard.listing for shard in shards]
+    if all(listing.classes is not None for listing in listings):
+        classes = tuple(sorted({name for listing in listings for name in listing.classes or ()}))
+        if all(listing.classes == classes for listing in listings):
+            return classes, [listing.labels for listing in listings]
+        rank = {name: number for number, name in enumerate(classes)}
+        ranks = [np.array([rank[name] for name in listing.classes or ()], np.int64) for listing in listings]
+        return classes, [
+            None if listing.labels is None else own[listing.labels]
+            for own, listing in zip(ranks, listings, strict=True)
+        ]
+    if len(shards) > 1 and not any(listing.label_type for listing in listings):
+        names = [CLASS_OF_LSUN.fullmatch(PurePosixPath(shard.path).name) for shard in shards]
+        found = [name["name"] for name in names if name is not None]
+        if len(found) == len(set(found)) == len(shards) and listings[0].layout == "image":
+            sizes = [len(listing.places) for listing in listings]
+            return tuple(found), [np.full(size, number) for number, size in enumerate(sizes)]
+    return None, [listing.labels for listing in listings]
+
+
+def _as_array(labels: list[Any], kind: str) -> Any:
+    """Return labels as an array, or as a list with None for those that are missing or of another type."""
+    kinds = {"int64": int, "float64": int | float, "array": list}[kind]
+    labels = [label if isinstance(label, kinds) else None for label in labels]
+    try:
+        if any(label is None for label in labels):
+            raise ValueError
+        array = np.array(labels, None if kind == "array" else kind)
+        if array.dtype.kind in "biuf":
+            return array
+    except (ValueError, OverflowError):  # a missing one, one over 64 bits, or lists of several lengths
+        if kind == "int64":
+            labels = [label if label is not None and -(1 << 63) <= label < 1 << 63 else None for label in labels]
+    return labels

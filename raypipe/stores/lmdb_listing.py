@@ -1,0 +1,347 @@
+"""Listing of an LMDB file that another program wrote: where its samples are, in which order, with which labels.
+
+A large file is listed once per node: the listing stays in the node's cache, and all processes map it.
+
+    RAYPIPE_CACHE/lmdb/KEY-1.listing   KEY: hash of the file's path, size, time of change and inode, and of options
+        8 bytes        length of the JSON
+        JSON           layout, classes, fingerprint, number of samples, type of the labels in the listing
+        int64 (n,)     place of each sample: page number << 16 | entry within the page
+        int64 (n,)     labels, if the listing has them
+
+Layouts, which are found by content:
+
+image        each value is an encoded image, as in LSUN; labels are in a list of keys, or are the keys' folders
+scene-text   image-000000001, … with its text at label-000000001, and num-samples (CRNN, ASTER, PARSeq)
+pickle, msgpack, pyarrow, datum   see `raypipe.stores.lmdb_values`; `__keys__`, if it can be read, has the order
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import secrets
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from raypipe.errors import StoreError
+from raypipe.storage.local_file import locked, make_cache_folder
+from raypipe.storage.patience import progress
+from raypipe.stores.base import hash_of_facts
+from raypipe.stores.lmdb_labels import KeyTable, Labels, labels_of_folders, labels_of_list
+from raypipe.stores.lmdb_pages import Leaf, LMDBFile
+from raypipe.stores.lmdb_values import ValueLayout, find_layout, keys_in, kind_of
+
+logger = logging.getLogger(__name__)
+
+SLOT_BITS = 16  # a page of at most 32 KiB has fewer entries
+
+# Entries about the others, as folder2lmdb, scene-text tools, StyleGAN2 and BasicSR write them.
+_ABOUT_ALL = (b"__keys__", b"__len__", b"__meta__", b"length", b"meta_info.txt", b"num-samples", b"__raypipe__")
+_FIRST_PICTURE, _FIRST_TEXT = b"image-000000001", b"label-000000001"
+_NUM_TRIED = 16  # values that decide the layout
+_NUM_HASHED = 64  # values in the fingerprint
+_LARGE = 1_000_000  # entries: listing them takes a second
+_PROGRESS = 1000  # pages
+_SMALL = 20_000  # entries: listing them takes a hundredth of a second, so it is not kept
+_TYPES = {int: "int64", bool: "int64", float: "float64", list: "array", str: "string"}
+
+_UNTRUSTED = (
+    "has pickled values, and a pickle can be a program. raypipe reads only bytes, text, numbers, tuples, lists "
+    "and dicts from them, and only on your word: set store.trust_pickles to true (--store.trust-pickles true, or "
+    "trust_pickles=True in Python) if you trust whoever wrote the file"
+)
+
+
+@dataclass(frozen=True)
+class Options:
+    """Settings that a listing depends on.
+
+    Attributes:
+        target_column: see `raypipe.stores.lmdb.LMDBStore`.
+        trust_pickles: whether pickled values may be opened.
+        list_file: list of keys with labels; "" = none.
+    """
+
+    target_column: str = "label"
+    trust_pickles: bool = False
+    list_file: str = ""
+
+
+@dataclass(frozen=True)
+class Listing:
+    """Samples of a file.
+
+    Attributes:
+        layout: see above.
+        places, labels: see above; `labels` is None if the values have the labels, or there are none.
+        value: places of image and label in the values; None for `image` and `scene-text`.
+        label_type: "int64", "float64", "string", "array", or "" without labels.
+        classes: class names, position = label; None = not named.
+        fingerprint: hash over keys, lengths of values, order and labels, and the values of 64 samples.
+    """
+
+    layout: str
+    places: np.ndarray
+    labels: np.ndarray | None
+    value: ValueLayout | None
+    label_type: str
+    classes: tuple[str, ...] | None
+    fingerprint: str
+
+
+def listing_of(file: LMDBFile, where: str, version: Sequence[Any], options: Options) -> Listing:
+    """Return a file's listing: from the node's cache, or made now.
+
+    Args:
+        file: the open file.
+        where: its address, for errors.
+        version: facts that change when the file does.
+
+    Raises:
+        StoreError: the file is damaged, or its layout is unknown.
+    """
+    if file.num_entries < _SMALL:
+        return _list(file, where, options)
+    version = [where, *version, *asdict(options).values()]
+    if options.list_file:
+        with contextlib.suppress(OSError):  # a remote list has no time of change here
+            status = Path(options.list_file).stat()
+            version += [status.st_size, status.st_mtime_ns]
+    try:
+        kept = make_cache_folder("lmdb") / f"{hash_of_facts(version)}-1.listing"
+    except OSError:  # the cache only saves time
+        return _list(file, where, options)
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+        return _read(kept)
+    with locked(kept.with_suffix(".lock")):  # one process makes it, and the others wait
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+            return _read(kept)
+        listing = _list(file, where, options)
+        with contextlib.suppress(OSError):
+            _write(kept, listing)
+            return _read(kept)
+    return listing
+
+
+# In the cache
+
+
+def _write(path: Path, listing: Listing) -> None:
+    facts = {
+        "layout": listing.layout,
+        "value": listing.value and asdict(listing.value),
+        "label_type": listing.label_type,
+        "classes": listing.classes,
+        "fingerprint": listing.fingerprint,
+        "num_samples": len(listing.places),
+        "has_labels": listing.labels is not None,
+    }
+    head = json.dumps(facts).encode()
+    head += b" " * (-len(head) % 8)
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        with partial.open("xb") as target:
+            target.write(len(head).to_bytes(8, "little") + head)
+            target.write(listing.places.astype("<i8").tobytes())
+            if listing.labels is not None:
+                target.write(listing.labels.astype("<i8").tobytes())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _read(path: Path) -> Listing:
+    with path.open("rb") as file:
+        num_head = int.from_bytes(file.read(8), "little")
+        num_bytes = os.fstat(file.fileno()).st_size
+        if num_head > num_bytes:
+            raise ValueError("it is cut")
+        facts = json.loads(file.read(num_head))
+        count, columns = facts["num_samples"], 1 + facts["has_labels"]
+        if num_bytes != 8 + num_head + 8 * count * columns:
+            raise ValueError("it is cut")
+        mapped = np.empty((columns, 0), np.int64)
+        if count:
+            mapped = np.memmap(file, "<i8", "r", 8 + num_head, (columns, count))
+    return Listing(
+        facts["layout"],
+        mapped[0],
+        mapped[1] if facts["has_labels"] else None,
+        facts["value"] and ValueLayout(**facts["value"]),
+        facts["label_type"],
+        None if facts["classes"] is None else tuple(facts["classes"]),
+        facts["fingerprint"],
+    )
+
+
+# From the file
+
+
+def _list(file: LMDBFile, where: str, options: Options) -> Listing:
+    if file.num_entries >= _LARGE:
+        logger.info("listing the %s keys of %s, once per node", f"{file.num_entries:,}", where)
+    is_text = file.get(_FIRST_PICTURE) is not None and (
+        file.get(_FIRST_TEXT) is not None or file.get(b"num-samples") is not None
+    )
+    places, table = _walk(file, _scene_text_bounds(file) if is_text else _sample_bounds())
+    if not len(places):
+        raise StoreError(f"{where} has no samples: {file.num_entries} keys, and none of them is a sample's")
+    digest = hashlib.blake2b(table.hash(), digest_size=16)
+    found = list(_some(file, places, _NUM_TRIED))
+    layout = "scene-text" if is_text else _layout_of(where, found)
+    value: ValueLayout | None = None
+    labels = Labels()
+    label_type = ""
+    if layout == "pickle" and not options.trust_pickles:
+        raise StoreError(f"{where} {_UNTRUSTED}")
+    if layout in ("image", "scene-text"):
+        order = _numeric_order(table) if layout == "image" else None
+        labels = _labels_of_keys(where, layout, table, options)
+        label_type = "int64" if labels.numbers is not None else ""
+    else:
+        value, label_type = _value_layout(where, layout, found, options.target_column)
+        listed = file.get(b"__keys__")
+        keys = None if listed is None else keys_in(listed, layout == "pickle")
+        order = _numeric_order(table) if keys is None else _listed_order(where, table, keys)
+    digest.update(repr((layout, value, label_type, labels.classes)).encode())
+    numbers = labels.numbers
+    if numbers is not None:
+        digest.update(numbers.tobytes())
+    if order is not None:
+        digest.update(order.tobytes())
+        places, numbers = places[order], None if numbers is None else numbers[order]
+    for _, content in _some(file, places, _NUM_HASHED):
+        digest.update(content)
+    return Listing(layout, places, numbers, value, label_type, labels.classes, digest.hexdigest())
+
+
+def _sample_bounds() -> list[bytes]:
+    """Bounds of the samples' keys, see `_walk`: all keys but those of `_ABOUT_ALL`."""
+    return [b"", *(bound for key in sorted(_ABOUT_ALL) for bound in (key, key + b"\0"))]
+
+
+def _scene_text_bounds(file: LMDBFile) -> list[bytes]:
+    number = bytes(file.get(b"num-samples") or b"")
+    last = b"image-%09d\0" % int(number) if number.isdigit() and len(number) < 10 else b"image."
+    return [b"image-", last]
+
+
+def _walk(file: LMDBFile, bounds: Sequence[bytes]) -> tuple[np.ndarray, KeyTable]:
+    """Return the place of each sample in the order of the keys, and the keys.
+
+    Args:
+        bounds: ascending; samples have keys from the first to below the second, from the third to below the
+            fourth, and so on.
+    """
+    places, table = [], KeyTable()
+    for number, leaf in enumerate(file.leaves()):
+        if number % _PROGRESS == 0:
+            progress()
+        slots = _slots(leaf, bounds)
+        places.append(leaf.number << SLOT_BITS | slots)
+        table.add(leaf, slots)
+    return np.concatenate([np.empty(0, np.int64), *places]), table
+
+
+def _slots(leaf: Leaf, bounds: Sequence[bytes]) -> np.ndarray:
+    """Return the entries of a page that are samples."""
+    num = len(leaf.lengths)
+    first, last = bisect_left(bounds, leaf.key(0) + b"\0"), bisect_left(bounds, leaf.key(num - 1) + b"\0")
+    if first == last:  # no bound is within the page
+        return np.arange(num if first % 2 else 0)
+    ranks = [bisect_left(bounds, leaf.key(slot) + b"\0") for slot in range(num)]
+    return np.flatnonzero(np.array(ranks) % 2)
+
+
+def _some(file: LMDBFile, places: np.ndarray, most: int) -> Iterator[tuple[bytes, memoryview]]:
+    """Yield entries from everywhere in the file, except damaged ones."""
+    for index in np.unique(np.linspace(0, len(places) - 1, most).astype(int)).tolist():
+        with contextlib.suppress(StoreError):
+            yield entry_at(file, int(places[index]))
+
+
+def entry_at(file: LMDBFile, place: int) -> tuple[bytes, memoryview]:
+    """Return the key and the value at a place."""
+    return file.entry(place >> SLOT_BITS, place & ((1 << SLOT_BITS) - 1))
+
+
+def _layout_of(where: str, found: Sequence[tuple[bytes, memoryview]]) -> str:
+    """Return the layout that at least three quarters of some values have, since a few may be damaged."""
+    kinds = Counter(kind_of(value) for _, value in found)
+    kind, num = kinds.most_common(1)[0] if kinds else ("", 0)
+    if kind and 4 * num >= 3 * len(found):
+        return kind
+    shown = "; ".join(f"{key[:40]!r}: {bytes(value[:16])!r}" for key, value in found[:2]) or "unreadable"
+    raise StoreError(
+        f"{where} is LMDB of an unknown layout ({shown}): its values are neither encoded images nor (image, "
+        "label) by pickle, msgpack or pyarrow, nor Caffe's Datum. Read it with the library lmdb, and give the "
+        "samples to `raypipe.convert`, as docs/formats.md shows"
+    )
+
+
+def _value_layout(
+    where: str, kind: str, found: Sequence[tuple[bytes, memoryview]], target: str
+) -> tuple[ValueLayout, str]:
+    """Return where image and label are in the values, and the labels' type."""
+    reason: object = "no value can be read"
+    layout: ValueLayout | None = None
+    labels = []
+    for key, value in found:
+        try:
+            layout = layout or find_layout(kind, value, target or "label")
+            labels.append(layout.read(value)[1])
+        except ValueError as error:
+            reason = f"at key {key[:40]!r}: {error}"
+    if layout is None:
+        raise StoreError(f"{where} has values of the kind {kind} that cannot be read: {reason}")
+    return layout, _type_of(labels)
+
+
+def _type_of(labels: Sequence[Any]) -> str:
+    """Return the type of labels that most of some have, since a few may be damaged."""
+    kinds = Counter(_TYPES[type(label)] for label in labels if label is not None)
+    if kinds["float64"]:  # among floats, a whole number may be an int
+        kinds["float64"] += kinds.pop("int64", 0)
+    return kinds.most_common(1)[0][0] if kinds else ""
+
+
+def _numeric_order(table: KeyTable) -> np.ndarray | None:
+    """Return the order of keys "0", "1", … "10" by number; None if they are others, or in this order."""
+    if len(set(table.key_bytes.tolist())) < 2 or not all(table.key(row).isdigit() for row in table.spread(16)):
+        return None
+    numbers = table.numbers()
+    if numbers is None:
+        return None
+    order = np.argsort(numbers, kind="stable")
+    return None if (order == np.arange(len(order))).all() else order
+
+
+def _listed_order(where: str, table: KeyTable, keys: Sequence[bytes]) -> np.ndarray | None:
+    """Return the row of each key of `__keys__`; None if they are in the order of the file."""
+    order = table.rows(keys)
+    if (order < 0).any():
+        missing = keys[int(np.flatnonzero(order < 0)[0])]
+        raise StoreError(f"{where} has no key {missing[:64]!r}, which its __keys__ names: copy it again")
+    if len(order) < len(table):
+        logger.warning("%s: __keys__ leaves out %s of %s samples", where, len(table) - len(order), len(table))
+    elif (order == np.arange(len(order))).all():
+        return None
+    return order
+
+
+def _labels_of_keys(where: str, layout: str, table: KeyTable, options: Options) -> Labels:
+    """Return the labels of samples whose values are images: from a list, or from the folders in the keys."""
+    if options.list_file:
+        return labels_of_list(where, options.list_file, table)
+    if layout == "image" and options.target_column in ("label", "folder"):
+        return labels_of_folders(where, table, options.target_column == "folder")
+    return Labels()

@@ -1,0 +1,343 @@
+"""Values in LMDB files that other programs wrote: one encoded sample → its image and its label.
+
+    pickle    (image, label), as Efficient-PyTorch's folder2lmdb writes it; opened only with store.trust_pickles
+    msgpack   the same, also with msgpack_numpy's arrays, as tensorpack writes it
+    pyarrow   the same by `pyarrow.serialize`, which pyarrow 14 and later lack; no class is imported for it
+    datum     Caffe's protocol buffer: encoded bytes, or pixels in planes, blue first
+
+A value is a tuple, a list or a dict. Its image is the part that starts as an image does; its label is the part
+after it, or the field of the label's name. Nothing here runs code from a value.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from raypipe.stores.numbers import NPY
+
+_MAGICS = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF8", b"BM", b"II*\0", b"MM\0*", NPY)
+_PICKLE_PROTOCOLS = [bytes([protocol]) for protocol in range(2, 6)]  # the second byte; Python 2's have protocol 2
+# First bytes of msgpack: small dicts, small arrays, bytes, arrays and dicts.
+_MSGPACK_STARTS = frozenset((*range(0x81, 0xA0), 0xC4, 0xC5, 0xC6, 0xDC, 0xDE))
+_DATUM_STARTS = b"\x08\x22"  # the fields `channels` and `data`
+# Names in dicts, in the order of preference.
+_LABELS = ("label", "labels", "target", "targets", "cls", "class", "y", "text", "caption")
+
+Part = int | str
+"""Place of a part in a value: position in a tuple, or name in a dict; -1 = the value is the part."""
+
+
+def kind_of(value: bytes | memoryview) -> str:
+    """Return the kind of a value by its bytes: "image", a key of `READERS`, or "" for anything else."""
+    start = bytes(value[:20])
+    if start.startswith(_MAGICS) or start[8:12] == b"WEBP" or start[4:8] == b"ftyp":
+        return "image"
+    if start[:1] == b"\x80" and start[1:2] in _PICKLE_PROTOCOLS:
+        return "pickle"
+    if start[:4] == bytes(4):
+        return "pyarrow" if _opens(_from_pyarrow, value) else ""
+    if start[:1] in _DATUM_STARTS and _opens(_from_datum, value):
+        return "datum"
+    if start and start[0] in _MSGPACK_STARTS and _opens(_from_msgpack, value):
+        return "msgpack"
+    return ""
+
+
+def _opens(read: Callable[[memoryview], Any], value: bytes | memoryview) -> bool:
+    try:
+        read(memoryview(value))
+    except ValueError:
+        return False
+    return True
+
+
+# Kinds
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Makes bytes, text, numbers, tuples, lists and dicts, which no class or function is imported for."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise ValueError(
+            f"it names {module}.{name}: of a pickle, raypipe reads bytes, str, int, float, tuple, list and dict. "
+            "Read such values with your own code, and give the samples to `raypipe.convert`"
+        )
+
+
+def _from_pickle(value: memoryview) -> Any:
+    try:
+        return _PlainUnpickler(io.BytesIO(value), encoding="bytes").load()
+    except ValueError:
+        raise
+    except Exception as error:  # damage makes it raise anything
+        raise ValueError(f"it cannot be unpickled: {type(error).__name__}: {error}") from None
+
+
+def _from_msgpack(value: memoryview) -> Any:
+    import msgpack
+
+    try:
+        return msgpack.unpackb(value, raw=True, strict_map_key=False)
+    except Exception as error:
+        raise ValueError(f"it is not msgpack: {type(error).__name__}: {error}") from None
+
+
+def _from_pyarrow(value: memoryview) -> Any:
+    """Read what `pyarrow.serialize` wrote: counts, a record batch with one row, and arrays of numbers.
+
+    From version 0.12 on, there are four counts, before that two.
+    """
+    if len(value) < 64:
+        raise ValueError("it is too short for pyarrow.serialize")
+    counts = np.frombuffer(value[:16], "<i4")
+    start = 8 if counts[2] > 0 and bytes(value[16:20]) != b"\xff\xff\xff\xff" else 16
+    buffer = pa.py_buffer(value)
+    source = pa.BufferReader(buffer[start:])
+    try:
+        stream = pa.ipc.open_stream(source)
+        batch = stream.read_next_batch()
+        batch.validate(full=True)
+        for _ in stream:
+            pass
+        arrays = []
+        tensors = pa.BufferReader(buffer)
+        tensors.seek(start + source.tell())
+        for _ in range(min(int(counts[2]), 8) if start == 16 else 0):
+            tensors.seek(-(-tensors.tell() // 64) * 64)
+            arrays.append(pa.ipc.read_tensor(tensors).to_numpy())
+        (plain,) = _plain(batch.column(0), arrays)
+    except (pa.ArrowException, LookupError, TypeError, OSError, RecursionError) as error:
+        raise ValueError(f"it is not of pyarrow.serialize: {type(error).__name__}: {error}") from None
+    return plain
+
+
+_NDARRAY_TAGS = ("14", "15")  # of pyarrow.serialize, before version 1 and from it on
+
+
+def _plain(array: pa.Array, arrays: Sequence[np.ndarray], tag: str = "") -> list[Any]:
+    """Return the Python values of an Arrow array of pyarrow.serialize, in which a union's fields are types."""
+    kind = array.type
+    if pa.types.is_union(kind):
+        _, types, offsets = array.buffers()[:3]
+        names = [kind.field(number).name for number in range(kind.num_fields)]
+        parts = [_plain(array.field(number), arrays, name) for number, name in enumerate(names)]
+        # Before version 0.12 fields have no tags, and the codes that the schema declares are others.
+        codes = kind.type_codes if any(names) else range(kind.num_fields)
+        by_code = dict(zip(codes, parts, strict=True))
+        ids = np.frombuffer(types, np.int8)[array.offset :][: len(array)].tolist()
+        places = np.frombuffer(offsets, np.int32)[array.offset :][: len(array)].tolist()
+        return [by_code[code][place] for code, place in zip(ids, places, strict=True)]
+    if pa.types.is_list(kind):
+        items, bounds = _plain(array.values, arrays), array.offsets.to_pylist()
+        if pa.types.is_struct(kind.value_type):
+            return [
+                {row["keys"]: row["vals"] for row in items[start:stop] if "keys" in row}
+                for start, stop in pairwise(bounds)
+            ]
+        return [items[start:stop] for start, stop in pairwise(bounds)]
+    if pa.types.is_struct(kind):
+        columns = {kind.field(number).name: number for number in range(kind.num_fields)}
+        fields = {name: _plain(array.field(number), arrays) for name, number in columns.items()}
+        if len(fields) == 1 and "keys" not in fields:  # before version 0.12: a list or a tuple in a struct
+            return next(iter(fields.values()))
+        return [dict(zip(fields, row, strict=True)) for row in zip(*fields.values(), strict=True)]
+    values = array.to_pylist()
+    return [arrays[place] for place in values] if tag in _NDARRAY_TAGS and arrays else values
+
+
+def _from_datum(value: memoryview) -> Any:
+    """Read Caffe's Datum: channels 1, height 2, width 3, data 4, label 5, float_data 6, encoded 7."""
+    fields: dict[int, Any] = {}
+    place = 0
+    while place < len(value):
+        tag, place = _varint(value, place)
+        number, wire = tag >> 3, tag & 7
+        if number == 6:
+            raise ValueError("it is a Datum of floats, which is no image: write it with encoded or 8-bit pixels")
+        if number not in (1, 2, 3, 4, 5, 7) or wire != (2 if number == 4 else 0) or number in fields:
+            raise ValueError(f"it is not a Datum: field {number} of wire type {wire}")
+        fields[number], place = _varint(value, place)
+        if number == 4:
+            num_bytes = fields[4]
+            if num_bytes > len(value) - place:
+                raise ValueError(f"it declares {num_bytes} bytes of pixels, and has {len(value) - place}")
+            fields[4] = value[place : place + num_bytes]
+            place += num_bytes
+    data, label = fields.get(4), fields.get(5, 0)
+    if data is None:
+        raise ValueError("it is a Datum without data")
+    label -= (label >> 63) << 64  # a negative one is stored in 64 bits
+    if fields.get(7) or kind_of(data) == "image":
+        return data, label
+    shape = fields.get(1, 0), fields.get(2, 0), fields.get(3, 0)
+    if shape[0] not in (1, 3) or shape[0] * shape[1] * shape[2] != len(data):
+        raise ValueError(f"it is a Datum of {shape} pixels in {len(data)} bytes")
+    planes = np.frombuffer(data, np.uint8).reshape(shape)
+    return planes[::-1].transpose(1, 2, 0), label
+
+
+def _varint(value: memoryview, place: int) -> tuple[int, int]:
+    number = shift = 0
+    while place < len(value) and shift < 64:
+        byte = value[place]
+        number |= (byte & 127) << shift
+        place += 1
+        shift += 7
+        if byte < 128:
+            return number & ((1 << 64) - 1), place
+    raise ValueError("it ends within a number, or the number has over 64 bits")
+
+
+READERS: dict[str, Callable[[memoryview], Any]] = {
+    "pickle": _from_pickle,
+    "msgpack": _from_msgpack,
+    "pyarrow": _from_pyarrow,
+    "datum": _from_datum,
+}
+"""Kind → its reader: the value's bytes → Python values; raises ValueError for others."""
+
+
+def keys_in(value: memoryview, may_unpickle: bool) -> list[bytes] | None:
+    """Return the keys in a value of `__keys__`; None if it is a pickle that must not be opened, or no list."""
+    kind = kind_of(value)
+    try:
+        if bytes(value[:1]) == b"[":
+            keys = json.loads(bytes(value))
+        elif kind == "pickle" and not may_unpickle:
+            return None
+        else:
+            keys = READERS[kind](value)
+    except (KeyError, ValueError, RecursionError):
+        return None
+    if not isinstance(keys, list | tuple) or not all(isinstance(key, bytes | str | int) for key in keys):
+        return None
+    return [key if isinstance(key, bytes) else str(key).encode() for key in keys]
+
+
+# Image and label of a value
+
+
+@dataclass(frozen=True)
+class ValueLayout:
+    """Places of the image and the label in the values of a file.
+
+    Attributes:
+        kind: a key of `READERS`.
+        image: place of the image.
+        label: place of the label; None = there is none.
+    """
+
+    kind: str
+    image: Part
+    label: Part | None
+
+    def read(self, value: memoryview) -> tuple[bytes | memoryview | None, Any]:
+        """Return the encoded image, None if it is missing, and the label; raise ValueError for damage."""
+        parts = READERS[self.kind](value)
+        label = None if self.label is None else plain_label(_part(parts, self.label))
+        return encoded(_part(parts, self.image)), label
+
+
+def find_layout(kind: str, value: memoryview, target: str) -> ValueLayout:
+    """Return where the image and the label are, by a value; raise ValueError if it has no image.
+
+    Args:
+        target: name of the label in a dict; "label" = any usual name.
+    """
+    parts = READERS[kind](value)
+    names = _names_of(parts)
+    images = [name for name in names if _is_image(_part(parts, name))]
+    if not images:
+        shown = ", ".join(f"{name}: {type(_part(parts, name)).__name__}" for name in names)
+        raise ValueError(f"it has no image ({shown:.200})")
+    image = images[0]
+    if isinstance(image, str):
+        wanted = _LABELS if target == "label" else (target,)
+        return ValueLayout(kind, image, next((name for name in wanted if name in names), None))
+    others = [name for name in names if name not in images]
+    return ValueLayout(kind, image, others[0] if others else None)
+
+
+def _names_of(parts: Any) -> list[Part]:
+    if isinstance(parts, Mapping) and b"nd" not in parts:
+        return [_text(name) for name in parts]
+    return list(range(len(parts))) if isinstance(parts, list | tuple) else [-1]
+
+
+def _part(parts: Any, name: Part) -> Any:
+    if name == -1:
+        part = parts
+    elif isinstance(name, int):
+        if not isinstance(parts, list | tuple) or len(parts) <= name:
+            raise ValueError(f"it has no part {name}")
+        part = parts[name]
+    else:
+        if not isinstance(parts, Mapping):
+            raise ValueError(f"it is a {type(parts).__name__}, not a dict")
+        part = parts[name] if name in parts else parts.get(name.encode())
+    if isinstance(part, Mapping) and b"nd" in part:
+        return _array_of(part)
+    return part
+
+
+def _array_of(fields: Mapping[Any, Any]) -> np.ndarray:
+    """Return an array, or a number as an array without dimensions, of msgpack_numpy."""
+    try:
+        dtype = np.dtype(_text(fields.get(b"type", b"")))
+    except TypeError as error:
+        raise ValueError(f"it has an array of an unknown type: {error}") from None
+    shape, data = fields.get(b"shape") or [], fields.get(b"data")
+    if dtype.kind not in "biuf" or not isinstance(data, bytes) or not isinstance(shape, list | tuple):
+        raise ValueError(f"it has an array of {dtype}")
+    array = np.frombuffer(data, dtype)
+    return array.reshape([int(side) for side in shape] if fields.get(b"nd") else [])
+
+
+def _is_image(part: Any) -> bool:
+    if isinstance(part, np.ndarray):
+        return part.dtype == np.uint8 and (part.ndim in (2, 3) or kind_of(part.tobytes()) == "image")
+    return isinstance(part, bytes | bytearray | memoryview) and kind_of(part) == "image"
+
+
+def encoded(part: Any) -> bytes | memoryview | None:
+    """Return an image as encoded bytes; uint8 pixels, RGB or gray, become PNG."""
+    if isinstance(part, bytes | memoryview) or part is None:
+        return part
+    if isinstance(part, bytearray):
+        return bytes(part)
+    if not isinstance(part, np.ndarray) or part.dtype != np.uint8:
+        raise ValueError(f"its image is a {type(part).__name__}")
+    if part.ndim == 1:
+        return part.tobytes()
+    if not (part.ndim == 2 or (part.ndim == 3 and part.shape[2] in (1, 3))) or not part.size:
+        raise ValueError(f"its image has the shape {part.shape}")
+    import cv2
+
+    # OpenCV has blue first. The image is decoded at once, so it is not worth compressing.
+    pixels = part[..., ::-1] if part.shape[2:] == (3,) else part
+    return cv2.imencode(".png", pixels, [cv2.IMWRITE_PNG_COMPRESSION, 0])[1].tobytes()
+
+
+def plain_label(part: Any) -> Any:
+    """Return a label as int, float, str or a list of numbers; None for anything else."""
+    if isinstance(part, np.ndarray):
+        part = part.tolist()
+    if isinstance(part, bytes | memoryview):
+        return _text(bytes(part))
+    if isinstance(part, list | tuple):
+        numbers = all(isinstance(number, int | float) for number in part)
+        return list(part) if part and numbers else None
+    return part if isinstance(part, int | float | str) else None
+
+
+def _text(name: Any) -> str:
+    return name.decode(errors="replace") if isinstance(name, bytes) else str(name)

@@ -1,0 +1,73 @@
+"""Remote tars of large members: their headers are read one by one, and the members are skipped."""
+
+from __future__ import annotations
+
+import io
+import os
+from typing import Any
+
+from raypipe.stores.tar_scan import UnfitError
+
+# What is read around a header: it and those of the small members after it, such as a label.
+_BLOCK_BYTES = 64 << 10
+_NUM_TRIED = 8
+# Below this distance of headers on average a tar is fetched whole: a request takes as long as half a MiB or more.
+_LEAST_STRIDE = 1 << 20
+
+
+class Jumps(io.RawIOBase):
+    """A remote tar for `tarfile`, read in blocks, which are kept for its small members.
+
+    Args:
+        source: an object with `read_at`, open for reading.
+        num_bytes: its size.
+    """
+
+    def __init__(self, source: Any, num_bytes: int) -> None:
+        self._source, self._num_bytes = source, num_bytes
+        self._blocks: dict[int, bytes] = {}
+        self._position = self._furthest = 0
+
+    def pread(self, num_bytes: int, start: int) -> bytes:
+        """Return bytes, fewer at the end.
+
+        Raises:
+            UnfitError: most of the tar would be read, by many requests.
+        """
+        end = min(start + num_bytes, self._num_bytes)
+        if start >= end:
+            return b""
+        first = start // _BLOCK_BYTES
+        content = b"".join(self._block(number) for number in range(first, -(-end // _BLOCK_BYTES)))
+        begin = start - first * _BLOCK_BYTES
+        return content[begin : begin + end - start]
+
+    def _block(self, number: int) -> bytes:
+        if number not in self._blocks:
+            self._furthest = max(self._furthest, number * _BLOCK_BYTES)
+            num_read = len(self._blocks)
+            if num_read >= _NUM_TRIED and self._furthest < num_read * _LEAST_STRIDE:
+                raise UnfitError
+            self._blocks[number] = self._source.read_at(_BLOCK_BYTES, number * _BLOCK_BYTES)
+        return self._blocks[number]
+
+    def readinto(self, buffer: Any) -> int:
+        content = self.pread(len(buffer), self._position)
+        buffer[: len(content)] = content
+        self._position += len(content)
+        return len(content)
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._position = (
+            offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._num_bytes}[whence]
+        )
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True

@@ -1,0 +1,205 @@
+"""The samples of opened tars, read by position: from local tars, or from those and parts in the node's cache."""
+
+from __future__ import annotations
+
+import tarfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from raypipe.errors import StoreError
+from raypipe.storage.files import RemoteFile
+from raypipe.storage.local_cache import Unpacked, shared_cache
+from raypipe.storage.local_file import OpenFile
+from raypipe.storage.parts import Part, PartReader
+from raypipe.storage.patience import in_threads
+from raypipe.stores.base import MAX_SAMPLE_BYTES, Columns, as_text, by_part, join_fingerprints, part_of
+from raypipe.stores.class_folders import LeftOut
+from raypipe.stores.class_tar import have_class_folders, index_files
+from raypipe.stores.tar_index import File
+from raypipe.stores.webdataset import TEXT_SUFFIXES, Scan, index_samples
+
+GROUP_BYTES = 8 << 20
+"""Bytes of a group's members, of which the order of a run in windows is a function."""
+# Gaps up to this size are fetched too: a request takes as long as half a MiB or more.
+_GAP_BYTES = 64 << 10
+_MOST_PARTS = 4096  # whose ranges are remembered
+
+
+@dataclass(frozen=True)
+class Archive:
+    """A tar. A local tar stays open, so that reads and scan see the same file; others are in the node's cache."""
+
+    name: str
+    file: File
+
+
+class TarSamples:
+    """The tars of a store, and the index of their samples."""
+
+    classes: tuple[str, ...] | None = None
+
+    def __init__(
+        self, archives: Sequence[Archive], scans: Sequence[Scan], target_column: str, in_groups: bool
+    ) -> None:
+        self._archives = archives
+        self._sparse = [scan["sparse"] for scan in scans]
+        names, digests = [archive.name for archive in archives], [scan["digest"] for scan in scans]
+        self.left_out = sum((LeftOut(scan["left_out"]) for scan in scans), LeftOut())
+        if have_class_folders(names, scans):
+            indexed = index_files(names, scans, target_column == "label")
+            self._index, self.classes, nums = indexed.columns, indexed.classes, indexed.nums
+            self.left_out += indexed.left_out
+            digests += [indexed.facts] if indexed.facts else []
+        else:
+            self._index, not_in_all = index_samples(names, scans)
+            self.left_out += not_in_all
+            nums = [scan["num"] for scan in scans]
+        bounds = np.cumsum([0, *nums])
+        self.columns = tuple(self._index)
+        self.fingerprint = join_fingerprints(digests)
+        labels = self._index.get("label")
+        self.label_is_class = labels is None or (labels.dtype == np.int64 and labels.ndim == 1)
+        self.groups = self._groups_of(bounds) if in_groups else None
+        # Samples from self._bounds[i] on are read from one file or part, of tar self._numbers[i].
+        is_remote_tar = any(isinstance(archive.file, RemoteFile) for archive in archives)
+        self._bounds = bounds if self.groups is None or not is_remote_tar else self.groups
+        self._numbers = np.searchsorted(bounds, self._bounds[:-1], "right") - 1
+        self._parts: dict[tuple[int, tuple[str, ...]], Part] = {}
+        self._last_placed: tuple[str, ...] = ("image",)
+
+    def __len__(self) -> int:
+        return int(self._bounds[-1])
+
+    def _groups_of(self, bounds: np.ndarray) -> np.ndarray:
+        """Return the offsets of the groups, which depend on sizes alone: about 8 MiB, or whole compressed tars."""
+        sizes = np.zeros(bounds[-1], np.int64)
+        for name, places in self._index.items():
+            if name != "label":
+                sizes += np.clip(places[:, 1], 0, MAX_SAMPLE_BYTES)
+        starts = [np.empty(0, np.int64)]
+        for archive, first, last in zip(self._archives, bounds[:-1], bounds[1:], strict=True):
+            before = np.cumsum(sizes[first:last]) - sizes[first:last]
+            of_group = before // GROUP_BYTES if not isinstance(archive.file, Unpacked) else np.zeros_like(before)
+            starts.append(first + np.flatnonzero(np.diff(of_group, prepend=-1)))
+        return np.append(np.concatenate(starts), bounds[-1]).astype(np.int64)
+
+    def read(self, indices: np.ndarray, columns: tuple[str, ...]) -> Columns:
+        placed = tuple(name for name in columns if name != "label")
+        contents: Columns = {name: [None] * len(indices) for name in placed}
+        if placed:
+            self._last_placed = placed
+            parts = list(by_part(indices, self._bounds))
+            readers = self._readers([number for number, _ in parts], placed)
+            for (number, positions), reader in zip(parts, readers, strict=True):
+                for name in placed:
+                    self._read(name, indices[positions], positions, number, reader, contents[name])
+        if "label" in columns:
+            contents["label"] = self._index["label"][indices]
+        return {
+            name: list(map(as_text, contents[name])) if name in TEXT_SUFFIXES else contents[name]
+            for name in columns
+        }
+
+    def _read(
+        self,
+        column: str,
+        indices: np.ndarray,
+        positions: np.ndarray,
+        number: int,
+        reader: OpenFile | PartReader,
+        contents: list[bytes | None],
+    ) -> None:
+        shard = int(self._numbers[number])
+        name, sparse = self._archives[shard].name, self._sparse[shard]
+        wanted: list[list[int]] = self._index[column][indices].tolist()
+        for position, (start, num_bytes) in zip(positions.tolist(), wanted, strict=True):
+            contents[position] = _content(reader, name, start, num_bytes, sparse)
+
+    def _readers(self, numbers: Sequence[int], placed: tuple[str, ...]) -> list[OpenFile | PartReader]:
+        """Return an open file or part for each run of samples; missing ones are fetched, several at a time."""
+        readers = [self._reader_at_hand(number, placed) for number in numbers]
+        missing = [number for number, reader in zip(numbers, readers, strict=True) if reader is None]
+        fetched = iter(in_threads(lambda number: self._fetched(number, placed), missing))
+        return [reader or next(fetched) for reader in readers]
+
+    def _reader_at_hand(self, number: int, placed: tuple[str, ...]) -> OpenFile | PartReader | None:
+        file = self._archives[self._numbers[number]].file
+        if isinstance(file, OpenFile):
+            return file
+        cache = shared_cache()
+        whole = cache.find(file, OpenFile)
+        if whole is not None or self._bounds is not self.groups or isinstance(file, Unpacked):
+            return whole
+        part = self._part_of(number, placed)
+        return cache.find(part, lambda path: PartReader(path, part))
+
+    def _fetched(self, number: int, placed: tuple[str, ...]) -> OpenFile | PartReader:
+        file = self._archives[self._numbers[number]].file
+        assert not isinstance(file, OpenFile), "local tars are at hand"
+        if self._bounds is not self.groups or isinstance(file, Unpacked):
+            return shared_cache().get(file, OpenFile)
+        part = self._part_of(number, placed)
+        return shared_cache().get(part, lambda path: PartReader(path, part))
+
+    def _part_of(self, number: int, placed: tuple[str, ...]) -> Part:
+        """Return the bytes that columns of a group have in their tar, with small gaps."""
+        if known := self._parts.get((number, placed)):
+            return known
+        shard = int(self._numbers[number])
+        file, sparse = self._archives[shard].file, self._sparse[shard]
+        assert isinstance(file, RemoteFile), "others have no parts"
+        first, last = self._bounds[number : number + 2]
+        places = np.concatenate([self._index[name][first:last] for name in placed])
+        places = places[(places[:, 0] >= 0) & (places[:, 1] >= 0) & (places[:, 1] <= MAX_SAMPLE_BYTES)]
+        ranges: list[list[int]] = []
+        for start, size in sorted(places.tolist()):
+            stored = sum(length for _, length in sparse[str(start)]) if str(start) in sparse else size
+            begin = max(0, start - tarfile.BLOCKSIZE)  # the header has the name
+            end = min(start + stored, file.num_bytes)
+            if ranges and begin <= ranges[-1][1] + _GAP_BYTES:
+                ranges[-1][1] = max(ranges[-1][1], end)
+            elif begin < end:
+                ranges.append([begin, end])
+        if len(self._parts) >= _MOST_PARTS:
+            self._parts.clear()
+        part = self._parts[number, placed] = Part(file, tuple((begin, end) for begin, end in ranges))
+        return part
+
+    def sample_name(self, index: int) -> str:
+        number = part_of(self._bounds, index)[0]
+        archive = self._archives[self._numbers[number]]
+        start = int(self._index["image"][index][0]) - tarfile.BLOCKSIZE
+        if start < 0:  # there is no image
+            return archive.name
+        placed = self._last_placed if "image" in self._last_placed else ("image",)
+        (reader,) = self._readers([number], placed)
+        # A name beyond 100 characters, or in an extended header, is cut off here.
+        header = reader.pread(tarfile.BLOCKSIZE, start)
+        return f"{archive.name}, {tarfile.TarInfo.frombuf(header, 'utf-8', 'surrogateescape').name}"
+
+
+def _content(
+    file: OpenFile | PartReader, name: str, start: int, num_bytes: int, sparse: Mapping[str, list[list[int]]]
+) -> bytes | None:
+    """Return the bytes of a member; None for no member, or for more than 512 MiB."""
+    if not 0 <= num_bytes <= MAX_SAMPLE_BYTES:
+        return None
+    parts = sparse.get(str(start)) if sparse else None
+    content = file.pread(num_bytes, start) if parts is None else _with_holes(file, start, num_bytes, parts)
+    if len(content) < num_bytes:
+        raise StoreError(f"{name} has become shorter than {start + num_bytes} bytes; copy it again")
+    return content
+
+
+def _with_holes(file: OpenFile | PartReader, start: int, num_bytes: int, parts: Sequence[Sequence[int]]) -> bytes:
+    """Return the bytes of a sparse member, whose parts are stored one after the other; fewer if one is cut off."""
+    content = bytearray(num_bytes)
+    for offset, length in parts:
+        part = file.pread(length, start)
+        if len(part) < length:
+            return part
+        content[offset : offset + length] = part
+        start += length
+    return bytes(content)

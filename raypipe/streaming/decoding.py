@@ -1,0 +1,86 @@
+"""Decodes a rank's micro-batches on its device, for `transform.decode: device`, with the rules for bad samples.
+
+Actors read only headers, so some bad samples show themselves here. The rank then makes that micro-batch again,
+knowing it, as an actor would: with the plan's substitute, or a row of weight 0 in a validation, and with the same
+record, budget and error.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from raypipe.device.decode import Decoded, DeviceDecoder
+from raypipe.plan.places import MicroBatchId, Split
+from raypipe.streaming.bad_samples import BadSampleBudget, record_bad
+from raypipe.streaming.maker import MicroBatchMaker, Outcome
+from raypipe.streaming.spec import StreamSpec
+from raypipe.transform.batch import Attempt
+from raypipe.transform.encoded import DATA, MAP
+from raypipe.transform.fields import IMAGE, MicroBatch, Ragged
+from raypipe.transform.process_state import process_kept
+
+OnDecoded = Callable[[Split, Any, Any], None]
+
+
+class Decoding:
+    """Decodes encoded micro-batches of a stream.
+
+    Args:
+        on_decoded: called with a split, and with `metrics.mark`s around the work on a micro-batch.
+
+    Attributes:
+        decoder: the device's.
+    """
+
+    def __init__(self, spec: StreamSpec, device: torch.device, on_decoded: OnDecoded | None = None) -> None:
+        self.decoder = DeviceDecoder(device, spec.transform.apply_exif)
+        self._spec, self._on_decoded = spec, on_decoded
+        self._budget = BadSampleBudget(spec.transform.max_bad_fraction)
+
+    def __call__(self, batch: MicroBatch) -> tuple[MicroBatch, Decoded]:
+        """Decode a micro-batch.
+
+        Returns:
+            The micro-batch without its encoded images, maybe made again; and its images.
+
+        Raises:
+            SampleError, BadSamplesError: a sample cannot be decoded, and the settings do not allow it.
+        """
+        bad, outcome = dict[int, str](), None
+        while True:
+            data = batch.fields[DATA]
+            assert isinstance(data, Ragged)
+            decoded = self.decoder(data, batch[MAP], batch.weight > 0)
+            if self._on_decoded:
+                self._on_decoded(batch.position.split, decoded.began, decoded.ended)
+            if not decoded.failed:
+                break
+            bad |= {int(batch.index[row]): reason for row, reason in decoded.failed.items()}
+            outcome = self._made_again(batch.position, bad)
+            batch = replace(outcome.batch, read_s=batch.read_s, work_s=batch.work_s, outage_s=batch.outage_s)
+        if outcome:  # its record replaces the actor's, and has that one's bad samples, too
+            record_bad(self._spec.quarantine, batch.position, outcome.bad)
+        found_here = [record for record in outcome.bad if record["index"] in bad] if outcome else []
+        self._budget.spend(found_here, len(batch.index))
+        others = {name: values for name, values in batch.fields.items() if name not in (DATA, MAP)}
+        return replace(batch, fields=others), decoded
+
+    def to_pixels(self, batch: MicroBatch) -> MicroBatch:
+        """The micro-batch with its images in host memory, as a stream without `decode: device` has it."""
+        rest, decoded = self(batch)
+        image = np.ascontiguousarray(decoded.image.permute(0, 2, 3, 1).cpu().numpy())
+        return replace(rest, fields={IMAGE: image, **rest.fields})
+
+    def _made_again(self, at: MicroBatchId, bad: dict[int, str]) -> Outcome:
+        with process_kept(self._maker.draws_globally):
+            return self._maker.make(at, attempt=Attempt(bad))
+
+    @functools.cached_property
+    def _maker(self) -> MicroBatchMaker:
+        return MicroBatchMaker(self._spec)

@@ -1,0 +1,186 @@
+"""LMDB as a `ray.data.Dataset`, which Ray Data itself does not read.
+
+store → ranges of its samples → one ReadTask for each, a generator of blocks of a few MB
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import ray.data
+from ray.data.block import BlockMetadata
+from ray.data.datasource import Datasource, ReadTask
+from ray.data.extensions import ArrowTensorArray
+
+from raypipe.errors import ConfigError, SampleError, StoreError
+from raypipe.stores import open_store, store_options
+from raypipe.stores.base import Store, missing, name_of
+from raypipe.stores.lmdb import LMDBStore
+from raypipe.stores.scan import SIZE_COLUMNS
+from raypipe.transform.decode_array import header_size
+
+if TYPE_CHECKING:
+    from ray.data import Dataset
+
+MADE_COLUMNS = ("index", "name", "class_name", *SIZE_COLUMNS)
+"""Columns that need not be stored: the sample's index in the store, its file and key, the name of its class, and
+the image's size in pixels by its header, -1 if the header cannot be read."""
+
+_NUM_SAMPLED = 64  # images that show the mean size
+_ARROW_TYPES = {
+    "binary": pa.large_binary(),
+    "string": pa.large_string(),
+    "int64": pa.int64(),
+    "float64": pa.float64(),
+}
+_BLOCK_BYTES = 32 << 20
+_MAX_ROWS = 1 << 16  # of a block without images
+_READER_CPUS = 1
+
+
+def read_lmdb(
+    path: str | Path | LMDBStore,
+    *,
+    columns: Sequence[str] | None = None,
+    target_column: str = "label",
+    trust_pickles: bool = False,
+    override_num_blocks: int | None = None,
+    **read_options: Any,
+) -> Dataset:
+    """Return an LMDB store, raypipe's own or of another program, as a `ray.data.Dataset`, read in parallel.
+
+    Args:
+        path: its address, as `raypipe.open_store` takes it; or the open store.
+        columns: names of columns: those of the store, and `index`, `name` (file and key), `class_name`, `width`
+            and `height`; None = those of the store.
+        target_column, trust_pickles: see `StoreConfig`, of a store that is given by its address.
+        override_num_blocks: number of read tasks; None = Ray Data's choice, by the size of the store.
+        read_options: others of `ray.data.read_datasource`, such as `concurrency` or `ray_remote_args`.
+
+    Raises:
+        StoreError, ConfigError: the store or a column is wrong.
+    """
+    source = LMDBDatasource(path, columns=columns, target_column=target_column, trust_pickles=trust_pickles)
+    return ray.data.read_datasource(source, override_num_blocks=override_num_blocks, **read_options)
+
+
+class LMDBDatasource(Datasource):
+    """An LMDB store for `ray.data.read_datasource`; the arguments are those of `read_lmdb`."""
+
+    def __init__(
+        self,
+        path: str | Path | LMDBStore,
+        *,
+        columns: Sequence[str] | None = None,
+        target_column: str = "label",
+        trust_pickles: bool = False,
+    ) -> None:
+        super().__init__()
+        options = store_options(target_column=target_column, trust_pickles=trust_pickles)
+        store = path if isinstance(path, LMDBStore) else open_store(path, **options)
+        if not isinstance(store, LMDBStore):
+            raise ConfigError(f"{path} is not LMDB: see ray.data.read_parquet, read_webdataset and read_images")
+        self._store = store
+        self._columns = tuple(self._store.columns if columns is None else columns)
+        known = (*self._store.columns, *MADE_COLUMNS)
+        for name in self._columns:
+            if name not in known:
+                raise ConfigError(missing(self._store.address, name, known))
+        if "class_name" in self._columns and not self._store.classes:
+            raise ConfigError(f"{self._store.address} has no class names: leave class_name out of the columns")
+        self._row_bytes = _mean_bytes(self._store, self._columns)
+
+    def get_name(self) -> str:
+        return "LMDB"
+
+    def estimate_inmemory_data_size(self) -> int:
+        return len(self._store) * self._row_bytes
+
+    def get_read_tasks(
+        self, parallelism: int, per_task_row_limit: int | None = None, data_context: Any = None
+    ) -> list[ReadTask]:
+        num = max(1, min(parallelism, len(self._store)))
+        bounds = np.linspace(0, len(self._store), num + 1).astype(np.int64).tolist()
+        rows = max(1, min(_MAX_ROWS, _BLOCK_BYTES // self._row_bytes))
+        schema = self._table(np.arange(min(1, len(self._store)))).schema
+        return [
+            ReadTask(
+                functools.partial(_blocks, self._table, start, stop, rows, per_task_row_limit),
+                BlockMetadata(
+                    num_rows=stop - start,
+                    size_bytes=(stop - start) * self._row_bytes,
+                    input_files=[self._store.address],
+                    exec_stats=None,
+                ),
+                schema=schema,
+            )
+            for start, stop in pairwise(bounds)
+        ]
+
+    def _table(self, indices: np.ndarray) -> pa.Table:
+        stored = dict.fromkeys(name for name in self._columns if name in self._store.columns)
+        made = [name for name in self._columns if name not in stored]
+        needed = dict(stored)
+        if not set(made).isdisjoint(SIZE_COLUMNS):
+            needed["image"] = None
+        if "class_name" in made:
+            needed["label"] = None
+        values = self._store.read(indices, tuple(needed))
+        if "index" in made:
+            values["index"] = indices
+        if "name" in made:
+            values["name"] = pa.array([name_of(self._store, index) for index in indices.tolist()], pa.string())
+        if "class_name" in made:
+            names = self._store.classes or ()
+            known = (label if label is not None and 0 <= label < len(names) else None for label in values["label"])
+            values["class_name"] = pa.array([None if each is None else names[each] for each in known], pa.string())
+        for name in made:
+            if name in SIZE_COLUMNS:
+                sizes = [_size_of(image) for image in values["image"]]
+                values[name] = np.array([size[SIZE_COLUMNS.index(name)] for size in sizes], np.int64)
+        kinds = self._store.column_types
+        return pa.table({name: _arrow(values[name], kinds.get(name, "")) for name in self._columns})
+
+
+def _blocks(table: Any, start: int, stop: int, rows: int, limit: int | None) -> Iterator[pa.Table]:
+    if limit is not None:
+        stop = min(stop, start + limit)
+    for first in range(start, stop, rows):
+        yield table(np.arange(first, min(stop, first + rows)))
+
+
+def _size_of(image: bytes | memoryview | None) -> tuple[int, int]:
+    """Return width and height of an encoded image; -1 if its header cannot be read."""
+    try:
+        height, width = header_size(bytes(image or b""), False)
+    except (SampleError, ConfigError):
+        return -1, -1
+    return width, height
+
+
+def _arrow(values: Any, kind: str) -> pa.Array:
+    """Return a column as Arrow; blocks with missing values have the same type as those without."""
+    if isinstance(values, pa.Array):
+        return values
+    if isinstance(values, np.ndarray) and values.ndim > 1:
+        return ArrowTensorArray.from_numpy(values)
+    return pa.array(values, _ARROW_TYPES.get(kind))
+
+
+def _mean_bytes(store: Store, columns: Sequence[str]) -> int:
+    """Return the mean size of a row, by some images that are spread over the store."""
+    overhead = 16 * max(1, len(columns))
+    if "image" not in columns or not len(store):
+        return overhead
+    indices = np.unique(np.linspace(0, len(store) - 1, _NUM_SAMPLED).astype(np.int64))
+    try:
+        images = store.read(indices, ("image",))["image"]
+    except StoreError:
+        return overhead
+    return overhead + sum(len(image or b"") for image in images) // len(indices)

@@ -1,0 +1,114 @@
+"""Endings of a stream's transforms: taken from the pipelines of its splits, before these go to the actors.
+
+A preset has none, and takes the other split's. Two pipelines with different endings keep them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from raypipe.config import TransformConfig
+from raypipe.errors import ConfigError
+from raypipe.plan.places import Split
+from raypipe.transform.ending import Ending, take_ending
+from raypipe.transform.presets import imported
+from raypipe.transform.sample_transform import kind_of
+from raypipe.transform.transform_steps import Steps, brief, build_steps
+
+_ENDING_STEPS = {"Normalize", "ToFloat", "ToTensorV2"}
+
+
+def take_endings(
+    transforms: Mapping[Split, Any], config: TransformConfig
+) -> tuple[dict[Split, Any], dict[Split, Ending]]:
+    """Split the transforms of a stream, values of `transform.train` or objects, into the rest and the endings.
+
+    Raises:
+        ConfigError: a pipeline of one split normalizes, and that of the other does not; or views differ.
+    """
+    if config.decode_as == "array":  # arrays may be floats, which the library makes
+        return dict(transforms), {}
+    rests, endings = dict[Split, Any](), dict[Split, Ending]()
+    for split, transform in transforms.items():
+        rests[split], ending = _taken(transform, config.final_size)
+        if ending:
+            endings[split] = ending
+    for split in transforms.keys() - endings.keys():
+        for other, ending in endings.items():
+            _check_agreement(split, transforms[split], other, ending)
+            endings[split] = replace(ending, on_device=True, because="", is_own=False)
+            break
+    return rests, endings
+
+
+def _check_agreement(split: Split, transform: Any, other: Split, ending: Ending) -> None:
+    """Raise ConfigError for a library's pipeline without an ending, where the other split has one."""
+    is_pipeline = isinstance(transform, list | Mapping)
+    if not isinstance(transform, str | list | Mapping):
+        is_pipeline = kind_of(transform) in ("albumentations", "torchvision")
+    if is_pipeline and ending.normalizes:
+        raise ConfigError(
+            f"transform.{other} ends with {ending.steps}, and transform.{split} is {brief(transform)} without it: "
+            "the model would see two kinds of images; end both alike, or use a preset for one, which takes the "
+            "other's normalization"
+        )
+
+
+def _taken(transform: Any, size: int) -> tuple[Any, Ending | None]:
+    if transform is None or isinstance(transform, str):
+        if transform is None or ":" not in transform:
+            return transform, None
+        return transform, take_ending(imported(transform, size))[1]  # actors build it by its name
+    if isinstance(transform, Mapping):
+        return _taken_from_views(transform, size)
+    if isinstance(transform, list):
+        return _taken_from_steps(transform)
+    return take_ending(transform)
+
+
+def _taken_from_steps(steps: Steps) -> tuple[Any, Ending | None]:
+    built = build_steps(steps)
+    rest, ending = take_ending(built)
+    if rest is built:
+        return steps, ending
+    kept = list(steps)
+    while kept and _ENDING_STEPS & kept[-1].keys():
+        kept.pop()
+    if len(kept) == len(steps):  # they are in a pipeline within the list
+        return rest, ending
+    return kept or "none", ending
+
+
+def _taken_from_views(views: Mapping[str, Any], size: int) -> tuple[dict[str, Any], Ending | None]:
+    """The same for views, which must agree; presets among them follow the others."""
+    rests, found = dict[str, Any](), dict[str, Ending | None]()
+
+    def taken(name: str, transform: Any) -> Any:
+        rest, ending = _taken(transform, size)
+        is_preset = transform is None or (isinstance(transform, str) and ":" not in transform)
+        if not is_preset:
+            before = found.setdefault(name, ending)
+            first = next(iter(found.values()))
+            if (ending and ending.described) != (first and first.described) or before != ending:
+                raise ConfigError(
+                    f"view {name!r} ends with {_described(ending)}, and view {next(iter(found))!r} with "
+                    f"{_described(first)}: end the pipelines of all views alike"
+                )
+        return rest
+
+    for name, entry in views.items():
+        if isinstance(entry, tuple) and len(entry) == 2:
+            rests[name] = (taken(name, entry[0]), entry[1])
+        elif not isinstance(entry, Mapping):
+            rests[name] = taken(name, entry)
+        elif isinstance(entry.get("transforms"), list | tuple):
+            rests[name] = {**entry, "transforms": [taken(name, each) for each in entry["transforms"]]}
+        else:
+            rests[name] = {**entry, "transform": taken(name, entry.get("transform"))}
+    return rests, next(filter(None, found.values()), None)
+
+
+def _described(ending: Ending | None) -> str:
+    return f"{ending.steps} ({ending.described})" if ending else "no step that makes floats"

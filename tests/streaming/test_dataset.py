@@ -1,0 +1,155 @@
+"""An epoch of the stream as a `ray.data.Dataset`: its samples are those that a loader gives, in its order."""
+
+from __future__ import annotations
+
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from ray import cloudpickle
+from ray.data.block import BlockAccessor
+from ray.data.expressions import col
+from without_ray import host_batches
+
+import raypipe
+from raypipe.config import PlanConfig, TransformConfig
+from raypipe.errors import ConfigError
+from raypipe.plan.places import MicroBatchId
+from raypipe.stores.base import MemoryStore
+from raypipe.streaming.dataset import samples_of
+from raypipe.streaming.spec import StreamSpec
+from raypipe.transform.fields import MicroBatch, Ragged
+
+from pictures import picture  # isort: skip
+
+PLAN = PlanConfig(epochs=2, micro_batch_size=8, global_batch_size=16, seed=5)
+SMALL = TransformConfig(train="light", val="center", size=24)
+PLACE = ("epoch", "step", "micro")
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+@pytest.fixture(autouse=True)
+def without_progress_bars(ray_cluster: None) -> Any:
+    import ray.data
+
+    context = ray.data.DataContext.get_current()
+    before, context.enable_progress_bars = context.enable_progress_bars, False
+    yield
+    context.enable_progress_bars = before
+
+
+def corner(image: np.ndarray) -> np.ndarray:
+    """A transform that needs no library: an actor is there 2 s earlier."""
+    return np.ascontiguousarray(image[:9, :9])
+
+
+CORNERS = {"train_transform": corner, "val_transform": corner}
+
+
+def spec_of(stores: dict[str, Path], train: str = "train", **options: Any) -> StreamSpec:
+    return raypipe.open_stream(str(stores[train]), str(stores["val"]), **{"plan": PLAN, **options})
+
+
+def expected(spec: StreamSpec, split: str, epoch: int, first_step: int = 0) -> list[MicroBatch]:
+    batches = [batch for batch in host_batches(spec) if batch.position.split == split]
+    return [batch for batch in batches if batch.position.epoch == epoch and batch.position.step >= first_step]
+
+
+def check_batches(found: list[dict[str, Any]], batches: list[MicroBatch], channels_first: bool = False) -> None:
+    assert len(found) == len(batches)
+    for columns, batch in zip(found, batches, strict=True):
+        columns = {name: np.asarray(values) for name, values in columns.items()}
+        at, images = batch.position, batch["image"]
+        assert {tuple(columns[name]) for name in PLACE} == {tuple([getattr(at, name)] * 8) for name in PLACE}
+        assert np.array_equal(columns["image"], images.transpose(0, 3, 1, 2) if channels_first else images)
+        assert columns["label"].tolist() == batch["label"].tolist()
+        assert columns["index"].tolist() == batch.index.tolist()
+        assert columns["weight"].tolist() == batch.weight.tolist()
+
+
+@pytest.mark.cluster
+def test_torch_batches_are_the_micro_batches_of_the_loader(stores: dict[str, Path]) -> None:
+    import torch
+
+    spec = spec_of(stores, transform=SMALL)
+    dataset = raypipe.dataset(spec, epoch=1, first_step=2)
+    found = list(dataset.iter_torch_batches(batch_size=8))
+    assert found[0]["image"].dtype == torch.uint8 and found[0]["label"].dtype == torch.int64
+    check_batches(found, expected(spec, "train", 1, first_step=2))
+
+
+@pytest.mark.cluster
+def test_streaming_split_gives_each_rank_its_micro_batches(stores: dict[str, Path]) -> None:
+    import ray
+
+    spec = spec_of(stores, "parquet", plan=replace(PLAN, window_groups=3), **CORNERS)  # a reader reads its groups
+    dataset = raypipe.dataset(spec, epoch=None, channels_first=True)
+    splits = dataset.streaming_split(2, equal=True)
+    with ThreadPoolExecutor(2) as pool:
+        ranks = list(pool.map(lambda split: list(split.iter_batches(batch_size=None)), splits))
+    batches = [*expected(spec, "train", 0), *expected(spec, "train", 1)]
+    for rank, found in enumerate(ranks):
+        check_batches(found, batches[rank::2], channels_first=True)
+    assert not ray.data.DataContext.get_current().execution_options.preserve_order, (
+        "the user's context is as it was"
+    )
+
+
+@pytest.mark.cluster
+def test_rows_are_samples_and_a_validation_counts_each_once(stores: dict[str, Path]) -> None:
+    spec = spec_of(stores, **CORNERS)
+    counted = raypipe.dataset(spec, split="val").filter(expr=col("weight") > 0).materialize()
+    rows = counted.take_all()
+    assert [row["index"] for row in rows] == list(range(22))
+    assert rows[0]["image"].shape == (9, 9, 3)
+
+
+def test_columns_of_every_kind_become_columns_of_the_dataset() -> None:
+    texts, blobs = ["é", "", "b"], [b"a\0\0", b"", b"\0"]
+    parts = [np.arange(2), np.arange(0), np.arange(3)]
+    offsets = [0, *np.cumsum([len(part) for part in parts])]
+    ragged = Ragged("ragged", np.concatenate(parts), np.array(offsets))
+    fields: dict[str, Any] = {
+        "view.small": np.arange(3 * 4 * 5 * 3, dtype=np.uint8).reshape(3, 4, 5, 3),
+        "label": np.arange(3),
+        "column.text": _ragged("text", [text.encode() for text in texts]),
+        "column.blob": _ragged("bytes", blobs),
+        "column.meta.json": _ragged("json", [b'{"a": 1}', b"null", b"[2]"]),
+        "column.tags": ragged,
+    }
+    batch = MicroBatch(MicroBatchId("train", 1, 2, 3), np.arange(3), np.ones(3, np.float32), fields)
+    table = BlockAccessor.batch_to_block(samples_of(batch, channels_first=True))
+    assert table["text"].to_pylist() == texts and table["blob"].to_pylist() == blobs
+    assert table["meta.json"].to_pylist() == ['{"a": 1}', "null", "[2]"]
+    assert [values.tolist() for values in table["tags"].to_pylist()] == [[0, 1], [], [0, 1, 2]]
+    assert table["step"].to_pylist() == [2] * 3
+    small = BlockAccessor.for_block(table).to_numpy("small")
+    assert np.array_equal(small, fields["view.small"].transpose(0, 3, 1, 2))
+
+
+def _ragged(kind: Any, parts: list[bytes]) -> Ragged:
+    offsets = np.array([0, *np.cumsum([len(part) for part in parts])])
+    return Ragged(kind, np.frombuffer(b"".join(parts), np.uint8), offsets)
+
+
+def test_a_dataset_that_the_plan_does_not_have_is_one_error() -> None:
+    def spec(**options: Any) -> StreamSpec:
+        store = MemoryStore([picture(number) for number in range(20)], np.arange(20), columns={"step": [1] * 20})
+        return raypipe.open_stream(store, plan=PLAN, transform=SMALL, **options)
+
+    with pytest.raises(ConfigError, match="epoch is 2, and the plan has 2"):
+        raypipe.dataset(spec(), epoch=2)
+    with pytest.raises(ConfigError, match="first_step is 1, and the epoch has 1 steps"):
+        raypipe.dataset(spec(), first_step=1)
+    with pytest.raises(ConfigError, match="no validation: give open_stream a second store"):
+        raypipe.dataset(spec(), split="val")
+    with pytest.raises(ConfigError, match="split must be 'train' or 'val', got 'test'"):
+        raypipe.dataset(spec(), split="test")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="needs the number of an epoch"):
+        raypipe.dataset(spec(), epoch=None, first_step=1)
+    with pytest.raises(ConfigError, match="column 'step' has the name of an entry"):
+        raypipe.dataset(spec(columns=["step"]))

@@ -16,6 +16,7 @@ import secrets
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -87,7 +88,8 @@ def make_copy(
             counts = _Counts()
             for part in _parts(dataset, copy, shards, first):
                 if counts.add(part):
-                    uploaded.append(RemoteFile(*part["shard"][:2], digest=part["shard"][2]))
+                    address, num_bytes, digest = part["shard"]
+                    uploaded.append(RemoteFile(address, num_bytes, digest=digest))
             counts.check()
         return counts.result(copy)
     count_cpus("the copy", here=True)
@@ -182,7 +184,7 @@ def _parts(
     """Run the tasks; yield what each batch became, in order."""
     import ray
 
-    made = dataset.map(_make, fn_kwargs={"copy": copy})
+    made = dataset.map(partial(_make, copy=copy))
     batch_size: int | None = None
     if shards:
         made = made.repartition(shards)
@@ -195,10 +197,9 @@ def _parts(
         affinity = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(own, soft=False)
         options["scheduling_strategy"] = affinity
     written = made.map_batches(
-        _write,
+        partial(_write, copy=copy),
         batch_size=batch_size,
         batch_format="pyarrow",
-        fn_kwargs={"copy": copy},
         zero_copy_batch=True,
         **options,
     )

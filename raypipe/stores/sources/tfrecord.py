@@ -132,8 +132,9 @@ def _records(path: str) -> Iterator[_Record]:
             stored = plain.read(_CRC.size)
             if len(stored) < _CRC.size or (data is not None and len(data) < num_bytes):
                 raise StoreError(f"{path} is truncated in record {number}, of {num_bytes} bytes; copy it again")
-            is_good = data is not None and stored == _CRC.pack(_masked(google_crc32c.value(data)))
-            features = _features(data) if is_good else {}
+            features: dict[str, list[Any]] = {}
+            if data is not None and stored == _CRC.pack(_masked(google_crc32c.value(data))):
+                features = _features(data)
             if not features:
                 logger.warning("%s: its checksum is wrong, it is over 512 MiB, or no Example", where)
             yield where, features

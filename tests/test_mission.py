@@ -12,12 +12,14 @@ import os
 import runpy
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import albumentations as A  # noqa: N812
 import cv2
 import foreign_lmdbs
+import h5py
 import kornia.augmentation as K  # noqa: N812
 import numpy as np
 import pyarrow as pa
@@ -42,6 +44,7 @@ from raypipe.device.prefetcher import Batch
 from raypipe.errors import StoreError
 from raypipe.metrics.timing import Situation, StageTimes, diagnose
 from raypipe.metrics.utilization import Utilization
+from raypipe.stores.sources import open_source
 from raypipe.train.launch import train
 
 PLAN = raypipe.PlanConfig(epochs=2, micro_batch_size=8, global_batch_size=16, seed=1)
@@ -157,7 +160,32 @@ def test_webdataset(
     assert_equal(local, remote)
 
 
-def test_other_stores(images: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_other_stores(
+    images: list[dict[str, Any]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One command makes a store of each; files of MXNet, TensorFlow, MosaicML, LitData and datasets are theirs."""
+    with h5py.File(tmp_path / "train.h5", "w") as file:
+        file["labels"] = [sample["label"] for sample in images]
+        encoded = file.create_dataset("images", (IMAGES,), h5py.vlen_dtype(np.uint8))
+        for number, sample in enumerate(images):
+            encoded[number] = np.frombuffer(sample["image"], np.uint8)
+    with zipfile.ZipFile(tmp_path / "photos.zip", "w") as archive:
+        for number, sample in enumerate(images):
+            archive.writestr(f"photos/{sample['label']}/{number}.jpg", sample["image"])
+    (tmp_path / "own_rows.py").write_text(
+        "from pictures import samples\ndef rows():\n    yield from samples(48)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    for number, source in enumerate((tmp_path / "train.h5", tmp_path / "photos.zip", "own_rows:rows")):
+        assert run_command(capsys, "convert", source, tmp_path / f"{number}.lmdb")["samples"] == IMAGES
+        assert_trains_on(tmp_path / f"{number}.lmdb")
+    others = ("mxnet/one-label.rec", "tensorflow-train.tfrecord", "mds", "litdata", "arrow")
+    for name in others:
+        source = open_source(ROOT / "tests" / "stores" / "data" / name)
+        assert source is not None and len(list(source.samples)) == 8
     raypipe.convert(iter(images), tmp_path / "iterable.lmdb")
     assert_trains_on(tmp_path / "iterable.lmdb")
 

@@ -128,6 +128,11 @@ class PatientInput(io.RawIOBase):
         self._position += len(data)
         return data
 
+    def readinto(self, buffer: Any) -> int:
+        content = self.read(len(buffer))
+        buffer[: len(content)] = content
+        return len(content)
+
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         self._position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
         return self._position

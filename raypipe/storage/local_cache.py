@@ -248,7 +248,7 @@ class LocalCache:
         with locked(record):
             counted = record.read_text()
             used = int(counted) if counted.isdecimal() else -1
-            # Whole shards count everything anew, and so mend what others have removed.
+            # Whole shards count everything again, since a user may have emptied the cache.
             is_counted = used >= 0 and not isinstance(file, RemoteFile)
             if reserved:
                 reserved.touch(0o600, exist_ok=False)

@@ -28,7 +28,7 @@ class InMemoryStore:
     """The samples of another store, which is read only once per node.
 
     All other attributes are those of the store. Values other than bytes, text, numbers and arrays of numbers are
-    read from the store each time, and so are samples for which there was no room, see
+    read from the store each time. The same happens to samples for which there was no room, see
     `raypipe.storage.shared_memory`.
 
     Args:

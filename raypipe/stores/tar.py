@@ -55,7 +55,7 @@ class TarStore(FileStore[TarSamples]):
     `raypipe.stores.class_folders`. Links lead to members of their tar. Hidden files, absolute names and names with
     `..` do not count.
 
-    Remote tars are scanned once: the index is beside them (`raypipe index`), in the folder of the run, or in the
+    Remote tars are scanned once: the index is next to them (`raypipe index`), in the folder of the run, or in the
     node's cache, where the scans of large local tars are too. Compressed tars, `.tar.gz`, `.tar.bz2` or
     `.tar.xz`, are unpacked whole into the node's cache, see `storage.local_cache`. The fingerprint is a hash over
     the members' names, sizes and modification times. A member over 512 MiB is None.
@@ -131,7 +131,7 @@ class TarStore(FileStore[TarSamples]):
         if missing and any(version_of(archive.file)[0] > GROUP_BYTES for archive in missing):
             num_bytes = sum(version_of(archive.file)[0] for archive in missing)
             logger.info(
-                "%s: scanning %d tars of %.1f GB, which have no index: `raypipe index` keeps one beside them",
+                "%s: scanning %d tars of %.1f GB, which have no index: `raypipe index` keeps one next to them",
                 *(self.address, len(missing), num_bytes / 1e9),
             )
         scanned = iter(in_threads(lambda archive: self._scanned(archive, indexes), missing, _NUM_FETCHES))
@@ -166,13 +166,13 @@ class TarStore(FileStore[TarSamples]):
         return scan
 
     def write_index(self) -> dict[str, Any]:
-        """Write the index of each tar beside it.
+        """Write the index of each tar next to it.
 
         Returns:
             `tars`, `samples`, and `indexes`, the folders of the indexes.
 
         Raises:
-            StoreError: the tars are no store; ConfigError: an index cannot be written.
+            StoreError: a tar is damaged; ConfigError: an index cannot be written.
         """
         archives = self._listing or in_threads(_find, list_tars(self.address))
         scans = self.scans(archives)

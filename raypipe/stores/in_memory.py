@@ -38,12 +38,14 @@ class InMemoryStore:
     def __init__(self, inner: Store) -> None:
         self.inner = inner
         self._arena: Arena | None = None
+        self._key = ""
         self._pid = 0
+        self._is_received = False
         self._is_full = False
         self._unfit = set[str]()  # columns of values that are not kept
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.inner,)
+        return _received, (self.inner,)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "inner":  # copy and pickle ask before there is one
@@ -56,6 +58,7 @@ class InMemoryStore:
     def close(self) -> None:
         """Release the memory, which is freed when no process uses it, and the store's files."""
         self._arena = None
+        _kept_arenas.pop(self._key, None)
         self.inner.close()
 
     def read(self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")) -> Columns:
@@ -103,9 +106,24 @@ class InMemoryStore:
         if self._arena and self._pid == os.getpid():
             return self._arena
         facts = repr((self.inner.fingerprint, self.inner.columns, len(self)))
-        key = hashlib.blake2b(facts.encode(), digest_size=16).hexdigest()
-        self._arena, self._pid = open_arena(key, len(self.inner.columns) * len(self)), os.getpid()
-        return self._arena
+        self._key = hashlib.blake2b(facts.encode(), digest_size=16).hexdigest()
+        arena = open_arena(self._key, len(self.inner.columns) * len(self))
+        if self._is_received:
+            _kept_arenas[self._key] = arena
+        self._arena, self._pid = arena, os.getpid()
+        return arena
+
+
+def _received(inner: Store) -> InMemoryStore:
+    """Return a store that another process has sent."""
+    store = InMemoryStore(inner)
+    store._is_received = True
+    return store
+
+
+# A worker's tasks come one after the other, each with a copy of the store. The memory stays in between.
+_kept_arenas: dict[str, Arena] = {}
+os.register_at_fork(after_in_child=_kept_arenas.clear)
 
 
 def _encoded(value: Any) -> _Parts | None:

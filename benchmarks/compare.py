@@ -18,8 +18,8 @@
 
     uv run benchmarks/compare.py [--peers Grain raypipe] [--cells resume elastic]
 
-An epoch of 144 samples in global batches of 16, on W processes of one machine (gloo), each with its own CPU workers.
-Each sample's "pixels" are a random number that its transform draws. Cells:
+An epoch of 144 samples in global batches of 16, on W processes of one machine (gloo), with CPU workers.
+A sample's "pixels" are a random number that its transform draws. Cells:
 
     off_host   CPU work runs on a node of a Ray cluster that has no trainer
     order      W = 2 and W = 4: each global batch has the same samples

@@ -1,8 +1,8 @@
 """One rank of each loader, as its documentation sets one up: what `compare.py` runs.
 
-A rank function takes a Case and gives each of the rank's batches, a list of (number of the sample, its random draw),
-and its state after it. `transformed` stands for an augmentation: a user's code that draws from the usual generators,
-or from the one that the loader hands it. Each loader is imported where it is used.
+A rank function takes a Case and gives each of the rank's batches, a list of (number of the sample, its random
+draw), and its state after it. `transformed` stands for an augmentation: a user's code that draws from the usual
+generators, or from the one that the loader hands it. Each loader is imported where it is used.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,7 @@ class Case:
         """The state that this rank saved; of another rank, where there are more of them now."""
         return self.states[self.rank % len(self.states)] if self.states else None
 
-    def taken(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+    def taken(self, batches: Iterable[Any]) -> Iterator[Any]:
         for number, batch in enumerate(itertools.islice(batches, self.steps), 1):
             yield batch
             if self.kills and number == 2:

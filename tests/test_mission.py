@@ -6,6 +6,7 @@ Read this file first: each test is the shortest use of one capability. Other fil
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import os
 import runpy
@@ -15,6 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import albumentations as A  # noqa: N812
+import cv2
+import foreign_lmdbs
+import kornia.augmentation as K  # noqa: N812
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -23,8 +27,10 @@ import ray
 import torch
 import without_ray
 import yaml
+from albumentations.pytorch import ToTensorV2
 from documented import ROOT
 from pictures import CLASSES, samples
+from PIL import Image
 from small_runs import parse_run, small_run
 from tars import put, write_tar
 from torchvision.transforms import v2
@@ -33,6 +39,9 @@ import raypipe
 from raypipe.commands import cli
 from raypipe.commands.cli import main
 from raypipe.device.prefetcher import Batch
+from raypipe.errors import StoreError
+from raypipe.metrics.timing import Situation, StageTimes, diagnose
+from raypipe.metrics.utilization import Utilization
 from raypipe.train.launch import train
 
 PLAN = raypipe.PlanConfig(epochs=2, micro_batch_size=8, global_batch_size=16, seed=1)
@@ -91,8 +100,27 @@ def run_command(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str,
 # Stores
 
 
-def test_lmdb(store: Path) -> None:
+def test_lmdb(
+    store: Path, images: list[dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """raypipe's own, and those that others wrote, in place."""
     assert_trains_on(store)
+    encoded, labels = [sample["image"] for sample in images], [sample["label"] for sample in images]
+    assert_trains_on(foreign_lmdbs.write_folders(tmp_path / "keys.lmdb", encoded, labels, CLASSES))
+    assert_trains_on(foreign_lmdbs.write_lsun(tmp_path / "lsun", encoded, labels, CLASSES))
+    assert_trains_on(foreign_lmdbs.write_datums(tmp_path / "caffe", encoded, labels))
+    for kind, dumps in foreign_lmdbs.DUMPS.items():
+        pairs = foreign_lmdbs.write_values(tmp_path / kind, encoded, labels, dumps)
+        if kind == "pickle":
+            with pytest.raises(StoreError, match=r"--store\.trust-pickles true"):
+                open_small(pairs)
+        assert_trains_on(pairs, trust_pickles=kind == "pickle")
+    words = [f"word {label}" for label in labels]
+    text = foreign_lmdbs.write_texts(tmp_path / "text", encoded, words)
+    batches = training(open_small(text, target_column="", columns=["text"]))
+    assert sorted(word for batch in batches for word in batch.columns["text"]) == sorted(2 * words)
+    described = run_command(capsys, "inspect", tmp_path / "pickle", "--store.trust-pickles", "true")
+    assert described["samples"] == IMAGES
 
 
 def test_parquet(images: list[dict[str, Any]], tmp_path: Path, bucket: str) -> None:
@@ -138,6 +166,14 @@ def test_other_stores(images: list[dict[str, Any]], tmp_path: Path) -> None:
 def test_ray_data(images: list[dict[str, Any]], tmp_path: Path) -> None:
     raypipe.convert(ray.data.from_items(images), tmp_path / "dataset.lmdb")
     assert_trains_on(tmp_path / "dataset.lmdb")
+    encoded, labels = [sample["image"] for sample in images], [sample["label"] for sample in images]
+    others = foreign_lmdbs.write_folders(tmp_path / "others.lmdb", encoded, labels, CLASSES)
+    for path in (tmp_path / "dataset.lmdb", others):
+        dataset = raypipe.read_lmdb(path, columns=["label", "image"], override_num_blocks=4)
+        rows = dataset.take_all()
+        assert [(row["image"], row["label"]) for row in rows if row["label"] == 3] == [
+            (image, 3) for image in encoded[3::5]
+        ]
 
 
 # The CPU half
@@ -155,19 +191,31 @@ def test_actors(store: Path) -> None:
 
 
 def test_albumentations(store: Path) -> None:
-    pipeline = A.Compose([A.RandomCrop(16, 16), A.HorizontalFlip(p=0.5), A.RandomBrightnessContrast(p=0.5)])
-    batches = training(open_small(store, train_transform=pipeline))
-    assert {batch.image.shape for batch in batches} == {(8, 3, 16, 16)}
+    """A pipeline as it stands in a training script: what its last steps make, the device makes."""
+    steps = [A.RandomCrop(16, 16), A.HorizontalFlip(p=0.5), A.RandomBrightnessContrast(p=0.5)]
+    last = A.Compose([A.Normalize((0.5, 0.4, 0.3), (0.3, 0.2, 0.1)), ToTensorV2()])
+    batches = training(open_small(store, train_transform=A.Compose([*steps, *last.transforms])))
+    for batch, before in zip(batches, training(open_small(store, train_transform=A.Compose(steps))), strict=True):
+        expected = [last(image=image.permute(1, 2, 0).numpy())["image"] for image in before.image]
+        torch.testing.assert_close(batch.image, torch.stack(expected), atol=1e-5, rtol=1e-5)
 
 
 def test_torchvision_v2(store: Path) -> None:
-    pipeline = v2.Compose([v2.RandomResizedCrop(16), v2.RandomHorizontalFlip(), v2.ColorJitter(0.4)])
-    batches = training(open_small(store, train_transform=pipeline))
-    assert {batch.image.shape for batch in batches} == {(8, 3, 16, 16)}
+    steps = [v2.ToImage(), v2.RandomResizedCrop(16), v2.RandomHorizontalFlip(), v2.ColorJitter(0.4)]
+    last = [v2.ToDtype(torch.float32, scale=True), v2.Normalize((0.5, 0.4, 0.3), (0.3, 0.2, 0.1))]
+    batches = training(open_small(store, train_transform=v2.Compose([*steps, *last])))
+    for batch, before in zip(batches, training(open_small(store, train_transform=v2.Compose(steps))), strict=True):
+        torch.testing.assert_close(batch.image, v2.Compose(last)(before.image), atol=1e-5, rtol=1e-5)
 
 
 def test_fast_decode(store: Path) -> None:
-    """The crop alone is decoded, with the pixels of the whole image, cropped."""
+    """The crop alone is decoded, with the pixels of the whole image, cropped: those of libjpeg-turbo."""
+    center = training(open_small(store, train_transform=A.Compose([A.CenterCrop(16, 16)])))[0]
+    encoded = raypipe.open_store(store).read(center.index)["image"]
+    decoded = (cv2.imdecode(np.frombuffer(image, np.uint8), cv2.IMREAD_COLOR_RGB) for image in encoded)
+    for image, whole in zip(center.image, decoded, strict=True):
+        top, left = (whole.shape[0] - 16) // 2, (whole.shape[1] - 16) // 2
+        assert np.array_equal(image.permute(1, 2, 0), whole[top : top + 16, left : left + 16])
     light = raypipe.TransformConfig(train="light", size=16)
     whole = dataclasses.replace(light, crop_decode="off")
     assert_equal(training(open_small(store, transform=light)), training(open_small(store, transform=whole)))
@@ -182,16 +230,48 @@ def test_decode_once(store: Path, tmp_path: Path) -> None:
 # The device half
 
 
-def test_kornia(store: Path) -> None:
-    ops = [{"op": "RandomHorizontalFlip", "p": 0.5}, {"op": "ColorJitter", "brightness": 0.2}]
-    augment = raypipe.AugmentConfig(ops=ops)
-    assert_equal(training(open_small(store), augment=augment), training(open_small(store), augment=augment))
+def kornia_module() -> torch.nn.Module:
+    flip, crop = K.RandomHorizontalFlip(p=0.5), K.RandomResizedCrop((16, 16), scale=(0.5, 1.0))
+    return torch.nn.Sequential(flip, crop, K.ColorJitter(0.2, 0.2, 0.2, 0.1), K.RandomErasing(p=0.25))
+
+
+def test_kornia(store: Path, tmp_path: Path) -> None:
+    """A module makes the pixels of a call by hand, given as an object or by name, and moves masks and boxes."""
+    augmented, plain = training(open_small(store), augment=kornia_module()), training(open_small(store))
+    by_hand = kornia_module()
+    for batch, raw in zip(augmented, plain, strict=True):
+        torch.manual_seed(batch.seed)
+        assert torch.equal(batch.image, by_hand(raw.image.float() * (1 / 255)))
+    by_name = raypipe.AugmentConfig(module=f"{__name__}:kornia_module", mean=(0, 0, 0), std=(1, 1, 1))
+    assert_equal(augmented, training(open_small(store), augment=by_name))
+    Image.fromarray(np.repeat(np.uint8([[0, 1]]), 16, 1).repeat(16, 0)).save(png := io.BytesIO(), "PNG")
+    sample = {"image": png.getvalue(), "mask": png.getvalue(), "boxes": [16, 0, 32, 16, 4]}
+    raypipe.convert([sample] * 16, tmp_path / "boxes.lmdb")
+    targets = raypipe.TransformConfig(train="none", mask_column="mask", boxes_column="boxes", max_targets=2)
+    moves = K.AugmentationSequential(K.RandomHorizontalFlip(p=0.5), data_keys=["input", "mask", "bbox_xyxy"])
+    spec = open_small(tmp_path / "boxes.lmdb", transform=targets, target_column=None)
+    for batch in training(spec, augment=moves):
+        x0 = batch.fields["boxes"][:, 0, 0]
+        assert set(x0.tolist()) == {0, 16}
+        assert torch.equal(batch.fields["mask"][:, 0, 0] == 1, x0 == 0)
 
 
 def test_batch_transforms(store: Path) -> None:
-    augment = raypipe.AugmentConfig(ops=[{"op": "RandomErasing", "p": 1}], mixup_alpha=0.4, cutmix_alpha=1)
-    batches = training(open_small(store), augment=augment)
-    assert all(batch.mix is not None for batch in batches)
+    """Erasing, and MixUp and CutMix by their own shares."""
+    shares = {"mixup_alpha": 0.4, "cutmix_alpha": 1, "mix_probs": (0.4, 0.4)}
+    augment = raypipe.AugmentConfig(ops=[{"op": "RandomErasing", "p": 1}], **shares)
+    kinds = [batch.mix and batch.mix.is_cutmix for batch in training(open_small(store), augment=augment)]
+    assert set(kinds) == {None, False, True}
+
+
+def test_differentiable(store: Path) -> None:
+    """The gradient of a loss with respect to the CPU's pixels, and the same augmentation of changed pixels."""
+    augment = raypipe.AugmentConfig(preset="strong", differentiable=True)
+    for batch in training(open_small(store), augment=augment):
+        (gradient,) = torch.autograd.grad(batch.image.square().mean(), batch.pixels)
+        assert gradient.shape == batch.pixels.shape and gradient.any()
+        brighter = batch.augment((batch.pixels + 0.1).detach())
+        assert brighter.shape == batch.image.shape and not torch.equal(brighter, batch.image)
 
 
 def test_prefetch(store: Path, cuda_or_pretended: None) -> None:
@@ -297,7 +377,12 @@ def test_policy_search() -> None:
 
 
 def test_strength(store: Path) -> None:
-    """No augmentation at the run's start and end, all of it in between."""
+    """No augmentation at the run's start and end, all of it in between, on the CPU and the device."""
+    on_cpu = raypipe.TransformConfig(train="heavy", val="center", size=16, strength=(0.5, 1, 0.5))
+    weak = training(open_small(store, transform=on_cpu))
+    none = training(open_small(store, transform=dataclasses.replace(on_cpu, strength=0.0)))
+    same = [torch.equal(one.image, two.image) for one, two in zip(weak, none, strict=True)]
+    assert same[:2] == [True, True] and not any(same[2:])
     flips = [{"op": "RandomHorizontalFlip", "p": 1.0}]
     fixed = raypipe.TransformConfig(train="resize", val="resize", size=16)
     augment = raypipe.AugmentConfig(ops=flips, strength=(0.5, 1, 0.5), mean=(0, 0, 0), std=(1, 1, 1))
@@ -318,12 +403,17 @@ def test_validation(store: Path) -> None:
     assert sum(float(batch.weight.sum()) for batch in epochs[0]) == IMAGES
 
 
-def test_bottleneck(store: Path, tmp_path: Path) -> None:
-    """The run says who waits for whom."""
+def test_bottleneck(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run says who waits for whom, the GPU's utilization, and what to change."""
     result = without_ray.train(small_run(tmp_path, store, store, 2, 2))
     records = (Path(result["run_dir"]) / "metrics.jsonl").read_text().splitlines()
     texts = [record["text"] for record in map(json.loads, records) if record["kind"] == "diagnosis"]
     assert any("of a trainer is" in text for text in texts)
+    monkeypatch.setattr(torch.cuda, "utilization", lambda device: 40)
+    assert Utilization(torch.device("cuda", 0)).sample() == 0.4
+    fed = StageTimes(images=1000, wait_s=1, compute_s=99, micro_batches=100)
+    advice = " ".join(diagnose(fed, Situation(1, 4, "cuda", gpu_utilization=0.4)))
+    assert "it executes kernels for 40%" in advice and "train.compile=true" in advice
 
 
 RESUMED = """

@@ -4,6 +4,7 @@
                    bytes already in memory, no Ray; in a submitted job, as many tasks of the cluster
     stream         what one consumer gets from the whole pipe, in its steady state
     first batch    from ray.init to the first micro-batch
+    torch          the same stream as torch.utils.benchmark measures `next` on a loader's batches
     costs          CPU time and bytes of an image, by which docs/clusters.md sizes a cluster
 
 The machine's speed drifts, so the ceiling is measured before and after each stream. Blocks come in clumps, as many
@@ -95,6 +96,11 @@ def print_bench(figures: dict[str, Any]) -> None:
     rows = figures | {"transform": brief(figures["transform"])}
     table(rows.pop("store"), {name: value for name, value in rows.items() if name != "versions"})
     print(verdict(figures, figures["actors"]))
+    print(
+        f"torch.utils.benchmark: next(loader) takes {figures['torch_ms_per_batch']:.2f} ms for "
+        f"{figures['micro_batch']} images, {figures['torch_images_per_s']:,.0f} images/s: "
+        f"{figures['torch_images_per_s'] / figures['stream_images_per_s']:.2f} of the stream's rate."
+    )
     if rate := figures.get("wanted_images_per_s"):
         read, sent = (rate / 1e6 * 8 * figures[f"{way}_gb_per_million"] for way in ("read", "sent"))
         print(
@@ -239,7 +245,7 @@ def stream_once(
 
     Returns:
         `images_per_s`, see `steady`; `first_batch_s`, from ray.init to the first micro-batch;
-        `micro_batch_bytes`, of the images of one micro-batch, as they travel.
+        `micro_batch_bytes`, of the images of one micro-batch, as they travel; and those of `timed_by_torch`.
     """
     import ray
 
@@ -272,9 +278,47 @@ def stream_once(
             break
         del block, batches
     stream.close()
+    images_per_s, first_batch_s = steady(blocks), blocks[0][0] - started
+    by_torch = timed_by_torch(store, transform, pool, micro_batch, round(images_per_s * seconds / 2))
     ray.shutdown()
-    first_batch_s = blocks[0][0] - started
-    return {"images_per_s": steady(blocks), "first_batch_s": first_batch_s, "micro_batch_bytes": num_bytes}
+    figures = {"images_per_s": images_per_s, "first_batch_s": first_batch_s, "micro_batch_bytes": num_bytes}
+    return figures | by_torch
+
+
+def timed_by_torch(
+    store: Store, transform: TransformConfig, pool: PoolConfig, micro_batch: int, num_images: int
+) -> Figures:
+    """Measure `next` on the training batches of a loader by torch.utils.benchmark.
+
+    Blocks bring several batches at once, so most calls take no time, and a few all of it: it is asked for the mean
+    of one long run, not for the median of short ones.
+
+    Args:
+        num_images: how many to measure.
+
+    Returns:
+        `torch_ms_per_batch` and `torch_images_per_s`.
+    """
+    from torch.utils.benchmark import Timer
+
+    from raypipe.streaming.handover import loader
+    from raypipe.streaming.opening import open_stream
+
+    calls = max(_MIN_BLOCKS, num_images // micro_batch)
+    warm_up = calls // 3 + 1  # actors start, and blocks grow
+    own_warm_up = max(calls // 100, 2)  # the timer's
+    epochs = math.ceil((warm_up + own_warm_up + calls) / (len(store) // micro_batch))
+    label = "label" if "label" in store.columns else ""
+    plan = PlanConfig(epochs=epochs, micro_batch_size=micro_batch)
+    spec = open_stream(store, plan=plan, transform=transform, pool=pool, target_column=label)
+    stream = loader(spec, max_actors=pool.max_actors or None, device="cpu")
+    batches = (batch for epoch in stream.epochs() for batch in epoch.train)
+    for _ in range(warm_up):
+        next(batches)
+    taken = Timer("next(batches)", globals={"batches": batches}).timeit(calls)
+    batches.close()
+    stream.close()
+    return {"torch_ms_per_batch": taken.mean * 1000, "torch_images_per_s": micro_batch / taken.mean}
 
 
 def steady(blocks: Sequence[tuple[float, int]]) -> float:

@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 def single_rows(rows: Dataset) -> Dataset:
     """Return the same rows, each as a block of its own.
 
-    Ray Data joins the rows that a ReadTask yields to blocks of its target size. `target_max_block_size = 1`, which a
-    loader's executions set, would cut the user's blocks as well. The tasks of `repartition` need a CPU by default,
-    for which they would wait forever beside a pool that holds all of them (ray#44687). It has no argument for
-    that, so its operator is changed; where a release of Ray has no such attribute, they need a CPU.
+    Ray Data joins the rows that a ReadTask yields to blocks of its target size. `target_max_block_size = 1`, as a
+    loader's executions have it, would cut the user's blocks as well. The tasks of `repartition` need a CPU by
+    default, for which they would wait forever beside a pool that holds all of them (ray#44687). It has no argument
+    for that, so its operator is changed; where a release of Ray has no such attribute, they need a CPU.
     """
     blocks: Any = rows.repartition(target_num_rows_per_block=1)
     with contextlib.suppress(AttributeError, TypeError):

@@ -1,13 +1,18 @@
-"""Map from addresses to a file system and a path on it: local paths, file://, s3://, gs://, az:// and abfs://.
+"""Map from addresses to a file system and a path on it: local paths, file://, s3://, gs://, az://, abfs://, hdfs://,
+and what a package of fsspec adds.
 
-The file systems are pyarrow's own, with timeouts and retries, see `raypipe.storage.patience`. Their settings and
-credentials come from the environment of each process, so every node of a cluster needs them:
+All but the last are pyarrow's own. Remote ones have timeouts and retries, see `raypipe.storage.patience`. Settings
+and credentials come from the environment of each process, so every node of a cluster needs them:
 
     s3://bucket/key            AWS_ACCESS_KEY_ID or any other AWS login; AWS_REGION, else the bucket's region;
                                AWS_ENDPOINT_URL for another server; s3://anonymous@bucket/key
     gs://bucket/key            GOOGLE_APPLICATION_CREDENTIALS or the machine's login; gs://anonymous@bucket/key
     az://container/path        AZURE_STORAGE_ACCOUNT; AZURE_STORAGE_KEY, AZURE_STORAGE_SAS_TOKEN or the machine's
     abfs://container@account.dfs.core.windows.net/path     the same, with the account in the address
+    hdfs://namenode:port/path  JAVA_HOME, HADOOP_HOME or ARROW_LIBHDFS_DIR, CLASSPATH; hdfs:///path = Hadoop's own
+                               fs.defaultFS; viewfs://cluster/path; KERBEROS_TICKET_CACHE_PATH, HADOOP_USER_NAME
+    SCHEME://host/path         any other that fsspec knows (sftp, oss, webhdfs, https, …): its package, and FSSPEC_
+                               variables or files in ~/.config/fsspec
 
 An address is printed, logged and kept with the run, so addresses with credentials or options are rejected.
 """
@@ -33,8 +38,18 @@ from raypipe.storage.patient import PatientFileSystem
 _CONNECT_S = 5
 _SILENT_S = 20  # a request without a byte for so long is retried
 _GOOGLE_RETRY = timedelta(seconds=15)  # limit for all attempts of a request
-# Scheme → kind of file system.
-_KINDS = {"s3": "s3", "gs": "gs", "gcs": "gs", "az": "az", "abfs": "az", "abfss": "az"}
+# Scheme → kind of file system; the kind of those of fsspec is the scheme.
+_KINDS = {
+    "s3": "s3",
+    "gs": "gs",
+    "gcs": "gs",
+    "az": "az",
+    "abfs": "az",
+    "abfss": "az",
+    "hdfs": "hdfs",
+    "viewfs": "viewfs",
+}
+_HADOOP = ("hdfs", "viewfs")
 # Kind of file system → variables for credentials, which must not be in an address.
 _CREDENTIALS = {
     "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
@@ -42,7 +57,7 @@ _CREDENTIALS = {
     "az": "AZURE_STORAGE_ACCOUNT and AZURE_STORAGE_KEY or AZURE_STORAGE_SAS_TOKEN",
 }
 # Prefixes of the variables that configure a file system; when one changes, a new file system is made.
-_ENVIRONMENT = ("AWS_", "AZURE_STORAGE_", "GOOGLE_", "RAYPIPE_STORAGE_")
+_ENVIRONMENT = ("AWS_", "AZURE_STORAGE_", "GOOGLE_", "RAYPIPE_STORAGE_", "FSSPEC_", "HADOOP_", "KERBEROS_")
 # Part of the path of Ray's copies of working directories.
 _RAYS_COPIES = "/runtime_resources/working_dir_files/"
 
@@ -95,19 +110,23 @@ def open_filesystem(address: str | Path) -> tuple[pyarrow.fs.FileSystem, str]:
     if scheme == "file":
         filesystem, path = pyarrow.fs.FileSystem.from_uri(uri)
         return filesystem, path
-    if scheme not in _KINDS:
-        known = "a local path, file://, s3://, gs://, az:// or abfs://"
-        raise ConfigError(f"unsupported scheme in {uri}; use {known}")
     host, _, path = rest.partition("/")
-    bucket = host.partition("@")[0] if scheme.startswith("abfs") else host.rpartition("@")[2]
-    if not bucket:
-        raise ConfigError(f"{uri} names no bucket")
+    kind = _KINDS.get(scheme, scheme)
+    if kind in _HADOOP:
+        path = f"/{unquote(path)}"
+    elif kind == scheme and scheme not in _KINDS:
+        path = _fsspec_class(scheme, uri)._strip_protocol(unquote(uri))
+    else:
+        bucket = host.partition("@")[0] if scheme.startswith("abfs") else host.rpartition("@")[2]
+        if not bucket:
+            raise ConfigError(f"{uri} names no bucket")
+        path = f"{bucket}/{unquote(path)}"
     settings = frozenset((name, value) for name, value in os.environ.items() if name.startswith(_ENVIRONMENT))
     try:
-        filesystem = _filesystem(_KINDS[scheme], host, settings, os.getpid())
+        filesystem = _filesystem(kind, host, settings, os.getpid())
     except pa.ArrowInvalid as error:
         raise ConfigError(f"{uri}: {one_line(error)}") from error
-    return filesystem, f"{bucket}/{unquote(path)}".rstrip("/")
+    return filesystem, path.rstrip("/") or "/"
 
 
 @functools.lru_cache(maxsize=64)
@@ -121,6 +140,10 @@ def _make(kind: str, host: str) -> pyarrow.fs.FileSystem:
     if kind == "gs":
         anonymous = host.startswith("anonymous@")
         return pyarrow.fs.GcsFileSystem(anonymous=anonymous, retry_time_limit=_GOOGLE_RETRY)
+    if kind in _HADOOP:
+        return _hadoop(kind, host)
+    if kind not in _KINDS.values():
+        return _fsspec(kind, host)
     return _s3(host) if kind == "s3" else _azure(host)
 
 
@@ -158,6 +181,44 @@ def _azure(host: str) -> pyarrow.fs.FileSystem:
     return pyarrow.fs.AzureFileSystem(account, account_key=key or None, sas_token=(not key and token) or None)
 
 
+def _hadoop(scheme: str, host: str) -> pyarrow.fs.FileSystem:
+    name, _, port = host.partition(":")
+    host = f"{scheme}://{name}" if scheme == "viewfs" else name
+    ticket = os.environ.get("KERBEROS_TICKET_CACHE_PATH")
+    try:
+        return pyarrow.fs.HadoopFileSystem(host or "default", int(port or 0), kerb_ticket=ticket)
+    except OSError as error:
+        reason = str(error).partition("\n")[0]  # more than a hundred lines follow, of places that it looked in
+        if "Unable to load" not in reason:
+            raise
+        raise ConfigError(
+            f"{scheme}://{name}: {reason}: HDFS needs Java and Hadoop's native client on every node. Set "
+            "JAVA_HOME, HADOOP_HOME (or ARROW_LIBHDFS_DIR, the folder of libhdfs.so), and CLASSPATH to what "
+            "`hadoop classpath --glob` prints; or use webhdfs://namenode:9870/path, which needs neither"
+        ) from None
+
+
+def _fsspec_class(scheme: str, uri: str) -> Any:
+    """Return fsspec's class for a scheme; raise ConfigError if there is none, or its package is missing."""
+    import fsspec
+
+    try:
+        return fsspec.get_filesystem_class(scheme)
+    except ImportError as error:
+        raise ConfigError(f"{uri}: {error} (on every node)") from None
+    except ValueError:
+        known = "a local path, file://, s3://, gs://, az://, abfs://, hdfs://"
+        raise ConfigError(f"unsupported scheme in {uri}; use {known}, or one that fsspec knows") from None
+
+
+def _fsspec(scheme: str, host: str) -> pyarrow.fs.FileSystem:
+    import fsspec
+
+    filesystem, _ = fsspec.core.url_to_fs(f"{scheme}://{host}/")
+    filesystem.use_listings_cache = False  # else what other processes write is not seen
+    return pyarrow.fs.PyFileSystem(pyarrow.fs.FSSpecHandler(filesystem))
+
+
 @contextlib.contextmanager
 def explained(failure: type[RaypipeError], what: str) -> Iterator[None]:
     """Context manager: turn a file system's error into `failure` with one line: `what`, reason, and remedy."""
@@ -178,7 +239,7 @@ def check_bucket(address: str) -> None:
     if is_remote(address):
         with explained(ConfigError, f"{address} cannot be used"):
             filesystem, path = open_filesystem(address)
-            bucket = path.partition("/")[0]
+            bucket = path.partition("/")[0] or "/"
             if filesystem.get_file_info(bucket).type == pyarrow.fs.FileType.NotFound:
                 raise ConfigError(f"{address} cannot be used: bucket {bucket} does not exist: create it first")
 

@@ -7,6 +7,7 @@ import itertools
 import os
 import shutil
 import threading
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -70,8 +71,25 @@ def upload(local: str, filesystem: pyarrow.fs.FileSystem, path: str) -> None:
         for file in sorted(root.iterdir()):
             upload(str(file), filesystem, f"{path}/{file.name}")
         return
-    with root.open("rb") as source, filesystem.open_output_stream(path, compression=None) as target:
-        shutil.copyfileobj(source, target, _CHUNK_BYTES)
+
+    def copy(target_path: str) -> None:
+        with root.open("rb") as source, filesystem.open_output_stream(target_path, compression=None) as target:
+            shutil.copyfileobj(source, target, _CHUNK_BYTES)
+
+    _whole(filesystem, path, copy)
+
+
+def _whole(inner: pyarrow.fs.FileSystem, path: str, write: Callable[[str], None]) -> None:
+    """Write a file that appears only when it is complete, as objects do: elsewhere under another name first."""
+    if not isinstance(inner, pyarrow.fs.HadoopFileSystem | pyarrow.fs.PyFileSystem):
+        write(path)
+        return
+    part = f"{path}.{uuid.uuid4().hex}.part"
+    inner.create_dir(path.rpartition("/")[0] or "/", recursive=True)
+    write(part)
+    if inner.get_file_info(path).type == pyarrow.fs.FileType.File:  # not every server replaces a file by a move
+        inner.delete_file(path)
+    inner.move(part, path)
 
 
 class PatientInput(io.RawIOBase):
@@ -215,8 +233,13 @@ class _Handler(pyarrow.fs.FileSystemHandler):
 
     def write(self, path: str, content: bytes | memoryview) -> None:
         def write(inner: pyarrow.fs.FileSystem) -> None:
-            with inner.open_output_stream(path, compression=None) as stream:  # a name in .gz would detect one
-                stream.write(content)
+            def to(target: str) -> None:
+                with inner.open_output_stream(
+                    target, compression=None
+                ) as stream:  # a name in .gz would detect one
+                    stream.write(content)
+
+            _whole(inner, path, to)
 
         self.call("write", path, write)
         count("write", bytes=len(content))

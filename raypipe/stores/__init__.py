@@ -66,8 +66,8 @@ _LAYOUTS = """raypipe reads:
   Parquet  a *.parquet file, or a folder of them
   tar      a *.tar of class/image.jpg, or WebDataset's pairs key.jpg, key.cls; a folder of *.tar; also *.tar.gz
   folder   a folder of class/image.jpg
-Several files are NAME-*.parquet or NAME-{0000..0099}.tar. All may also be at s3://, gs://, az:// or
-abfs://. `raypipe convert` makes a store of TFRecord, HDF5, MXNet .rec, zip, .npz, .pt, MDS, LitData and
+Several files are NAME-*.parquet or NAME-{0000..0099}.tar. All may also be at s3://, gs://, az://,
+abfs:// or hdfs://. `raypipe convert` makes a store of TFRecord, HDF5, MXNet .rec, zip, .npz, .pt, MDS, LitData and
 Arrow (save_to_disk), and of the samples of a Python function, MODULE:NAME"""
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,17 @@ import numpy as np
 import pytest
 import simplejpeg
 
-from raypipe.commands.bench import ceiling, compared, costs, cpus_needed, print_bench, steady, summary, verdict
+from raypipe.commands.bench import (
+    ceiling,
+    compared,
+    costs,
+    cpus_needed,
+    print_bench,
+    steady,
+    summary,
+    timed_by_torch,
+    verdict,
+)
 from raypipe.commands.cli import main
 from raypipe.config import PoolConfig, TransformConfig
 from raypipe.errors import ConfigError
@@ -17,6 +28,7 @@ from raypipe.stores.base import MemoryStore
 from pictures import samples  # isort: skip
 
 STREAM = {"images_per_s": 900.0, "first_batch_s": 5.0, "micro_batch_bytes": 1_000_000}
+STREAM |= {"torch_ms_per_batch": 11.0, "torch_images_per_s": 909.0}
 CEILING = {
     "images_per_s": 1000.0,
     "read_cpu_s_per_image": 0.0001,
@@ -43,6 +55,8 @@ def test_one_repeat_is_its_own_summary() -> None:
             "transform_cpu_s_per_image": 0.002,
             "encoded_bytes_per_image": 110_000.0,
             "micro_batch_bytes": 1_000_000,
+            "torch_ms_per_batch": 11.0,
+            "torch_images_per_s": 909.0,
         }
     )
 
@@ -80,6 +94,18 @@ def test_too_few_blocks_are_an_error_that_says_what_to_raise() -> None:
         steady(arrivals(3))
 
 
+def test_torchs_benchmark_measures_the_next_batch_of_a_loader() -> None:
+    class SlowStore(MemoryStore):
+        def read(self, *arguments: Any) -> Any:
+            time.sleep(0.01)
+            return super().read(*arguments)
+
+    store = SlowStore([sample["image"] for sample in samples(8)], [0] * 8)
+    found = timed_by_torch(store, TransformConfig(train="center", size=16), PoolConfig(engine="inline"), 4, 40)
+    assert found["torch_ms_per_batch"] >= 10, "each batch is read apart"
+    assert found["torch_images_per_s"] == pytest.approx(4000 / found["torch_ms_per_batch"])
+
+
 @pytest.mark.parametrize("option", ["--seconds=0", "--repeats=0"])
 def test_nothing_to_measure_is_wrong_usage(option: str) -> None:
     with pytest.raises(SystemExit, match="2"):
@@ -112,6 +138,7 @@ def test_a_million_images_have_core_hours_gigabytes_and_a_price(capsys: pytest.C
     )
     out = capsys.readouterr().out
     assert out.startswith("a.lmdb\n") and "  dollars per million        1.012\n" in out
+    assert "next(loader) takes 11.00 ms for 10 images, 909 images/s: 1.01 of the stream's rate." in out
     assert (
         "20,000 images/s need 26 such CPUs, 15% to spare, which read 17.6 Gbit/s from the store and send 16.0"
         in out

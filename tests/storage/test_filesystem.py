@@ -7,12 +7,15 @@ import traceback
 from datetime import timedelta
 from pathlib import Path
 
+import fsspec
+import numpy as np
 import pyarrow.fs
 import pytest
+from fsspec.registry import known_implementations
 from s3_server import FaultyProxy, environment
 
 from raypipe.errors import ConfigError, OutageError, RaypipeError, StoreError
-from raypipe.storage.files import check_place, read_json
+from raypipe.storage.files import check_place, read_json, write_json
 from raypipe.storage.filesystem import (
     as_uri,
     check_bucket,
@@ -31,7 +34,7 @@ from raypipe.stores import open_store
 @pytest.fixture(autouse=True)
 def no_cloud(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
-        if name.startswith(("AWS_", "AZURE_", "GOOGLE_", "RAYPIPE_STORAGE_")):
+        if name.startswith(("AWS_", "AZURE_", "GOOGLE_", "RAYPIPE_STORAGE_", "KERBEROS_")):
             monkeypatch.delenv(name)
 
 
@@ -138,13 +141,64 @@ def test_az_and_abfs_are_azure(address: str, account: str, monkeypatch: pytest.M
     assert (made["account_name"], made["account_key"]) == (account, "a2V5")
 
 
+def test_any_scheme_of_fsspec_reads_and_writes_whole_files(tmp_path: Path) -> None:
+    folder = "memory://raypipe/a%20b"
+    try:
+        write_json(f"{folder}/one.json", {"a": 1})
+        write_json(f"{folder}/one.json", {"a": 2})
+        assert read_json(f"{folder}/one.json") == {"a": 2} and exists(f"{folder}/one.json")
+        (tmp_path / "file").write_bytes(b"abc")
+        upload(str(tmp_path / "file"), *open_filesystem(f"{folder}/file"))
+        filesystem, path = open_filesystem(folder)
+        found = filesystem.get_file_info(pyarrow.fs.FileSelector(path))
+        assert sorted((Path(file.path).name, file.size) for file in found) == [("file", 3), ("one.json", 11)]
+        with open_filesystem(f"{folder}/file")[0].open_input_file(f"{path}/file") as file:
+            assert file.read_at(2, 1) == b"bc"
+        check_bucket(folder)
+    finally:
+        fsspec.filesystem("memory").rm("/raypipe", recursive=True)
+
+
+def test_a_store_at_an_address_of_fsspec_is_read_in_place(
+    stores: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAYPIPE_CACHE", str(tmp_path))
+    local = open_store(str(stores["parquet"]))
+    try:
+        upload(str(stores["parquet"]), *open_filesystem("memory://raypipe/train.parquet"))
+        store = open_store("memory://raypipe/train.parquet")
+        indices = np.array([3, 97, 42])
+        assert list(store.read(indices)["image"]) == list(local.read(indices)["image"])
+    finally:
+        fsspec.filesystem("memory").rm("/raypipe", recursive=True)
+
+
+def test_hdfs_without_java_is_one_error_that_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    def loads(host: str, port: int, kerb_ticket: str | None) -> None:
+        made.append((host, port, kerb_ticket))
+        raise OSError("Unable to load libjvm\ndlopen(a) failed\ndlopen(b) failed")
+
+    made = list[tuple[str, int, str | None]]()
+    monkeypatch.setattr(pyarrow.fs, "HadoopFileSystem", loads)
+    monkeypatch.setenv("KERBEROS_TICKET_CACHE_PATH", "/tmp/ticket")
+    for address in ("hdfs://namenode:8020/a/b", "hdfs:///a", "viewfs://cluster/a"):
+        with pytest.raises(
+            ConfigError, match=r"^\w+://\w*: Unable to load libjvm: .* JAVA_HOME.*webhdfs://"
+        ) as told:
+            open_filesystem(address)
+        assert "\n" not in str(told.value)
+    expected = [("namenode", 8020), ("default", 0), ("viewfs://cluster", 0)]
+    assert made == [(*host, "/tmp/ticket") for host in expected]
+
+
 # What is wrong is told in one line
 
 
 @pytest.mark.parametrize(
     ("address", "message"),
     [
-        ("ftp://a/b", r"unsupported scheme in ftp://a/b; use a local path, file://, s3://"),
+        ("fttp://a/b", r"unsupported scheme in fttp://a/b; use a local path, file://, s3://.* that fsspec knows"),
+        ("lacks://a/b", r"lacks://a/b: Install no_such_package \(on every node\)"),
         ("s3:///a", "names no bucket"),
         ("s3://b/a?", "contains credentials or options, .* Write %3F for a . in a name"),
         ("gs://me@b/a", r"gs://…@b/a contains credentials or options, .* set GOOGLE_APPLICATION_CREDENTIALS"),
@@ -152,7 +206,9 @@ def test_az_and_abfs_are_azure(address: str, account: str, monkeypatch: pytest.M
         ("abfs://c@a.dfs.core.windows.net/b?colour=red", r"/b\?colour=… contains credentials or options"),
     ],
 )
-def test_a_wrong_address(address: str, message: str) -> None:
+def test_a_wrong_address(address: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    lacks = {"class": "no_such_package.FileSystem", "err": "Install no_such_package"}
+    monkeypatch.setitem(known_implementations, "lacks", lacks)
     with pytest.raises(ConfigError, match=message):
         open_filesystem(address)
 

@@ -135,7 +135,11 @@ class TarStore(FileStore[TarSamples]):
                 *(self.address, len(missing), num_bytes / 1e9),
             )
         scanned = iter(in_threads(lambda archive: self._scanned(archive, indexes), missing, _NUM_FETCHES))
-        return [next(scanned) if scan is None else scan for scan in kept]
+        scans = [next(scanned) if scan is None else scan for scan in kept]
+        if not self._identity:  # this process opened the store first
+            numbers = range(len(archives))
+            in_threads(lambda n: indexes.keep_in_run(archives[n].name, archives[n].file, scans[n]), numbers)
+        return scans
 
     def _kept(self, archive: Archive, indexes: Indexes) -> Scan | None:
         """Return a remote tar's scan from the node's cache, or from its index."""
@@ -161,8 +165,6 @@ class TarStore(FileStore[TarSamples]):
                 return scan
             scan = indexes.find(archive.name, archive.file) or _scan(archive, *options)
             keep(path, scan)
-        if not is_local:
-            indexes.keep_in_run(archive.name, archive.file, scan)
         return scan
 
     def write_index(self) -> dict[str, Any]:

@@ -80,8 +80,9 @@ class Indexes:
         return address
 
     def keep_in_run(self, name: str, file: File, scan: Scan) -> None:
-        """Write the index of a tar into the folder of the run, if there is one and it can be written to."""
-        if self._run_folder:
+        """Write the index of a tar into the folder of the run, unless it has one there or next to it."""
+        places = map(split, self._addresses(name))
+        if self._run_folder and not any(own in self._names_in(folder) for folder, own in places):
             with contextlib.suppress(ConfigError, OSError):  # it only saves time
                 _write(self._addresses(name)[-1], name, file, scan)
 

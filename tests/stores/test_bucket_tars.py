@@ -228,6 +228,7 @@ def test_a_tar_that_changed_since_the_store_was_opened_is_refused(
 
 def test_runs_share_an_index_through_their_folder(tars: tuple[Path, str], bucket: str, proxy: FaultyProxy) -> None:
     address = put(tars[0] / "t-3.tar", f"{bucket}/other/t-3.tar")
+    assert len(open_store(address)) == PER_TAR  # so that this node knows it already
     store = TarStore(address).adapted("auto", f"{bucket}/run/index")
     assert len(store) == PER_TAR and len(_names(f"{bucket}/run/index")) == 1
     forget(proxy)

@@ -28,7 +28,7 @@ import stat
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -134,7 +134,7 @@ class LocalCache:
             text += " unpacked"
         return self._folder / hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
-    def close(self, files: list[Entry]) -> None:
+    def close(self, files: Iterable[object]) -> None:
         """Close these shards, and their parts, when nothing refers to them any more; they stay in the cache."""
         with self._mutex:
             closed = set(files)

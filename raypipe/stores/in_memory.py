@@ -80,7 +80,8 @@ class InMemoryStore:
                 self._unfit |= unfit
                 return self.read(wanted, columns)
             # Images come last, since a sample without room for one of its values is read again.
-            for name, values in sorted(fresh.items(), key=lambda item: item[0] == "image"):
+            for name, encoded in sorted(fresh.items(), key=lambda item: item[0] == "image"):
+                values = [value for value in encoded if value is not None]  # all of them
                 self._keep(arena, self._cells(name, wanted[missing]), values)
                 for position, value in zip(np.flatnonzero(missing).tolist(), values, strict=True):
                     stored[name][position] = memoryview(b"".join(value))

@@ -165,7 +165,7 @@ def on_device(
         ConfigError: depth < 1, or the device is neither CUDA nor CPU.
     """
 
-    images = deque[Decoded]()  # of those that are on their way, in order
+    images = deque[Decoded]()  # on their way, in order
 
     def decoded() -> Iterator[MicroBatch]:
         assert decode is not None

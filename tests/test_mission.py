@@ -44,6 +44,7 @@ from raypipe.device.prefetcher import Batch
 from raypipe.errors import StoreError
 from raypipe.metrics.timing import Situation, StageTimes, diagnose
 from raypipe.metrics.utilization import Utilization
+from raypipe.stores import MemoryStore
 from raypipe.stores.sources import open_source
 from raypipe.train.launch import train
 
@@ -322,6 +323,24 @@ def test_prefetch(store: Path, cuda_or_pretended: None) -> None:
     batches = training(open_small(store), device="cuda", augment=raypipe.AugmentConfig(), keep_batches=9)
     assert {batch.image.dtype for batch in batches} == {torch.float32}
     assert {batch.image.device.type for batch in batches} == {"cuda"}
+
+
+def test_cache(images: list[dict[str, Any]]) -> None:
+    class Slow(MemoryStore):
+        num_read = 0
+
+        def read(self, indices: Any, columns: Any = ("image", "label")) -> Any:
+            self.num_read += len(indices) * ("image" in columns)
+            return super().read(indices, columns)
+
+    def make() -> Slow:
+        return Slow([sample["image"] for sample in images], [sample["label"] for sample in images])
+
+    slow = make()
+    kept = open_small(slow, in_memory=True)
+    before = slow.num_read
+    assert_equal(training(kept), training(open_small(make())))
+    assert slow.num_read - before <= IMAGES  # in two epochs
 
 
 # One stream

@@ -48,7 +48,7 @@ def raypipe_run(case: Case) -> None:
         ),
         train_transform=draws,
         pool=raypipe.PoolConfig(micro_batches_per_block=1),
-        filter="label % 3 > 0" if case.folder.name == "filtered" else "",
+        filter="label >= 48" if case.folder.name == "filtered" else "",
     )
 
     def rank(case: Case) -> Iterator[tuple[Batch, Any]]:

@@ -236,7 +236,7 @@ class _Handler(pyarrow.fs.FileSystemHandler):
             def to(target: str) -> None:
                 with inner.open_output_stream(
                     target, compression=None
-                ) as stream:  # a name in .gz would detect one
+                ) as stream:  # .gz would be compressed
                     stream.write(content)
 
             _whole(inner, path, to)

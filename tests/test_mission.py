@@ -138,6 +138,10 @@ def test_other_stores(images: list[dict[str, Any]], tmp_path: Path) -> None:
 def test_ray_data(images: list[dict[str, Any]], tmp_path: Path) -> None:
     raypipe.convert(ray.data.from_items(images), tmp_path / "dataset.lmdb")
     assert_trains_on(tmp_path / "dataset.lmdb")
+    spec = open_small(tmp_path / "dataset.lmdb")
+    epoch = raypipe.dataset(spec, epoch=1, channels_first=True).iter_torch_batches(batch_size=8)
+    for found, batch in zip(epoch, training(spec)[IMAGES // 8 :], strict=True):
+        assert torch.equal(found["image"], batch.image) and torch.equal(found["label"], batch.target)
 
 
 # The CPU half

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from raypipe.streaming.lmdb_dataset import read_lmdb as read_lmdb
     from raypipe.streaming.opening import open_stream as open_stream
     from raypipe.streaming.plain import plain_loaders as plain_loaders
+    from raypipe.streaming.resident import resident as resident
     from raypipe.streaming.saved_model import read_checkpoint as read_checkpoint
     from raypipe.streaming.spec import StreamSpec as StreamSpec
 
@@ -66,6 +67,7 @@ _NAMES = {
     "streaming.lmdb_dataset": ["LMDBDatasource", "read_lmdb"],
     "streaming.opening": ["open_stream"],
     "streaming.plain": ["plain_loaders"],
+    "streaming.resident": ["resident"],
     "streaming.saved_model": ["read_checkpoint"],
     "streaming.spec": ["StreamSpec"],
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, cast
 
@@ -105,6 +106,8 @@ class StoreConfig(Section, prefix="store."):
             mixture's names in the place of `train`; empty = all.
         columns: further columns that batches get, such as `[caption]`; or `{NAME: {option: value}}` with the
             options `length`, `fill` and `dtype` (docs/targets.md).
+        in_memory: keep what was read once, still encoded, in memory that all processes of a node share, for slow
+            disks, network file systems and buckets; limited by RAYPIPE_MEMORY_BYTES.
     """
 
     train: str | dict[str, str] = ""
@@ -115,6 +118,7 @@ class StoreConfig(Section, prefix="store."):
     exclude: str | dict[str, str] = ""
     filter: str | dict[str, str] = ""
     columns: Columns = field(default_factory=list)
+    in_memory: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -437,12 +441,17 @@ class AugmentConfig(Section, prefix="augment."):
         std: standard deviation of each channel; the same.
         preset: augmentation by name: none, light, standard or strong.
         ops: Kornia operations that follow the preset, each `{op: NAME, parameter: value, …}`.
-        module: `module:name` of a torch module, its class or a function that runs after the operations: float
-            images (B, 3, H, W) in [0, 1] → the same, random by torch's global generators; it may take `strength`.
+        module: `module:name` of a torch module, such as Kornia's, of its class, or of a function, which runs after
+            the operations: float images (B, 3, H, W) in [0, 1] → the same, random by global generators; it may
+            take `strength`. In Python also the object. A `Normalize` at its end replaces `mean` and `std`.
         mixup_alpha: alpha of MixUp's Beta distribution; 0 = no MixUp.
         cutmix_alpha: alpha of CutMix's Beta distribution; 0 = no CutMix. If both are on, each gets half of the
             mixed micro-batches.
         mix_prob: share of the micro-batches that are mixed.
+        mix_probs: shares of the micro-batches that MixUp and CutMix get, such as [0.3, 0.5]; the rest is not
+            mixed; empty = by mix_prob.
+        differentiable: record the gradients of the augmentation, for adversarial training and trainable modules:
+            batches get `pixels` and `augment` (docs/training-loop.md).
         strength: factor of the probability of every operation, and of mixing: a number in [0, 1]; or three,
             `[RISE, PEAK, FALL]`: it rises linearly from 0 to PEAK in this share of the run, stays there, and falls
             linearly to 0 in that share at the run's end.
@@ -452,10 +461,12 @@ class AugmentConfig(Section, prefix="augment."):
     std: tuple[Annotated[float, Limits(1e-30, 1e30)], ...] = (0.229, 0.224, 0.225)
     preset: Literal["none", "light", "standard", "strong"] = "none"
     ops: list[dict[str, Any]] = field(default_factory=list)
-    module: str = ""
+    module: str | Callable = ""
     mixup_alpha: Alpha = 0.0
     cutmix_alpha: Alpha = 0.0
     mix_prob: Share = 1.0
+    mix_probs: tuple[Share, ...] = ()
+    differentiable: bool = False
     strength: Share | tuple[Share, ...] = 1.0
 
     def __post_init__(self) -> None:
@@ -467,7 +478,30 @@ class AugmentConfig(Section, prefix="augment."):
             self._require(
                 isinstance(entry.get("op"), str), "ops", entry, "a list of {op: NAME, parameter: value, …}"
             )
+        self._check_shares()
         _check_strength(self, self.strength)
+
+    def _check_shares(self) -> None:
+        shares = self.mix_probs
+        if not shares:
+            return
+        ok = len(shares) == 2 and sum(shares) <= 1
+        self._require(ok, "mix_probs", shares, "[MIXUP, CUTMIX], two shares that add up to at most 1")
+        self._require(self.mix_prob == 1, "mix_prob", self.mix_prob, "left out beside augment.mix_probs")
+        for name, share in zip(("mixup", "cutmix"), shares, strict=True):
+            alpha = getattr(self, f"{name}_alpha")
+            ok = bool(share) == bool(alpha)
+            expected = f"above 0 where its share in augment.mix_probs is, {share:g}"
+            self._require(ok, f"{name}_alpha", alpha, expected)
+
+    @property
+    def mix_shares(self) -> tuple[float, float]:
+        """Shares of the micro-batches that MixUp and CutMix get."""
+        if self.mix_probs:
+            return self.mix_probs[0], self.mix_probs[1]
+        mixup, cutmix = self.mixup_alpha > 0, self.cutmix_alpha > 0
+        each = self.mix_prob / max(1, mixup + cutmix)
+        return each * mixup, each * cutmix
 
     def strength_at(self, progress: float) -> float:
         """Return the strength at a share of the run, in [0, 1]."""

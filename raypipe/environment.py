@@ -26,6 +26,9 @@ VARIABLES = {
     "RAYPIPE_CACHE_BYTES": Variable(
         "nine tenths of the free space", "limit of all downloaded shards in that folder, in bytes"
     ),
+    "RAYPIPE_MEMORY_BYTES": Variable(
+        "half of the free memory", "limit of what all stores of a node keep by store.in_memory, in bytes"
+    ),
     "RAYPIPE_STORAGE_PATIENCE_S": Variable(
         "300", "seconds for which an outage of object storage is waited out; 0 = fail at once"
     ),

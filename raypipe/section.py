@@ -20,7 +20,7 @@ import os
 import re
 import reprlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import cache
 from types import NoneType, UnionType
@@ -173,6 +173,7 @@ def _alternatives(kind: Any, value: object, inside: bool = False) -> list[str]:
 
 
 _NOUNS: dict[Any, str] = {int: "whole number", float: "number", str: "string", NoneType: "none", Any: "value"}
+_NOUNS[Callable] = "module"
 
 
 class _Shown(reprlib.Repr):

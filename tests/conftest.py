@@ -17,6 +17,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell ignores Ctrl-C for what it starts by `&` or nohup, and every child inherits that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Two processes of pytest share two cores, and torch would have a thread for each core in both. With layers as
+# small as those of the tests, threads wait for each other longer than they work: minutes, where other programs run
+# too. Ray sets it for its workers as well. It is read when torch is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # All are read when Ray is imported. Metrics are exported every 10 s by default.
 os.environ |= {"RAY_metrics_report_interval_ms": "2000", **RAY_ON_THIS_MACHINE}
 

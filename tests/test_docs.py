@@ -277,22 +277,16 @@ def test_docs_sampling_draws_shares_learns_on_buckets_and_balance_wins(
 
 
 @pytest.mark.pages
-def test_docs_performance_caches_each_image_once_cropped_and_flipped(
+def test_docs_performance_has_each_image_on_the_device_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """tests/streaming/test_resident.py has the crops, the flips and the order."""
     shutil.copy(digits_stores()[0], tmp_path / "train.lmdb")
     names = program("performance.md", monkeypatch, tmp_path)
-    images, labels, batches = (names[name] for name in ("images", "labels", "batches"))
-    assert images.shape[1:] == (3, 8, 8) and len(images) == len(labels) == len(
-        names["raypipe"].open_store("train.lmdb")
-    )
-    found = [*batches(images, labels, 512, 0, border=0)]
-    assert sorted(label for _, each in found for label in each.tolist()) == sorted(labels.tolist())
-    (image, _), whole = found[0], images.float() / 255
-    as_stored = {each.numpy().tobytes() for each in whole}
-    is_flipped = [each.numpy().tobytes() not in as_stored for each in image]
-    assert all(each.flip(2).numpy().tobytes() in as_stored for each in image[is_flipped])
-    assert 0.4 < np.mean(is_flipped) < 0.6
+    data, last = names["data"], names["batch"]
+    assert data.images.shape == (1437, 3, 32, 32) and len(data) == 1437
+    assert last.index[-1] == 1436 and last.image.dtype.is_floating_point
+    assert [batch.index.shape for batch in data.epoch(1)] == [(512,), (512,)]
 
 
 @pytest.mark.pages

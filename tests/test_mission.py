@@ -11,10 +11,14 @@ import os
 import runpy
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import albumentations as A  # noqa: N812
+import cv2
+import foreign_lmdbs
+import kornia.augmentation as K  # noqa: N812
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -23,8 +27,10 @@ import ray
 import torch
 import without_ray
 import yaml
+from albumentations.pytorch import ToTensorV2
 from documented import ROOT
 from pictures import CLASSES, samples
+from PIL import Image
 from small_runs import parse_run, small_run
 from tars import put, write_tar
 from torchvision.transforms import v2
@@ -33,6 +39,9 @@ import raypipe
 from raypipe.commands import cli
 from raypipe.commands.cli import main
 from raypipe.device.prefetcher import Batch
+from raypipe.errors import StoreError
+from raypipe.metrics.timing import Situation, StageTimes, diagnose
+from raypipe.metrics.utilization import Utilization
 from raypipe.train.launch import train
 
 PLAN = raypipe.PlanConfig(epochs=2, micro_batch_size=8, global_batch_size=16, seed=1)
@@ -91,8 +100,27 @@ def run_command(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str,
 # Stores
 
 
-def test_lmdb(store: Path) -> None:
+def test_lmdb(
+    store: Path, images: list[dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """raypipe's own, and those that others wrote, in place."""
     assert_trains_on(store)
+    encoded, labels = [sample["image"] for sample in images], [sample["label"] for sample in images]
+    assert_trains_on(foreign_lmdbs.write_folders(tmp_path / "keys.lmdb", encoded, labels, CLASSES))
+    assert_trains_on(foreign_lmdbs.write_lsun(tmp_path / "lsun", encoded, labels, CLASSES))
+    assert_trains_on(foreign_lmdbs.write_datums(tmp_path / "caffe", encoded, labels))
+    for kind, dumps in foreign_lmdbs.DUMPS.items():
+        pairs = foreign_lmdbs.write_values(tmp_path / kind, encoded, labels, dumps)
+        if kind == "pickle":
+            with pytest.raises(StoreError, match=r"--store\.trust-pickles true"):
+                open_small(pairs)
+        assert_trains_on(pairs, trust_pickles=kind == "pickle")
+    words = [f"word {label}" for label in labels]
+    text = foreign_lmdbs.write_texts(tmp_path / "text", encoded, words)
+    batches = training(open_small(text, target_column="", columns=["text"]))
+    assert sorted(word for batch in batches for word in batch.columns["text"]) == sorted(2 * words)
+    described = run_command(capsys, "inspect", tmp_path / "pickle", "--store.trust-pickles", "true")
+    assert described["samples"] == IMAGES
 
 
 def test_parquet(images: list[dict[str, Any]], tmp_path: Path, bucket: str) -> None:
@@ -142,6 +170,14 @@ def test_ray_data(images: list[dict[str, Any]], tmp_path: Path) -> None:
     epoch = raypipe.dataset(spec, epoch=1, channels_first=True).iter_torch_batches(batch_size=8)
     for found, batch in zip(epoch, training(spec)[IMAGES // 8 :], strict=True):
         assert torch.equal(found["image"], batch.image) and torch.equal(found["label"], batch.target)
+    encoded, labels = [sample["image"] for sample in images], [sample["label"] for sample in images]
+    others = foreign_lmdbs.write_folders(tmp_path / "others.lmdb", encoded, labels, CLASSES)
+    for path in (tmp_path / "dataset.lmdb", others):
+        dataset = raypipe.read_lmdb(path, columns=["label", "image"], override_num_blocks=4)
+        rows = dataset.take_all()
+        assert [(row["image"], row["label"]) for row in rows if row["label"] == 3] == [
+            (image, 3) for image in encoded[3::5]
+        ]
 
 
 # The CPU half
@@ -159,19 +195,31 @@ def test_actors(store: Path) -> None:
 
 
 def test_albumentations(store: Path) -> None:
-    pipeline = A.Compose([A.RandomCrop(16, 16), A.HorizontalFlip(p=0.5), A.RandomBrightnessContrast(p=0.5)])
-    batches = training(open_small(store, train_transform=pipeline))
-    assert {batch.image.shape for batch in batches} == {(8, 3, 16, 16)}
+    """A pipeline as it stands in a training script: what its last steps make, the device makes."""
+    steps = [A.RandomCrop(16, 16), A.HorizontalFlip(p=0.5), A.RandomBrightnessContrast(p=0.5)]
+    last = A.Compose([A.Normalize((0.5, 0.4, 0.3), (0.3, 0.2, 0.1)), ToTensorV2()])
+    batches = training(open_small(store, train_transform=A.Compose([*steps, *last.transforms])))
+    for batch, before in zip(batches, training(open_small(store, train_transform=A.Compose(steps))), strict=True):
+        expected = [last(image=image.permute(1, 2, 0).numpy())["image"] for image in before.image]
+        torch.testing.assert_close(batch.image, torch.stack(expected), atol=1e-5, rtol=1e-5)
 
 
 def test_torchvision_v2(store: Path) -> None:
-    pipeline = v2.Compose([v2.RandomResizedCrop(16), v2.RandomHorizontalFlip(), v2.ColorJitter(0.4)])
-    batches = training(open_small(store, train_transform=pipeline))
-    assert {batch.image.shape for batch in batches} == {(8, 3, 16, 16)}
+    steps = [v2.ToImage(), v2.RandomResizedCrop(16), v2.RandomHorizontalFlip(), v2.ColorJitter(0.4)]
+    last = [v2.ToDtype(torch.float32, scale=True), v2.Normalize((0.5, 0.4, 0.3), (0.3, 0.2, 0.1))]
+    batches = training(open_small(store, train_transform=v2.Compose([*steps, *last])))
+    for batch, before in zip(batches, training(open_small(store, train_transform=v2.Compose(steps))), strict=True):
+        torch.testing.assert_close(batch.image, v2.Compose(last)(before.image), atol=1e-5, rtol=1e-5)
 
 
 def test_fast_decode(store: Path) -> None:
-    """The crop alone is decoded, with the pixels of the whole image, cropped."""
+    """The crop alone is decoded, with the pixels of the whole image, cropped: those of libjpeg-turbo."""
+    center = training(open_small(store, train_transform=A.Compose([A.CenterCrop(16, 16)])))[0]
+    encoded = raypipe.open_store(store).read(center.index)["image"]
+    decoded = (cv2.imdecode(np.frombuffer(image, np.uint8), cv2.IMREAD_COLOR_RGB) for image in encoded)
+    for image, whole in zip(center.image, decoded, strict=True):
+        top, left = (whole.shape[0] - 16) // 2, (whole.shape[1] - 16) // 2
+        assert np.array_equal(image.permute(1, 2, 0), whole[top : top + 16, left : left + 16])
     light = raypipe.TransformConfig(train="light", size=16)
     whole = dataclasses.replace(light, crop_decode="off")
     assert_equal(training(open_small(store, transform=light)), training(open_small(store, transform=whole)))
@@ -186,16 +234,48 @@ def test_decode_once(store: Path, tmp_path: Path) -> None:
 # The device half
 
 
-def test_kornia(store: Path) -> None:
-    ops = [{"op": "RandomHorizontalFlip", "p": 0.5}, {"op": "ColorJitter", "brightness": 0.2}]
-    augment = raypipe.AugmentConfig(ops=ops)
-    assert_equal(training(open_small(store), augment=augment), training(open_small(store), augment=augment))
+def kornia_module() -> torch.nn.Module:
+    flip, crop = K.RandomHorizontalFlip(p=0.5), K.RandomResizedCrop((16, 16), scale=(0.5, 1.0))
+    return torch.nn.Sequential(flip, crop, K.ColorJitter(0.2, 0.2, 0.2, 0.1), K.RandomErasing(p=0.25))
+
+
+def test_kornia(store: Path, tmp_path: Path) -> None:
+    """A module makes the pixels of a call by hand, given as an object or by name, and moves masks and boxes."""
+    augmented, plain = training(open_small(store), augment=kornia_module()), training(open_small(store))
+    by_hand = kornia_module()
+    for batch, raw in zip(augmented, plain, strict=True):
+        torch.manual_seed(batch.seed)
+        assert torch.equal(batch.image, by_hand(raw.image.float() * (1 / 255)))
+    by_name = raypipe.AugmentConfig(module=f"{__name__}:kornia_module", mean=(0, 0, 0), std=(1, 1, 1))
+    assert_equal(augmented, training(open_small(store), augment=by_name))
+    Image.fromarray(np.repeat(np.uint8([[0, 1]]), 16, 1).repeat(16, 0)).save(png := io.BytesIO(), "PNG")
+    sample = {"image": png.getvalue(), "mask": png.getvalue(), "boxes": [16, 0, 32, 16, 4]}
+    raypipe.convert([sample] * 16, tmp_path / "boxes.lmdb")
+    targets = raypipe.TransformConfig(train="none", mask_column="mask", boxes_column="boxes", max_targets=2)
+    moves = K.AugmentationSequential(K.RandomHorizontalFlip(p=0.5), data_keys=["input", "mask", "bbox_xyxy"])
+    spec = open_small(tmp_path / "boxes.lmdb", transform=targets, target_column=None)
+    for batch in training(spec, augment=moves):
+        x0 = batch.fields["boxes"][:, 0, 0]
+        assert set(x0.tolist()) == {0, 16}
+        assert torch.equal(batch.fields["mask"][:, 0, 0] == 1, x0 == 0)
 
 
 def test_batch_transforms(store: Path) -> None:
-    augment = raypipe.AugmentConfig(ops=[{"op": "RandomErasing", "p": 1}], mixup_alpha=0.4, cutmix_alpha=1)
-    batches = training(open_small(store), augment=augment)
-    assert all(batch.mix is not None for batch in batches)
+    """Erasing, and MixUp and CutMix by their own shares."""
+    shares = {"mixup_alpha": 0.4, "cutmix_alpha": 1, "mix_probs": (0.4, 0.4)}
+    augment = raypipe.AugmentConfig(ops=[{"op": "RandomErasing", "p": 1}], **shares)
+    kinds = [batch.mix and batch.mix.is_cutmix for batch in training(open_small(store), augment=augment)]
+    assert set(kinds) == {None, False, True}
+
+
+def test_differentiable(store: Path) -> None:
+    """The gradient of a loss with respect to the CPU's pixels, and the same augmentation of changed pixels."""
+    augment = raypipe.AugmentConfig(preset="strong", differentiable=True)
+    for batch in training(open_small(store), augment=augment):
+        (gradient,) = torch.autograd.grad(batch.image.square().mean(), batch.pixels)
+        assert gradient.shape == batch.pixels.shape and gradient.any()
+        brighter = batch.augment((batch.pixels + 0.1).detach())
+        assert brighter.shape == batch.image.shape and not torch.equal(brighter, batch.image)
 
 
 def test_prefetch(store: Path, cuda_or_pretended: None) -> None:
@@ -208,12 +288,33 @@ def test_prefetch(store: Path, cuda_or_pretended: None) -> None:
 # One stream
 
 
-def test_interleave_prefetch_parallel_map_autotune(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Nothing is set: readers, actors, blocks and what is ahead of the GPU are chosen."""
-    defaults = raypipe.PoolConfig()
-    assert (defaults.max_actors, defaults.micro_batches_per_block, defaults.max_in_flight) == (0, 0, 0)
-    result = run_command(capsys, "bench", store, "--pool.engine=inline", "--seconds=0.2", "--transform.size=16")
-    assert result["stream_images_per_s"] > 0
+@pytest.mark.usefixtures("two_cpus")
+def test_interleave_prefetch_parallel_map_autotune(images: list[dict[str, Any]], tmp_path: Path) -> None:
+    """Nothing is set: a batch mixes the files, and as many actors as there is room for work ahead of the loop."""
+    for number in range(2):
+        columns = {name: [sample[name] for sample in images[number::2]] for name in ("image", "label")}
+        pq.write_table(pa.table(columns), tmp_path / f"many-{number}.parquet")
+    made = tmp_path / "made"
+    made.mkdir()
+
+    def transform(image: np.ndarray) -> np.ndarray:
+        with (made / str(os.getpid())).open("a") as file:
+            file.write("x")
+        return image[:16, :16]
+
+    spec = open_small(tmp_path / "many-*.parquet", train_transform=transform, pool=raypipe.PoolConfig())
+    loader = raypipe.loader(spec)
+    batch = next(iter(next(loader.epochs()).train))
+    assert batch.index.min() < IMAGES // 2 <= batch.index.max()
+    deadline = time.monotonic() + 60
+    while len(actors := {path.name for path in made.iterdir()} - {str(os.getpid())}) < 2 or num_made(made) < 40:
+        assert time.monotonic() < deadline, (actors, num_made(made))
+        time.sleep(0.1)
+    loader.close()
+
+
+def num_made(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.iterdir())
 
 
 def test_debug(store: Path) -> None:
@@ -279,10 +380,12 @@ def test_ddp(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         assert torch.equal(value, final_weights(together)[name]), name
 
 
-def test_precision(store: Path, tmp_path: Path) -> None:
-    """bf16 and accumulated gradients; channels_last and cudnn.benchmark are on by themselves."""
-    result = without_ray.train(small_run(tmp_path, store, store, 1, 2, amp="bf16"))
+@pytest.mark.parametrize("amp", ["bf16", "fp16"])
+def test_precision(amp: str, store: Path, tmp_path: Path) -> None:
+    """AMP and accumulated gradients; on CUDA, channels_last and cudnn.benchmark are on by themselves."""
+    result = without_ray.train(small_run(tmp_path, store, store, 1, 2, amp=amp))
     assert 0 <= result["val_accuracy"] <= 1 and result["steps"] == IMAGES // 12
+    assert all(value.isfinite().all() for value in final_weights(result).values())
 
 
 def test_imbalance(tmp_path: Path) -> None:
@@ -293,15 +396,26 @@ def test_imbalance(tmp_path: Path) -> None:
     assert shares == pytest.approx([0.5, 0.5], abs=0.1)
 
 
-def test_policy_search() -> None:
-    """The policies that `jobs/tune.py` tries; tests/test_tune.py runs searches."""
+@pytest.mark.system
+@pytest.mark.usefixtures("ray_cluster")
+def test_policy_search(store: Path, tmp_path: Path) -> None:
+    """Ray Tune tries policies, compares the best with the run's own, and writes a config that trains."""
     job = runpy.run_path(str(ROOT / "jobs" / "tune.py"))
-    found = job["policies"](parse_run([], None), 6, ("heavy",))
-    assert len({json.dumps(dataclasses.asdict(policy.augment)) for policy in found}) > 3
+    run = small_run(tmp_path, store, store, 2, 2)
+    run = dataclasses.replace(run, name="search", pool=INLINE, train=dataclasses.replace(run.train, ema_decay=0))
+    result = job["search"](run, trials=2, seeds=2)
+    assert len(result["best"]) == len(result["default"]) == 2
+    winner = parse_run([f"--config={tmp_path}/search/best.yaml"], None)
+    assert winner.plan == run.plan
 
 
 def test_strength(store: Path) -> None:
-    """No augmentation at the run's start and end, all of it in between."""
+    """No augmentation at the run's start and end, all of it in between, on the CPU and the device."""
+    on_cpu = raypipe.TransformConfig(train="heavy", val="center", size=16, strength=(0.5, 1, 0.5))
+    weak = training(open_small(store, transform=on_cpu))
+    none = training(open_small(store, transform=dataclasses.replace(on_cpu, strength=0.0)))
+    same = [torch.equal(one.image, two.image) for one, two in zip(weak, none, strict=True)]
+    assert same[:2] == [True, True] and not any(same[2:])
     flips = [{"op": "RandomHorizontalFlip", "p": 1.0}]
     fixed = raypipe.TransformConfig(train="resize", val="resize", size=16)
     augment = raypipe.AugmentConfig(ops=flips, strength=(0.5, 1, 0.5), mean=(0, 0, 0), std=(1, 1, 1))
@@ -322,12 +436,17 @@ def test_validation(store: Path) -> None:
     assert sum(float(batch.weight.sum()) for batch in epochs[0]) == IMAGES
 
 
-def test_bottleneck(store: Path, tmp_path: Path) -> None:
-    """The run says who waits for whom."""
+def test_bottleneck(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run says who waits for whom, the GPU's utilization, and what to change."""
     result = without_ray.train(small_run(tmp_path, store, store, 2, 2))
     records = (Path(result["run_dir"]) / "metrics.jsonl").read_text().splitlines()
     texts = [record["text"] for record in map(json.loads, records) if record["kind"] == "diagnosis"]
     assert any("of a trainer is" in text for text in texts)
+    monkeypatch.setattr(torch.cuda, "utilization", lambda device: 40)
+    assert Utilization(torch.device("cuda", 0)).sample() == 0.4
+    fed = StageTimes(images=1000, wait_s=1, compute_s=99, micro_batches=100)
+    advice = " ".join(diagnose(fed, Situation(1, 4, "cuda", gpu_utilization=0.4)))
+    assert "it executes kernels for 40%" in advice and "train.compile=true" in advice
 
 
 RESUMED = """
@@ -358,7 +477,9 @@ for epoch in loader.epochs():
 """
 
 
-def test_resume(store: Path, tmp_path: Path) -> None:
+def test_resume(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """`kill -9`, then the same command: the next step, the same bits."""
 
     def steps(state: str) -> dict[str, str]:
@@ -369,8 +490,10 @@ def test_resume(store: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.kill").touch()
     killed = steps("mine")
     resumed = steps("mine")
-    assert not resumed.keys() & killed.keys()
-    assert killed | resumed == steps("unbroken")
+    assert len(killed) == 5 and not resumed.keys() & killed.keys()
+    monkeypatch.setattr(sys, "argv", ["-c", str(store), str(tmp_path / "unbroken")])
+    exec(RESUMED, {})
+    assert killed | resumed == dict(line.split() for line in capsys.readouterr().out.splitlines())
 
 
 def test_submit() -> None:

@@ -186,6 +186,40 @@ def test_the_hooks_of_ddp_give_two_ranks_the_average_of_their_gradients(tmp_path
     torch.multiprocessing.spawn(gradients_with_hooks, (2, str(tmp_path)), nprocs=2)
 
 
+def test_training_on_attacked_images_makes_a_model_robust() -> None:
+    """The page's attack, within the loop, and on the validation."""
+    page, names = blocks("python", ROOT / "docs" / "training-loop.md"), dict[str, Any]()
+    for code in (page[0], next(code for code in page if "def attacked(" in code)):
+        exec(compile(code, "training-loop.md", "exec"), names)
+    attacked = names["attacked"]
+    spec = raypipe.open_stream(
+        *digits_stores(),
+        plan=raypipe.PlanConfig(epochs=4, micro_batch_size=32, seed=1),
+        transform=raypipe.TransformConfig(train="resize", val="resize", size=8),
+        pool=raypipe.PoolConfig(engine="inline"),
+    )
+    robust = {}
+    for is_robust in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Flatten(), nn.Linear(192, 64), nn.ReLU(), nn.Linear(64, 10))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        for epoch in raypipe.loader(spec, augment=names["differentiable"]).epochs():
+            for batch in epoch.train:
+                image = attacked(model, batch, 0.1) if is_robust else batch.image
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(image), batch.target).backward()
+                optimizer.step()
+        right = total = 0.0
+        for batch in epoch.val:
+            image = attacked(model, batch, 0.1)
+            moved = (image - batch.image.detach()).abs().max().item()
+            assert moved <= 0.1 / 0.5 + 1e-5, "in the normalized image"
+            right += float(((model(image).argmax(1) == batch.target) * batch.weight).sum())
+            total += float(batch.weight.sum())
+        robust[is_robust] = right / total
+    assert robust[True] > robust[False] + 0.1, robust
+
+
 def test_metrics_reach_weights_and_biases_mlflow_and_a_stream_hydra(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

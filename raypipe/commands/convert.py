@@ -1,61 +1,49 @@
-"""Copy a store, an iterable or a `ray.data.Dataset` into a new LMDB or Parquet store, verified.
+"""Copy a store, another format, an iterable or a `ray.data.Dataset` into a new LMDB or Parquet store, verified.
 
     a store → ranges → one task per shard writes, reads back and compares
     → one rename, or, at a URI, one manifest: the new store exists whole or not at all
 
 A local destination of one shard is a file, of several a folder of shards; a remote one is a folder. Order and
-indices are the source's, unless samples are skipped. Samples and Datasets, which can only be read in
-order, go through this process once, into a store in the cache folder, which is then copied like any other.
+indices are the source's, unless samples are skipped. Samples and other formats, which can only be read in order,
+go through this process once, into a store in the cache folder, which is then copied like any other. Tasks of a
+Dataset's own execution write its shards, see `raypipe.commands.convert_dataset`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import shutil
-import tempfile
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-from rich.console import Console
-from rich.progress import Progress
 
+from raypipe.commands.convert_dataset import make_copy
+from raypipe.commands.copies import CHUNK, write_shard
+from raypipe.commands.ordered_samples import kept_samples
 from raypipe.commands.tasks import count_cpus, run_tasks
-from raypipe.errors import ConfigError, SampleError, StoreError
+from raypipe.errors import ConfigError, StoreError
 from raypipe.rayext.cluster import connect
 from raypipe.storage.filesystem import check_lasting, is_remote, open_filesystem, split
-from raypipe.storage.local_file import make_cache_folder
 from raypipe.stores import open_store, store_options
 from raypipe.stores.addresses import expand
 from raypipe.stores.base import Columns, Store
 from raypipe.stores.destination import new_path, new_remote
 from raypipe.stores.lmdb import LMDBStore
-from raypipe.stores.record import ColumnValues, Fingerprint, RecordLayout, column_types, plain
+from raypipe.stores.record import ColumnValues, column_types
 from raypipe.stores.scan import SIZE_COLUMNS, scan
 from raypipe.stores.sources import Asked, Source, open_source
-from raypipe.stores.writers import WRITTEN_SUFFIXES, open_writer
+from raypipe.stores.writers import WRITTEN_SUFFIXES
 from raypipe.transform import kernel
-from raypipe.transform.decode import decode, encode_jpeg, resize_short_side
-from raypipe.transform.decode_array import header_size
-from raypipe.transform.image_header import image_kind
-from raypipe.transform.seekable import is_seekable
 
 if TYPE_CHECKING:
     import ray.data
 
 # A shard is small enough to be copied and cached as one object, and large enough to be few.
 _SHARD_BYTES = 1 << 30
-# Samples per read: a few MB of JPEGs.
-CHUNK = 64
-NO_SIZE = {"width": -1, "height": -1}
-
-Part = tuple[int, int, int, list[tuple[int, str]]]
-"""What a task has done: how many samples, how many of those written have no known size, bytes of images; and the
-indices skipped, each with its reason."""
 
 
 def convert(
@@ -129,12 +117,28 @@ def convert(
             "train.lmdb; several --shards make it a folder of shards"
         )
     check_lasting(dst, "the destination")
+    opened = _opened(src, image_column, target_column, trust_pickles)
+    if _is_dataset(opened):
+        connect()
+        return make_copy(
+            opened,
+            dst,
+            shards,
+            overwrite,
+            sizes,
+            classes=None if classes is None else tuple(classes),
+            short_side=short_side,
+            quality=quality,
+            exif=exif,
+            seekable=seekable,
+            on_bad_sample=on_bad_sample,
+        )
     with contextlib.ExitStack() as stack:
-        opened = _opened(src, image_column, target_column, trust_pickles)
         if isinstance(opened, Store):
             store = opened
         else:
-            store = open_store(stack.enter_context(_kept_samples(opened, classes, short_side)))
+            source = opened if isinstance(opened, Source) else Source(iter(opened))
+            store = open_store(stack.enter_context(kept_samples(source, classes, short_side)))
         if not len(store):
             raise StoreError(f"{store.address} has no samples")
         first = store.read(np.arange(min(len(store), CHUNK)), store.columns)
@@ -185,8 +189,8 @@ def _with_later(store: Store, first: Columns) -> Columns:
     return columns
 
 
-def _opened(src: Any, image_column: str, target_column: str, trust_pickles: bool) -> Store | Source:
-    """Return what there is to be copied.
+def _opened(src: Any, image_column: str, target_column: str, trust_pickles: bool) -> Any:
+    """Return what there is to be copied: a store, a source, samples or a Dataset.
 
     Raises:
         ConfigError: columns are named, and it is no address.
@@ -199,96 +203,11 @@ def _opened(src: Any, image_column: str, target_column: str, trust_pickles: bool
             f"image_column={image_column!r} and target_column={target_column!r} are for an address, not for a "
             f"{type(src).__name__}: give them to raypipe.open_store, or rename the columns of the samples"
         )
-    return src if isinstance(src, Store) else Source(_rows_of(src))
+    return src
 
 
-def _rows_of(src: ray.data.Dataset | Iterable[ColumnValues]) -> Iterator[ColumnValues]:
-    import ray.data
-
-    if not isinstance(src, ray.data.Dataset):
-        yield from src
-        return
-    options = src.context.execution_options
-    before, options.preserve_order = options.preserve_order, True
-    try:
-        yield from src.iter_rows()
-    finally:
-        options.preserve_order = before
-
-
-@contextlib.contextmanager
-def _kept_samples(source: Source, classes: Sequence[str] | None, short_side: int) -> Iterator[Path]:
-    """Context manager: the file of a store in the cache folder that keeps the samples, in their order.
-
-    Args:
-        source: its samples are taken once. One whose image is None may lack the other columns.
-        classes: class names by label; None = the source's.
-        short_side: see `column_types`.
-    """
-    folder = Path(tempfile.mkdtemp(prefix="samples-", dir=make_cache_folder()))
-    samples = iter(source.samples)
-    try:
-        with (
-            ThreadPoolExecutor() as pool,  # pixels are encoded, a chunk at a time
-            Progress(console=Console(stderr=True), transient=True) as bar,
-        ):
-            shown = bar.add_task("the samples", total=source.num_samples)
-            chunks = iter(lambda: list(pool.map(_encoded, itertools.islice(samples, CHUNK))), [])
-            first = next(chunks, [])
-            if not first:
-                raise StoreError("the source has no samples")
-            columns = _columns_of(first, source.arrays, short_side)
-            blank = {name: 0 if kind in ("int64", "float64") else None for name, kind in columns.items()}
-            file = folder / "samples.lmdb"
-            with open_writer(file, columns, classes or source.classes) as writer:
-                for number, sample in enumerate(itertools.chain(first, itertools.chain.from_iterable(chunks))):
-                    whole = {**blank, **sample} if sample["image"] is None else sample
-                    try:
-                        writer.append(plain(whole, columns))
-                    except StoreError as error:
-                        raise StoreError(f"sample {number}: {error}") from error
-                    bar.advance(shown)
-        yield file
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _columns_of(first: Iterable[ColumnValues], arrays: Collection[str], short_side: int) -> dict[str, str]:
-    """Return the columns of samples with their types, by the first samples."""
-    values: dict[str, Any] = {}
-    for sample in first:
-        for name, value in sample.items():
-            values.setdefault(name, []).append(value)
-    for name in arrays:
-        values[name] = np.stack(values[name])
-    return column_types(values, "the samples", short_side)
-
-
-def _encoded(sample: ColumnValues) -> dict[str, Any]:
-    """Return the sample with encoded bytes, or None, for its image."""
-    import cv2
-
-    if not isinstance(sample, Mapping) or "image" not in sample:
-        raise StoreError(f"a sample is a mapping of columns, `image` among them, not {sample!r:.200}")
-    image = sample["image"]
-    if image is None or isinstance(image, bytes | bytearray | memoryview):
-        return {**sample, "image": None if image is None else bytes(image)}
-    if getattr(image, "mode", "L") not in ("L", "RGB", "F", "I", "I;16"):  # Pillow's: a palette, alpha, CMYK
-        image = image.convert("RGB")
-    pixels = np.asarray(image)
-    if (
-        not pixels.size
-        or pixels.dtype != np.uint8
-        or not (pixels.ndim == 2 or (pixels.ndim == 3 and pixels.shape[2] in (1, 3)))
-    ):
-        raise StoreError(
-            f"an image is {pixels.dtype} of {pixels.shape}; images are encoded bytes, or uint8 (H, W, 3), "
-            "(H, W, 1) or (H, W)"
-        )
-    # OpenCV has blue first.
-    ok, png = cv2.imencode(".png", pixels[..., ::-1] if pixels.shape[2:] == (3,) else pixels)
-    assert ok
-    return {**sample, "image": png.tobytes()}
+def _is_dataset(src: object) -> bool:
+    return "ray.data" in sys.modules and isinstance(src, sys.modules["ray.data"].Dataset)
 
 
 def _num_shards(store: Store, num_cpus: int) -> int:
@@ -296,116 +215,3 @@ def _num_shards(store: Store, num_cpus: int) -> int:
     images = store.read(sample, ("image",))["image"]
     total = sum(len(image or b"") for image in images) / len(sample) * len(store)
     return max(1, int(np.ceil(total / _SHARD_BYTES)), min(num_cpus, len(store) // 1000))
-
-
-def write_shard(
-    store: Store,
-    file: Path,
-    start: int,
-    stop: int,
-    columns: dict[str, str],
-    short_side: int,
-    quality: int,
-    on_bad_sample: str,
-    sized: Sequence[str] = (),
-    exif: bool = False,
-    seekable: bool = False,
-) -> Iterator[Part]:
-    """A task: writes samples start … stop - 1, yields what it did with each chunk, and reads all of it back.
-
-    Args:
-        sized: which of SIZE_COLUMNS are made from the images, and not read.
-        exif: see `convert`.
-        seekable: see `convert`.
-
-    Raises:
-        SampleError: a sample is bad, and on_bad_sample is "raise".
-        StoreError: the shard differs from its samples when it is read back.
-    """
-    read = {name: kind for name, kind in columns.items() if name not in sized}
-    with open_writer(file, columns, store.classes) as writer:
-        for first, samples in _chunks(store, read, start, stop):
-            num_without_size, num_bytes, skipped = 0, 0, []
-            for index, sample in enumerate(samples, first):
-                try:
-                    sample["image"] = _checked(sample["image"], short_side, quality)
-                    if seekable:
-                        sample["image"] = _made_seekable(sample["image"])
-                    size = size_of(sample["image"], exif)
-                except SampleError as error:
-                    if on_bad_sample == "raise":
-                        raise SampleError(
-                            f"{store.address}: sample {index}: {error}. Exclude such samples with "
-                            "--on-bad-sample skip"
-                        ) from None
-                    skipped.append((index, f"sample {index}: {error}"))
-                    continue
-                sample |= {name: size[name] for name in sized}
-                num_without_size += size == NO_SIZE
-                writer.append(sample)
-                num_bytes += len(sample["image"])
-            yield len(samples), num_without_size, num_bytes, skipped
-    if digest_of(file, columns) != writer.fingerprint:
-        raise StoreError(f"{file} does not read back as it was written: check the disk, and try again")
-
-
-def digest_of(file: Path, columns: dict[str, str]) -> str:
-    """The fingerprint of a shard as it reads back."""
-    store, layout = open_store(file), RecordLayout(columns)
-    digest = Fingerprint(columns, store.classes)
-    for _, samples in _chunks(store, columns, 0, len(store)):
-        for sample in samples:
-            digest.add(layout.pack(sample))
-    store.close()
-    return digest.hexdigest()
-
-
-def _chunks(
-    store: Store, columns: Mapping[str, str], start: int, stop: int
-) -> Iterator[tuple[int, list[dict[str, Any]]]]:
-    """Yield samples, as writers take them, with the index of the first."""
-    for first in range(start, stop, CHUNK):
-        rows = store.read(np.arange(first, min(stop, first + CHUNK)), tuple(columns))
-        every = (dict(zip(rows, values, strict=True)) for values in zip(*rows.values(), strict=True))
-        yield first, [plain(sample, columns) for sample in every]
-
-
-def _checked(image: bytes | memoryview | None, short_side: int, quality: int) -> bytes:
-    if not image:
-        raise SampleError("it has no bytes")
-    if not short_side:
-        return bytes(image)
-    return encode_jpeg(resize_short_side(decode(image, min_side=short_side), short_side), quality)
-
-
-def _made_seekable(image: bytes) -> bytes:
-    """Make a JPEG seekable, with its pixels compared; other images and unusual JPEGs stay as they are.
-
-    Raises:
-        SampleError: it is a damaged JPEG, or over a limit.
-    """
-    if image_kind(image) != "JPEG":
-        return image
-    pixels = decode(image)
-    if is_seekable(image):
-        return image
-    try:
-        seekable = kernel.to_seekable(image)
-    except ValueError:
-        return image
-    return seekable if np.array_equal(decode(seekable), pixels) else image
-
-
-def size_of(image: bytes, exif: bool = False) -> dict[str, int]:
-    """Return `width` and `height`, in pixels, as decoding gives them, by the header.
-
-    NO_SIZE if this machine lacks the image's decoder, which the readers of the copy may have.
-
-    Raises:
-        SampleError: no decoder reads the header.
-    """
-    try:
-        height, width = header_size(image, exif)
-    except ConfigError:
-        return NO_SIZE
-    return {"width": width, "height": height}

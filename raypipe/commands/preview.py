@@ -21,6 +21,7 @@ from raypipe.commands.picture import Tile, draw
 from raypipe.config import AugmentConfig
 from raypipe.device.augment import DeviceAugment
 from raypipe.device.mixing import Mix, check_mixable
+from raypipe.device.prefetcher import on_device
 from raypipe.errors import ConfigError, SampleError
 from raypipe.plan.places import Cursor, MicroBatchId, TrainStep
 from raypipe.plan.schedule import Plan
@@ -36,6 +37,7 @@ from raypipe.transform.targets import decode_targets
 from raypipe.transform.transform_steps import brief
 from raypipe.transform.views import makes_views
 
+_CPU = torch.device("cpu")
 _MAX_PICTURES = 400  # samples times (1 + epochs), about 30 megapixels
 _MAX_DRAWS = 1 << 22  # drawn from an epoch to find a sample, in about a second
 
@@ -54,9 +56,10 @@ class Preview:
         self._config = replace(spec.transform, max_bad_fraction=1)
         spec = replace(spec, transform=self._config)
         self._maker = MicroBatchMaker(spec)
-        self._decoding = Decoding(spec, torch.device("cpu")) if spec.transform.decode == "device" else None
+        self._decoding = Decoding(spec, _CPU) if spec.transform.decode == "device" else None
         views = makes_views(spec.transforms["train"])
-        self._device = DeviceAugment(augment, torch.device("cpu"), targets=bool(self._targets), views=views)
+        has_target = spec.columns.has_target
+        self._device = DeviceAugment(augment, _CPU, targets=self._targets, views=views, has_label=has_target)
 
     def tiles(self, indices: list[int], epochs: list[int]) -> tuple[list[list[Tile]], list[str]]:
         """A row of tiles per sample, and the names of the columns of one epoch."""
@@ -68,11 +71,11 @@ class Preview:
                 batch = self._maker.batch(at)
                 if self._decoding:
                     batch = self._decoding.to_pixels(batch)
-                images, mixed = self.stages(batch)
+                images, mixed, moved = self.stages(batch)
                 names = [*images]
                 for row, (place, position) in zip(rows, places, strict=True):
                     if place == at:
-                        row += self._of_row(batch, images, mixed, position)
+                        row += self._of_row(batch, images, mixed, moved, position)
             for row, (place, _) in zip(rows, places, strict=True):
                 if place is None:
                     num_draws = min(_MAX_DRAWS, self.plan.steps_per_epoch * self.plan.global_batch_size)
@@ -82,8 +85,10 @@ class Preview:
                     row += [Tile(None, (), reason), *[Tile(None)] * (len(names) - 1)]
         return rows, names
 
-    def stages(self, batch: MicroBatch) -> tuple[dict[str, np.ndarray], Mix | None]:
-        """Images (B, H, W, C) of a micro-batch by stage or crop, and the other half of its targets if mixed."""
+    @torch.no_grad()
+    def stages(self, batch: MicroBatch) -> tuple[dict[str, np.ndarray], Mix | None, dict[str, np.ndarray]]:
+        """Images (B, H, W, C) of a micro-batch by stage or crop, the other half of its targets if mixed, and masks
+        and the like as they are behind the last stage."""
         at, batch = batch.position, batch.in_rgb()
         strength = self.augment.strength_at(self.plan.progress(self.plan.global_step(at)))
         drawn: Any = {"seed": self.plan.micro_batch_seed(at), "strength": strength}
@@ -93,13 +98,14 @@ class Preview:
             images = {name: self._shown(view) for name, view in augmented.items() if view.ndim == 4}
             several = {name: view.unbind(1) for name, view in augmented.items() if view.ndim == 5}
             crops = ((f"{name} {i}", crop) for name, view in several.items() for i, crop in enumerate(view))
-            return images | {name: self._shown(crop) for name, crop in crops}, None
-        image = torch.from_numpy(batch[IMAGE]).permute(0, 3, 1, 2)
-        fed, mixed = self._device(image, torch.from_numpy(batch[LABEL]), batch.index >= 0, **drawn)
+            return images | {name: self._shown(crop) for name, crop in crops}, None, {}
+        (on_cpu,) = on_device([batch], _CPU, self.plan.micro_batch_seed)
+        fed = self._device.of_batch(on_cpu, strength)
+        moved = {name: fed.fields[name].numpy() for name in self._targets}
         transformed = batch[IMAGE]
         if self._is_normalized:
-            transformed = self._shown(image)
-        return {"transformed": transformed, "augmented": self._shown(fed)}, mixed
+            transformed = self._shown(on_cpu.image)
+        return {"transformed": transformed, "augmented": self._shown(fed.image)}, fed.mix, moved
 
     @property
     def _is_normalized(self) -> bool:
@@ -108,7 +114,7 @@ class Preview:
 
     def _shown(self, image: torch.Tensor) -> np.ndarray:
         """Normalized floats (B, C, H, W) → uint8 (B, H, W, C)."""
-        by = self._ending if self._ending is not None and self._is_normalized else self.augment
+        by = self._ending if self._ending is not None and self._is_normalized else self._device.config
         mean, std = (torch.tensor(value).view(1, -1, 1, 1) for value in (by.mean, by.std))
         return ((image * std + mean).clamp(0, 1) * 255).round().byte().permute(0, 2, 3, 1).numpy()
 
@@ -128,8 +134,15 @@ class Preview:
             return Tile(None, (name, f"sample {index}"), str(error))
         return Tile(image, (name, f"sample {index}, {width} x {height}"), targets=targets)
 
-    def _of_row(self, batch: MicroBatch, images: dict[str, np.ndarray], mixed: Mix | None, row: int) -> list[Tile]:
-        """The tiles of a sample in an epoch. On the device targets stay the same."""
+    def _of_row(
+        self,
+        batch: MicroBatch,
+        images: dict[str, np.ndarray],
+        mixed: Mix | None,
+        moved: dict[str, np.ndarray],
+        row: int,
+    ) -> list[Tile]:
+        """The tiles of a sample in an epoch; the last one has the targets that a module has moved with it."""
         # Copies: a view would keep its whole micro-batch in memory.
         targets: dict[str, Any] = {name: batch[name][row].copy() for name in self._targets}
         tiles = [Tile(as_rgb(image[row]).copy(), targets=targets) for image in images.values()]
@@ -138,8 +151,10 @@ class Preview:
             label: tuple[str, ...] = ("not mixed", self._class(batch[LABEL][row]))
             if mixed is not None:
                 kind, other = "CutMix" if mixed.is_cutmix else "MixUp", self._class(mixed.target[row].numpy())
-                label = (f"{kind}: {mixed.lam:.2f} {label[1]}", f"+ {1 - mixed.lam:.2f} {other}")
-            tiles[-1] = replace(tiles[-1], lines=label)
+                lam = float(mixed.lam[row] if isinstance(mixed.lam, torch.Tensor) else mixed.lam)
+                label = (f"{kind}: {lam:.2f} {label[1]}", f"+ {1 - lam:.2f} {other}")
+            last = {name: values[row].copy() for name, values in moved.items()}
+            tiles[-1] = replace(tiles[-1], lines=label, targets=last)
         return tiles
 
     def _place(self, batch: MicroBatch, row: int) -> list[str]:
@@ -256,5 +271,7 @@ def _first_of(plan: Plan, num: int) -> list[int]:
 
 def _on_device(augment: AugmentConfig) -> str:
     mixing = {"MixUp": augment.mixup_alpha, "CutMix": augment.cutmix_alpha}
-    named = [augment.preset, *(entry["op"] for entry in augment.ops), augment.module]
+    module = augment.module
+    module = module if isinstance(module, str) else type(module).__name__
+    named = [augment.preset, *(entry["op"] for entry in augment.ops), module]
     return ", ".join(filter(None, [*named, *(f"{name} {alpha:g}" for name, alpha in mixing.items() if alpha)]))

@@ -131,7 +131,10 @@ def _with_base(own: dict[str, Any], parser: Parser) -> dict[str, Any]:
         base = read_config(as_uri(resume))
     elif not target and values["store.train"] == "":
         base = (files("raypipe") / "digits.yaml").read_text()
-    values |= _flat(_loaded(base, resume), parser) | own
+    defaults = _flat(_loaded(base, resume), parser)
+    if not resume and _normalizes(own.get("transform.train")):  # the digits' own numbers would contradict it
+        defaults = {name: value for name, value in defaults.items() if name not in ("augment.mean", "augment.std")}
+    values |= defaults | own
     values |= {"trust_run_code": own.get("trust_run_code", False), "resume": resume or values["resume"]}
     if target:
         values["store.train"] = target
@@ -142,6 +145,13 @@ def _with_base(own: dict[str, Any], parser: Parser) -> dict[str, Any]:
     if any(":" in str(value) for key, value in values.items() if key.startswith(("transform.", "augment."))):
         search_here()  # before Ray starts workers, which may look in another folder
     return values
+
+
+def _normalizes(transform: Any) -> bool:
+    """Return whether a transform is a list of steps with a Normalize."""
+    return isinstance(transform, list) and any(
+        isinstance(step, dict) and "Normalize" in step for step in transform
+    )
 
 
 def _close_here(addresses: Iterable[str]) -> None:

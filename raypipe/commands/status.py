@@ -77,17 +77,28 @@ def status(folder: str) -> dict[str, Any]:
 
 
 def print_status(run: dict[str, Any]) -> None:
-    """Print the result of `status` in five lines, and the error of a run that has failed."""
+    """Print the result of `status` in some lines, and the error of a run that has failed."""
     waits = f"{run['waits_for']} for {run['since_s']:.0f} s: {run['whom']}"
     rows = {
         "state": run["state"],
         "step": f"{run['step']:,} of {run['to_step']:,}, {run['step_age_s']:.0f} s ago",
+        "speed": _speed(run) or None,
         "waits for": waits if run["waits_for"] else "nothing",
         "last checkpoint": run["checkpoint"] or "none",
         "last fault": run["faults"][-1] if run["faults"] else "none",
         "error": run["error"] or None,
     }
     table(run["run_dir"], rows)
+
+
+def _speed(run: dict[str, Any]) -> str:
+    """Return the figures of the last record of the training, as far as there are any."""
+    parts = {
+        "images_per_s": "{:,.0f} images/s",
+        "wait_fraction": "waiting for data {:.0%}",
+        "gpu_utilization": "GPU {:.0%}",
+    }
+    return ", ".join(text.format(run[name]) for name, text in parts.items() if name in run)
 
 
 def standing(status: dict[str, Any], now: float, is_held: bool, died_at: float, error: str = "") -> dict[str, Any]:

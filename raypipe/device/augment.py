@@ -2,6 +2,8 @@
 
     uint8 (B, 3, H, W) → the preset → [0, 1] → Kornia operations → the user's module → normalize → MixUp/CutMix
 
+A module that ends with a `Normalize` has done that step (`raypipe.device.modules`).
+
 Arrays (`transform.decode_as: array`) have any dtype and channels C: whole numbers are scaled to [0, 1] by the
 largest of their dtype, floats are as they are. Operations of color need three channels.
 
@@ -21,9 +23,11 @@ where it is used.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from difflib import get_close_matches
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -33,13 +37,13 @@ from raypipe.config import AugmentConfig
 from raypipe.device.ambient import pinned
 from raypipe.device.fused import Fused, addcmul, apply, draw, pack
 from raypipe.device.mixing import Mix, draw_mix, mix
+from raypipe.device.modules import CHANGES_SIZE, Made, UserModule, all_seeded, resolved
 from raypipe.device.prefetcher import Batch
 from raypipe.device.ring import numbered
 from raypipe.errors import ConfigError
-from raypipe.lookup import import_name
 from raypipe.mistakes import did_you_mean
 from raypipe.plan.order import Domain
-from raypipe.transform.fields import IMAGE, VIEW
+from raypipe.transform.fields import IMAGE, LABEL, VIEW
 from raypipe.transform.views import view_key
 
 Operation = Callable[[torch.Tensor, float], torch.Tensor]
@@ -77,9 +81,8 @@ PRESETS: dict[str, Fused | None] = {
     ),
 }
 
-# They make the size of the images: applied to some rows only, the rows would not fit together.
-_CHANGES_SIZE = {"CenterCrop", "RandomCrop", "RandomResizedCrop"}
-_CHANGES_SIZE |= {"LongestMaxSize", "PadTo", "Resize", "SmallestMaxSize"}
+
+_SHOWN_CHARACTERS = 2000  # of a module in the record of a run
 
 
 def scaled(image: torch.Tensor) -> torch.Tensor:
@@ -103,10 +106,13 @@ class Normalize:
         # (x - mean) / std as one multiply and one add
         self._scale, self._shift, self._dtype = 1 / std, -mean / std, dtype
         self._uint8_scale = self._scale / 255
+        self._is_identity = not any(config.mean) and all(number == 1 for number in config.std)
 
     def __call__(self, image: torch.Tensor) -> torch.Tensor:
         if image.ndim == 5:
             return self(image.flatten(0, 1)).unflatten(0, image.shape[:2])
+        if self._is_identity:
+            return self.cast(image)
         if image.shape[1] != self._scale.shape[1]:
             raise ConfigError(
                 f"images have {image.shape[1]} channels, and augment.mean and augment.std are of "
@@ -117,6 +123,10 @@ class Normalize:
         scale = self._scale if image.is_floating_point() else self._uint8_scale
         return addcmul(self._shift, image, scale, self._dtype)
 
+    def cast(self, image: torch.Tensor) -> torch.Tensor:
+        """Only scale whole numbers to [0, 1]."""
+        return scaled(image).to(self._dtype, memory_format=torch.channels_last)
+
 
 class DeviceAugment:
     """Augments, mixes and normalizes micro-batches on one device.
@@ -125,12 +135,20 @@ class DeviceAugment:
         config: operations, mixing and normalization.
         device: where batches are.
         dtype: dtype of the resulting images.
-        targets: whether batches have masks or the like, which do not change: no operation may move pixels.
+        targets: names of the masks, boxes and keypoints of batches: only a module may move pixels, together with
+            them.
         views: whether training batches have views, which cannot be mixed.
+        has_label: whether batches have a target.
 
     Raises:
         ConfigError: an operation or the module does not exist, or refuses its parameters; or, with targets, moves,
-            erases or mixes pixels, or mixes views. (A user's module is not checked.)
+            erases or mixes pixels, or mixes views. (A user's own module is not checked.)
+
+    Attributes:
+        config: with the module as an object, and the normalization that it ends with.
+        normalize: what a validation's images get.
+        mixes: whether batches have two targets, see `Batch.mix`.
+        normalizes: whether the module normalizes, and nothing behind it.
     """
 
     def __init__(
@@ -138,15 +156,16 @@ class DeviceAugment:
         config: AugmentConfig,
         device: torch.device,
         dtype: torch.dtype = torch.float32,
-        targets: bool = False,
+        targets: Collection[str] = (),
         views: bool = False,
+        has_label: bool = True,
     ) -> None:
         self._mixing = [name for name in ("mixup_alpha", "cutmix_alpha") if getattr(config, name)]
         if targets and self._mixing:
             raise ConfigError(f"augment.{self._mixing[0]} mixes images, not masks and the like: set it to 0")
-        if views:
-            self._check_views()
-        self.config, self.device = config, numbered(device)
+        self.device = numbered(device)
+        with pinned(self.device), _seeded(0, self.device):  # weights of a user's class may be drawn
+            self.config = config = resolved(config)
         with pinned(self.device):
             self.normalize = Normalize(config, self.device, dtype)
         self._fused = PRESETS[config.preset]
@@ -158,11 +177,21 @@ class DeviceAugment:
             )
         if targets and self._fused:
             raise _moves(f"the preset {config.preset}")
+        self._module: UserModule | None = None
         with pinned(self.device):
-            self._operations = [build_operation(entry, targets, channels) for entry in config.ops]
+            self._operations = [build_operation(entry, bool(targets), channels) for entry in config.ops]
             if config.module:
-                with _seeded(0, self.device):  # its own weights may be drawn
-                    self._operations.append(_user_module(config.module))
+                self._module = UserModule(config.module, self.device, targets, has_label)
+        self._targets = (*targets, *([LABEL] if has_label else []))
+        module_mixes = self._module is not None and self._module.mixes
+        if module_mixes and self._mixing:
+            raise ConfigError(
+                f"augment.module mixes images, and augment.{self._mixing[0]} does, too: set that to 0"
+            )
+        self.mixes = module_mixes or bool(self._mixing)
+        self.normalizes = self._module is not None and self._module.normalizes
+        if views:
+            self._check_views()
 
     def __call__(
         self, image: torch.Tensor, target: torch.Tensor, counts: np.ndarray, *, seed: int, strength: float = 1.0
@@ -180,15 +209,17 @@ class DeviceAugment:
             Images of `dtype` (B, 3, h, w), channels_last, and the other half of the targets where it was mixed.
         """
         with pinned(self.device):
-            return self._mixed(image, target, counts, seed, strength)
+            made = self._mixed(Made(image, {LABEL: target}), counts, seed, strength)
+            return made.image, made.mix
 
-    def _mixed(
-        self, image: torch.Tensor, target: torch.Tensor, counts: np.ndarray, seed: int, strength: float
-    ) -> tuple[torch.Tensor, Mix | None]:
-        image = self._augmented(image, seed, strength)
+    def _mixed(self, made: Made, counts: np.ndarray, seed: int, strength: float) -> Made:
+        made = self._augmented(made, counts, seed, strength)
         rng = np.random.Generator(np.random.Philox(key=[seed, Domain.MIXING]))
-        plan = draw_mix(self.config, rng, image.shape[2], image.shape[3], strength)
-        return (image, None) if plan is None else mix(image, target, counts, plan)
+        plan = draw_mix(self.config, rng, *made.image.shape[2:], strength)
+        if plan is None:
+            return made
+        image, mixed = mix(made.image, made.targets[LABEL], counts, plan)
+        return Made(image, made.targets, mixed)
 
     def of_views(
         self, views: Mapping[str, torch.Tensor], *, seed: int, strength: float = 1.0
@@ -207,22 +238,37 @@ class DeviceAugment:
             return self._views(views, seed, strength)
 
     def _views(self, views: Mapping[str, torch.Tensor], seed: int, strength: float) -> dict[str, torch.Tensor]:
-        if not (self._fused or self._operations):
+        if not (self._fused or self._operations or self._module):
             return {name: self.normalize(view) for name, view in views.items()}
         augmented = {}
         for name, view in views.items():
             crops = [view] if view.ndim == 4 else view.unbind(1)
             seeds = (int(view_key(name, i, Domain.VIEW_ON_DEVICE, seed)[0]) >> 1 for i in range(len(crops)))
+            counts = np.ones(len(view), bool)
             of_view = [
-                self._augmented(crop, of_crop, strength) for crop, of_crop in zip(crops, seeds, strict=True)
+                self._augmented(Made(crop, {}), counts, of_crop, strength).image
+                for crop, of_crop in zip(crops, seeds, strict=True)
             ]
             augmented[name] = of_view[0] if view.ndim == 4 else torch.stack(of_view, 1)
         return augmented
 
     def of_batch(self, batch: Batch, strength: float) -> Batch:
-        """Augment a training batch, or normalize a validation batch."""
+        """Augment a training batch, or normalize a validation batch.
+
+        With `augment.differentiable` the batch has its `pixels`, of which its image is made, and `augment`.
+        """
+        is_recorded = torch.is_grad_enabled() and self.config.differentiable
+        with pinned(self.device), torch.set_grad_enabled(is_recorded):
+            if not self.config.differentiable:
+                return self._batch(batch, strength)
+            pixels = scaled(batch.image).requires_grad_(is_recorded)
+            made = self._batch(batch.with_fields({IMAGE: pixels}), strength)
+            return made.with_fields({}, pixels=pixels, augment=partial(self._again, batch, strength))
+
+    def _again(self, batch: Batch, strength: float, pixels: torch.Tensor) -> torch.Tensor:
+        """Make the images of a batch of other pixels, by the same draws."""
         with pinned(self.device):
-            return self._batch(batch, strength)
+            return self._batch(batch.with_fields({IMAGE: pixels}), strength).image
 
     def _batch(self, batch: Batch, strength: float) -> Batch:
         named = {f"{VIEW}.{name}": view for name, view in batch.views.items()}
@@ -233,16 +279,21 @@ class DeviceAugment:
             self._check_views()
             views = self._views(batch.views, batch.seed, strength)
             return batch.with_fields({f"{VIEW}.{name}": view for name, view in views.items()})
-        image, mixed = self._mixed(batch.image, batch.target, batch.index >= 0, batch.seed, strength)
-        return batch.with_fields({IMAGE: image}, mix=mixed)
+        targets = {name: batch.fields[name] for name in self._targets if name in batch.fields}
+        made = self._mixed(Made(batch.image, targets), batch.index >= 0, batch.seed, strength)
+        return batch.with_fields({**made.targets, IMAGE: made.image}, mix=made.mix)
 
     def _check_views(self) -> None:
-        if self._mixing:
-            raise ConfigError(f"augment.{self._mixing[0]} mixes images, and no views: set it to 0")
+        if self.mixes:
+            name = f"augment.{self._mixing[0]}" if self._mixing else "augment.module"
+            raise ConfigError(f"{name} mixes images, and no views: set it to 0")
+        if self.config.differentiable:
+            raise ConfigError("augment.differentiable is for images, and not for views: leave it out")
 
-    def _augmented(self, image: torch.Tensor, seed: int, strength: float) -> torch.Tensor:
-        """Augment and normalize, without mixing."""
-        if image.dtype != torch.uint8 and (self._fused or self._operations):
+    def _augmented(self, made: Made, counts: np.ndarray, seed: int, strength: float) -> Made:
+        """Augment and normalize, without mixing by the configuration."""
+        image, module = made.image, self._module
+        if image.dtype != torch.uint8 and (self._fused or self._operations or module):
             image = scaled(image)
         if self._fused:
             rows, _, height, width = image.shape
@@ -250,13 +301,26 @@ class DeviceAugment:
             params = draw(self._fused, rng, rows, height, width, strength)
             packed = torch.from_numpy(pack(self._fused, params, height, width))
             image = apply(self._fused, image, packed.to(image.device, non_blocking=True))
-        if self._operations:
-            if not image.is_floating_point():
-                image = scaled(image)
-            with _seeded(seed, self.device):
-                for operation in self._operations:
-                    image = operation(image, strength)
-        return self.normalize(image)
+        if not (self._operations or module):
+            return Made(self.normalize(image), made.targets)
+        if not image.is_floating_point():
+            image = scaled(image)
+        with all_seeded(seed) if module else contextlib.nullcontext(), _seeded(seed, self.device):
+            for operation in self._operations:
+                image = operation(image, strength)
+            made = Made(image, made.targets)
+            if module:
+                made = module(made, counts, seed, strength)
+        image = self.normalize.cast(made.image) if self.normalizes else self.normalize(made.image)
+        return Made(image, made.targets, made.mix)
+
+
+def settings_of_device(config: AugmentConfig) -> dict[str, Any]:
+    """Return the settings by their whole names, as plain values, for the record of a run; a module as text."""
+    values = {each.name: getattr(config, each.name) for each in dataclasses.fields(config)}
+    module = values["module"]
+    values["module"] = module if isinstance(module, str) else " ".join(repr(module).split())[:_SHOWN_CHARACTERS]
+    return {f"augment.{name}": value for name, value in values.items()}
 
 
 @contextlib.contextmanager
@@ -267,34 +331,6 @@ def _seeded(seed: int, device: torch.device) -> Iterator[None]:
         if device.type == "cuda":  # a user's module may draw on the device
             torch.cuda.default_generators[device.index].manual_seed(seed)
         yield
-
-
-def shape_of(result: object) -> tuple[int, ...] | str:
-    """Return the shape of a tensor, or the type of anything else that a user's code returned."""
-    return tuple(result.shape) if isinstance(result, torch.Tensor) else type(result).__name__
-
-
-def _user_module(name: str) -> Operation:
-    """The user's `module:function`, called with the strength if it takes that."""
-    function = import_name(name, "augment.module")
-    try:
-        if inspect.isclass(function):
-            function = function()
-        call = function.forward if isinstance(function, torch.nn.Module) else function
-        takes_strength = "strength" in inspect.signature(call).parameters
-    except Exception as error:
-        raise ConfigError(f"augment.module {name!r} cannot be used: {type(error).__name__}: {error}") from error
-
-    def checked(image: torch.Tensor, strength: float) -> torch.Tensor:
-        result = function(image, strength=strength) if takes_strength else function(image)
-        if not isinstance(result, torch.Tensor) or result.ndim != 4 or len(result) != len(image):
-            raise ConfigError(
-                f"augment.module={name} returned {shape_of(result)} for images of {tuple(image.shape)}: it must "
-                "return floats (B, 3, h, w) in [0, 1]"
-            )
-        return result
-
-    return checked
 
 
 def _moves(what: str) -> ConfigError:
@@ -364,7 +400,7 @@ def build_operation(entry: dict[str, Any], targets: bool = False, channels: int 
         raise ConfigError(f"augment.ops: {entry}{of}: {type(error).__name__}: {error}") from error
     if not isinstance(result, torch.Tensor) or result.ndim != 4 or result.shape[:2] != (2, channels):
         raise ConfigError(f"augment.ops: {entry} does not make images of images")
-    is_policy, is_scaled = isinstance(module, PolicyAugmentBase), op not in _CHANGES_SIZE
+    is_policy, is_scaled = isinstance(module, PolicyAugmentBase), op not in CHANGES_SIZE
 
     def apply(image: torch.Tensor, strength: float) -> torch.Tensor:
         """The strength is the share of rows that a policy is applied to, and scales the probability of others."""

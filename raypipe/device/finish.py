@@ -13,7 +13,7 @@ import torch
 
 from raypipe.config import AugmentConfig
 from raypipe.device.ambient import pinned
-from raypipe.device.augment import Normalize
+from raypipe.device.augment import DeviceAugment, Normalize
 from raypipe.device.prefetcher import Batch
 from raypipe.device.ring import numbered
 from raypipe.errors import ConfigError
@@ -91,6 +91,21 @@ class Finish:
             yield from texts.values()
         if len(texts) == 2 and endings[0].described != endings[1].described:
             yield "transform.train and transform.val end differently, and so each split has images of its own kind"
+
+
+def check_module(ending: Ending | None, augment: DeviceAugment) -> None:
+    """Raise ConfigError if a pipeline and the module of `augment` end with different normalizations."""
+    config = augment.config
+    if (
+        ending
+        and ending.normalizes
+        and augment.normalizes
+        and (ending.mean, ending.std) != (config.mean, config.std)
+    ):
+        raise ConfigError(
+            f"transform.train ends with {ending.steps}, {ending.described}, and augment.module with another "
+            "Normalize: images are normalized once, so leave one of them out"
+        )
 
 
 def check_floats(ending: Ending | None, split: str) -> None:

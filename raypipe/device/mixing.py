@@ -33,12 +33,13 @@ class Mix:
 
     Attributes:
         target: the partners' targets, as the batch's are; a row that did not mix has its own.
-        lam: share of a row's own target, in [0, 1].
+        lam: share of a row's own target, in [0, 1]: a number for all rows, or, from a module of Kornia's,
+            float32 (B,).
         is_cutmix: CutMix, else MixUp.
     """
 
     target: torch.Tensor
-    lam: float
+    lam: float | torch.Tensor
     is_cutmix: bool
 
 
@@ -62,16 +63,17 @@ def draw_mix(
     """Draw whether and how a micro-batch is mixed; None = not at all.
 
     Args:
-        config: alphas and probabilities.
+        config: alphas and shares.
         rng: the micro-batch's own generator.
         height, width: size of the images, pixels.
         strength: scales the probability, in [0, 1].
     """
     chosen, kind, y, x = rng.random(4)
-    can_cut, can_mix = config.cutmix_alpha > 0, config.mixup_alpha > 0
-    if not (can_cut or can_mix) or chosen >= config.mix_prob * strength:
+    mixup, cutmix = config.mix_shares
+    mixed = mixup + cutmix
+    if not mixed or chosen >= mixed * strength:
         return None
-    cut = can_cut and (not can_mix or kind < 0.5)
+    cut = kind < cutmix / mixed
     alpha = config.cutmix_alpha if cut else config.mixup_alpha
     lam = float(rng.beta(alpha, alpha))
     if not cut:
@@ -119,11 +121,18 @@ def soft_targets(target: torch.Tensor, mix: Mix | None, num_classes: int, smooth
     """
     if target.dtype != torch.int64 or target.ndim != 1:
         soft = target if target.is_floating_point() else target.float()
-        return soft if mix is None else torch.lerp(mix.target.to(soft.dtype), soft, mix.lam)
+        return soft if mix is None else torch.lerp(mix.target.to(soft.dtype), soft, _share(mix, soft))
     soft = one_hot(target, num_classes).float()
     if mix is not None:
-        soft = torch.lerp(one_hot(mix.target, num_classes).float(), soft, mix.lam)
+        soft = torch.lerp(one_hot(mix.target, num_classes).float(), soft, _share(mix, soft))
     return soft * (1 - smoothing) + smoothing / num_classes
+
+
+def _share(mix: Mix, like: torch.Tensor) -> float | torch.Tensor:
+    """The share of the own target, for a target of this shape."""
+    if isinstance(mix.lam, float | int):
+        return mix.lam
+    return mix.lam.to(like.dtype).view(-1, *[1] * (like.ndim - 1))
 
 
 def mixed_losses(

@@ -65,6 +65,10 @@ class Batch(Unlike, instead=_INSTEAD):
         work_s: seconds that an actor spent on it in all.
         outage_s: seconds of read_s that object storage did not answer.
         mix: the other half of the targets, if MixUp or CutMix was applied.
+        pixels: float32 (B, C, H, W) in [0, 1], as they came from the CPU, with `augment.differentiable`: `image`
+            was made of them, so a loss has a gradient with respect to them. Else None.
+        augment: makes images of other pixels in the way in which `image` was made, with the same random numbers;
+            None without `augment.differentiable`.
         source: int64 (B,), on the host: each sample's store in a mixture, by the order of `plan.sources`; -1
             for padding; None without a mixture.
     """
@@ -81,6 +85,8 @@ class Batch(Unlike, instead=_INSTEAD):
     work_s: float = 0.0
     outage_s: float = 0.0
     mix: Mix | None = None
+    pixels: torch.Tensor | None = None
+    augment: Callable[[torch.Tensor], torch.Tensor] | None = None
     source: np.ndarray | None = None
 
     @property
@@ -130,7 +136,7 @@ class Batch(Unlike, instead=_INSTEAD):
             return value.to(device, non_blocking=non_blocking) if isinstance(value, torch.Tensor) else value
 
         fields = {name: moved(value) for name, value in self.fields.items()}
-        mix = replace(self.mix, target=moved(self.mix.target)) if self.mix else None
+        mix = replace(self.mix, target=moved(self.mix.target), lam=moved(self.mix.lam)) if self.mix else None
         return replace(self, fields=fields, weight=moved(self.weight), mix=mix)
 
 

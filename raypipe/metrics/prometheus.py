@@ -17,7 +17,7 @@ import functools
 import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ray.util.metrics import Counter, Gauge
@@ -58,6 +58,7 @@ _ALL = (
     Metric("raypipe_trainer_checkpoint_seconds_total", _RANK_SPLIT, "Waiting for checkpoints."),
     Metric("raypipe_trainer_micro_batches_total", _RANK_SPLIT, "Micro-batches that a rank asked for."),
     Metric("raypipe_trainer_drained_total", _RANK_SPLIT, "Those before which the GPU had finished its work."),
+    Metric("raypipe_trainer_gpu_utilization", _RANK, "Share of the time for which the GPU executes kernels."),
     Metric("raypipe_trainer_steps_total", _RANK, "Training steps that a rank has done since its start."),
     Metric("raypipe_trainer_first_batch_seconds", _RANK, "From the start of a loader to its first batch."),
     Metric(
@@ -151,11 +152,15 @@ class TrainerMetrics(Recorder):
     From `begin` to `end` a thread sets the gauges once a second, so that they last while the rank waits.
 
     Args:
+        sample: asks for the utilization of the rank's device, once a second; None = it is not known.
         info: labels of `raypipe_run_info`.
     """
 
-    def __init__(self, run: str, rank: int, **info: str) -> None:
+    def __init__(
+        self, run: str, rank: int, sample: Callable[[], float | None] = lambda: None, **info: str
+    ) -> None:
         super().__init__(run, rank=str(rank), **info)
+        self._sample = sample
         self._rank = rank
         self._gauges: dict[str, float] = {"run_info": 1} if info and rank == 0 else {}
         self._recorded_at = 0.0
@@ -176,6 +181,11 @@ class TrainerMetrics(Recorder):
         if self._end.alive:
             self._end()
             self.set(self._gauges)
+
+    def sample(self) -> None:
+        """Ask for the utilization of the device, and show it."""
+        if (share := self._sample()) is not None:
+            self._gauges = self._gauges | {"trainer_gpu_utilization": share}
 
     def is_due(self) -> bool:
         """Return whether a second has passed since `record`."""
@@ -221,6 +231,7 @@ class TrainerMetrics(Recorder):
 def _keep(metrics: weakref.ref[TrainerMetrics], ended: threading.Event) -> None:
     while not ended.wait(_PERIOD_S):
         if (of_rank := metrics()) is not None:
+            of_rank.sample()
             of_rank.set(of_rank._gauges)
             del of_rank
 

@@ -129,6 +129,8 @@ _SETTLED_S = 60.0
 _WAIT_IS_NOTHING = 0.10
 # A host that is ahead finds the device at work nearly always; one that is behind, nearly never.
 _DRAINED_IS_BEHIND = 0.5
+# A GPU that is fed and well used executes kernels for over 0.9 of the time; a launch-bound one, for half of it.
+_UTILIZATION_IS_LOW = 0.7
 # Below this share of the time checkpoints are not worth a sentence.
 _CHECKPOINTS_ARE_NOTHING = 0.05
 # Above this share of an actor's time outages of storage are the cause, and not the store's kind or place.
@@ -153,6 +155,7 @@ class Situation:
         ready: share of the time for which a rank had a finished block to take.
         spilled_bytes: that the cluster's object store has written to disk since the cluster began.
         is_run: whether `raypipe train` trains, which has settings for what a loop of one's own decides itself.
+        gpu_utilization: share of the training for which the device executed kernels; None = not known.
     """
 
     world_size: int
@@ -162,6 +165,7 @@ class Situation:
     ready: float = 0.0
     spilled_bytes: int = 0
     is_run: bool = True
+    gpu_utilization: float | None = None
 
     @property
     def name(self) -> str:
@@ -187,7 +191,9 @@ def diagnose(times: StageTimes, situation: Situation) -> list[str]:
     shares = {stage: getattr(times, f"{stage}_s") / times.step_s for stage in stages}
     parts = ", ".join(f"{share:.0%} {stage}" for stage, share in shares.items())
     checkpoints, images = shares.get("checkpoint", 0.0), times.images * world_size
-    sentences = [f"{images / times.step_s:,.0f} images/s; the time of a {name} is {parts}."]
+    used = situation.gpu_utilization
+    busy = "" if used is None else f"; it executes kernels for {used:.0%} of it"
+    sentences = [f"{images / times.step_s:,.0f} images/s; the time of a {name} is {parts}{busy}."]
     if times.step_s < _SETTLED_S:
         sentences.append(
             f"After its first batch the run took {times.step_s:.0f} s, too short to say what limits it."
@@ -202,6 +208,8 @@ def diagnose(times: StageTimes, situation: Situation) -> list[str]:
         sentences.append(_about_input(times, needed * world_size, situation))
     elif times.drained_fraction > _DRAINED_IS_BEHIND:
         sentences.append(_about_launches(times, situation))
+    elif used is not None and used < _UTILIZATION_IS_LOW - checkpoints:
+        sentences.append(_about_gaps(times, situation, used))
     elif checkpoints > max(shares["augment"], shares["compute"]):
         pass  # the sentence above says it
     elif shares["augment"] > shares["compute"]:
@@ -223,15 +231,29 @@ def diagnose(times: StageTimes, situation: Situation) -> list[str]:
 
 def _about_launches(times: StageTimes, situation: Situation) -> str:
     """A micro-batch of the device's work takes the host longer to launch than the device to do."""
+    return (
+        f"The host limits the run, not the model: the {situation.name} had finished its work before "
+        f"{times.drained_fraction:.0%} of the micro-batches were asked for. {_fewer_launches(times, situation)}"
+    )
+
+
+def _about_gaps(times: StageTimes, situation: Situation, used: float) -> str:
+    """Micro-batches are there, and the device has gaps between its kernels within each of them."""
+    return (
+        f"Neither the input nor the speed of the {situation.name} limits the run: {times.wait_fraction:.0%} of "
+        f"its time goes by waiting for data, and it executes kernels for {used:.0%}. Its kernels are too short "
+        f"for the host to launch in time, or the model waits for the host. {_fewer_launches(times, situation)}"
+    )
+
+
+def _fewer_launches(times: StageTimes, situation: Situation) -> str:
     name = situation.name
     lighter = "choose a lighter augment.preset, " if times.augment_s > times.compute_s else ""
     compiled = "train.compile=true" if situation.is_run else "torch.compile"
     return (
-        f"The host limits the run, not the model: the {name} had finished its work before "
-        f"{times.drained_fraction:.0%} of the micro-batches were asked for. Let nothing in the loop wait for the "
-        f"{name} (loss.item(), print of a tensor); then {lighter}give each launch more to do (a larger "
-        f"plan.micro_batch_size), or launch less ({compiled}, or a step captured as a CUDA graph, "
-        "docs/performance.md)."
+        f"Let nothing in the loop wait for the {name} (loss.item(), print of a tensor); then {lighter}give each "
+        f"launch more to do (a larger plan.micro_batch_size), or launch less ({compiled}, or a step captured as a "
+        "CUDA graph, docs/performance.md)."
     )
 
 

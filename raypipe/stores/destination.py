@@ -101,7 +101,7 @@ def new_remote(dst: str, overwrite: bool) -> Iterator[Path]:
     The path is in the cache folder (RAYPIPE_CACHE), which must have room for the whole store.
     """
     check_bucket(dst)
-    _objects_at(dst, overwrite)
+    objects_at(dst, overwrite)
     with explained(StoreError, f"{cache_folder()} cannot be written to"):
         temporary = tempfile.TemporaryDirectory(
             prefix="convert-", dir=make_cache_folder(), ignore_cleanup_errors=True
@@ -110,38 +110,56 @@ def new_remote(dst: str, overwrite: bool) -> Iterator[Path]:
         path = Path(folder, f"store{Path(split(dst)[1]).suffix}")
         yield path
         with explained(StoreError, f"{dst} cannot be written"):
-            _upload(sorted(path.iterdir()) if path.is_dir() else [path], dst, _objects_at(dst, overwrite))
+            _upload(sorted(path.iterdir()) if path.is_dir() else [path], dst, objects_at(dst, overwrite))
 
 
-def _objects_at(dst: str, overwrite: bool) -> set[str]:
+def objects_at(dst: str, overwrite: bool) -> set[str]:
     """Return the paths of the objects at an address; raise StoreError if objects exist and must be kept."""
     with explained(StoreError, f"{dst} cannot be written"):
         filesystem, path = open_filesystem(dst)
         if filesystem.get_file_info(path).type == pyarrow.fs.FileType.File:
             objects = {path}
         else:
-            objects = {f"{path}/{name}" for name in names_in(filesystem, path)}
+            objects = _paths_in(filesystem, path)
     if objects:
         _check_replaceable(dst, overwrite, (object_path.rpartition("/")[2] for object_path in objects))
     return objects
 
 
 def _upload(files: list[Path], dst: str, old: set[str]) -> None:
+    with finished(dst, old) as shards:
+        shards += [put_shard(file, dst, number) for number, file in enumerate(files)]
+
+
+@contextlib.contextmanager
+def finished(dst: str, old: set[str]) -> Iterator[list[RemoteFile]]:
+    """Context manager: a list for the shards that are uploaded, in order; then they replace the old objects.
+
+    On an error the objects that are new are removed.
+    """
     filesystem, path = open_filesystem(dst)
-    manifest, token = f"{path}/{MANIFEST}", secrets.token_hex(4)
-    names = [f"{number:05d}-{token}{file.suffix}" for number, file in enumerate(files)]
-    shards = [
-        RemoteFile(join(dst, name), file.stat().st_size, digest=digest_of_file(file))
-        for name, file in zip(names, files, strict=True)
-    ]
+    shards: list[RemoteFile] = []
     try:
-        for file, shard in zip(files, shards, strict=True):
-            _copy(file, shard)
+        yield shards
         write_manifest(dst, shards)
     except BaseException:
-        _remove_objects(filesystem, {manifest, *(f"{path}/{name}" for name in names)} - old)
+        with contextlib.suppress(OSError):  # the error matters more than what is left
+            _remove_objects(filesystem, _paths_in(filesystem, path) - old)
         raise
-    _remove_objects(filesystem, old - {manifest})
+    kept = {f"{path}/{name}" for name in (MANIFEST, *(split(shard.address)[1] for shard in shards))}
+    _remove_objects(filesystem, (old | _paths_in(filesystem, path)) - kept)
+
+
+def _paths_in(filesystem: pyarrow.fs.FileSystem, path: str) -> set[str]:
+    return {f"{path}/{name}" for name in names_in(filesystem, path)}
+
+
+def put_shard(file: Path, dst: str, number: int) -> RemoteFile:
+    """Upload a shard under a new, random name; return what the manifest says of it."""
+    name = f"{number:05d}-{secrets.token_hex(4)}{file.suffix}"
+    shard = RemoteFile(join(dst, name), file.stat().st_size, digest=digest_of_file(file))
+    _copy(file, shard)
+    return shard
 
 
 def _copy(file: Path, shard: RemoteFile) -> None:

@@ -16,6 +16,7 @@ from raypipe.logs import STAGES
 from raypipe.metrics.prometheus import TrainerMetrics
 from raypipe.metrics.records import Folder
 from raypipe.metrics.timing import Situation, StageClock, StageTimes, diagnose, has_drained, mark
+from raypipe.metrics.utilization import Samples, Utilization
 from raypipe.plan.places import Cursor, Split, TrainStep
 from raypipe.rayext.object_store import spilled_bytes
 from raypipe.streaming.chronicle import Chronicle
@@ -53,7 +54,9 @@ class Account:
         self.clocks: dict[Split, StageClock] = {"train": StageClock(), "val": StageClock()}
         self.first_batch_s, self.num_bad = 0.0, 0
         info = {"version": __version__, "plan": spec.plan.fingerprint, "workers": str(world_size)}
-        self.exported = TrainerMetrics(spec.run, rank, **info)
+        self._utilization = Utilization(device)
+        self._in_training = Samples()  # of the utilization
+        self.exported = TrainerMetrics(spec.run, rank, self._utilization.sample, **info)
         self.chronicle = Chronicle(world_size, rank, folder)
         self.actors = self.readers = 0
         self.is_run = False
@@ -144,6 +147,7 @@ class Account:
     def begin_interval(self) -> None:
         """An interval of the training begins."""
         self._before, self._since = self.times("train"), time.perf_counter()
+        self._samples_before = self._utilization.samples
 
     @property
     def interval_age_s(self) -> float:
@@ -161,12 +165,17 @@ class Account:
             Its images, on all ranks; its seconds, `train_s`; and those that rank 0 waited for data, `wait_s`.
         """
         times, seconds, plan = self.times("train") - self._before, self.interval_age_s, self._plan
+        samples = self._utilization.samples - self._samples_before
+        self._in_training += samples
         self.begin_interval()
         images, wait = times.images * self._world_size, min(1.0, times.wait_s / seconds)
+        used = self._utilization.latest if samples.mean is None else samples.mean
+        of_gpu = {} if used is None else {"gpu_utilization": used}
         last = TrainStep(plan.global_step(cursor) - 1)
         line = (
             f"epoch {cursor.epoch + 1}/{plan.config.epochs}  step {cursor.step}/{plan.steps_per_epoch}  "
             f"loss {learnt.get('loss', 0.0):.4f}  {images / seconds:,.0f} images/s  waiting for data {wait:.0%}"
+            + ("" if used is None else f"  GPU {used:.0%}")
         )
         self.chronicle.record(
             "train",
@@ -175,6 +184,7 @@ class Account:
             **learnt,
             images_per_s=images / seconds,
             wait_fraction=wait,
+            **of_gpu,
             **{f"{stage}_s": getattr(times, f"{stage}_s") for stage in STAGES if stage != "wait"},
             **({"strength": self.strength(last)} if self._augment else {}),
             num_bad=self.num_bad,
@@ -183,7 +193,7 @@ class Account:
 
     def diagnose(self, epoch: int) -> None:
         """Record at the end of an epoch where this rank's time went, and tell it at the end of the last."""
-        times = self.times("train")
+        times, used = self.times("train"), self._in_training.mean
         ready = self.chronicle.ready()
         # Asked of all nodes, so only where it may say why finished blocks come late.
         spilled = spilled_bytes() if ready else 0
@@ -198,11 +208,13 @@ class Account:
                     ready=ready,
                     spilled_bytes=spilled,
                     is_run=self.is_run,
+                    gpu_utilization=used,
                 ),
             )
         )
         is_last = epoch + 1 == self._plan.config.epochs
-        self.chronicle.record("diagnosis", text if is_last else "", **asdict(times), text=text)
+        of_gpu = {} if used is None else {"gpu_utilization": used}
+        self.chronicle.record("diagnosis", text if is_last else "", **asdict(times), **of_gpu, text=text)
 
     def tell_notice(self, text: str) -> None:
         """A node of the trainers is about to go."""

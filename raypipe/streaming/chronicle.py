@@ -39,7 +39,8 @@ _ANSWER_S = 5.0
 # Between two files of where the loop stands: in object storage each is a request that is paid for.
 _STATUS_S, _STATUS_REMOTE_S = 5.0, 30.0
 _STOP_REMOTE_S = 3.0  # between two looks for a request to stop, for the same reason
-_SHOWN = ("epoch", "images_per_s", "wait_fraction", "loss")  # there, of the last record of the training
+# There, of the last record of the training.
+_SHOWN = ("epoch", "images_per_s", "wait_fraction", "gpu_utilization", "loss")
 
 
 class _Wait(NamedTuple):

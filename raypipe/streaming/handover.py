@@ -22,6 +22,7 @@ import ray
 import torch
 
 from raypipe.config import AtLeast1, AugmentConfig, PoolConfig
+from raypipe.device.modules import PLAIN
 from raypipe.errors import ConfigError, RaypipeError
 from raypipe.metrics.records import Folder
 from raypipe.mistakes import checks_keywords
@@ -67,7 +68,7 @@ def loader(
     max_actors: int | None = None,
     device: torch.device | str | None = None,
     cursor: Cursor | None = None,
-    augment: AugmentConfig | None = None,
+    augment: AugmentConfig | Callable[..., Any] | None = None,
     dtype: torch.dtype | None = None,
     prefetch_factor: int = 2,
     keep_batches: int = 0,
@@ -87,8 +88,10 @@ def loader(
         cursor: start of the stream; None = the latest checkpoint's place, see `Loader.save`, or the beginning.
             If the checkpoint contains no place, the stream starts at `load_state_dict`.
         augment: augmentation on the device: training batches are augmented, mixed and normalized, validation
-            batches only normalized. None = batches stay uint8, or keep the arrays' dtype; those of a pipeline that
-            ends with ToDtype, Normalize and the like become what these make.
+            batches only normalized. A module alone, such as an `nn.Sequential` of Kornia's operations, gets floats
+            in [0, 1]; what it makes is normalized as a pipeline or a `Normalize` at its own end says. None =
+            batches stay uint8, or keep the arrays' dtype; those of a pipeline that ends with ToDtype, Normalize
+            and the like become what these make.
         dtype: type of the images that `augment` or the pipeline's end makes; None = the pipeline's, or float32.
         prefetch_factor: transfers ahead of the consumer, on CUDA.
         keep_batches: batches that stay valid besides the newest, for a loop that looks ahead. On CUDA each takes
@@ -108,7 +111,10 @@ def loader(
     check("raypipe.loader: spec", spec, StreamSpec)
     check("raypipe.loader: max_actors", max_actors, AtLeast1 | None)
     check("raypipe.loader: cursor", cursor, Cursor | None)
-    check("raypipe.loader: augment", augment, AugmentConfig | None)
+    check("raypipe.loader: augment", augment, AugmentConfig | Callable | None)
+    if augment is not None and not isinstance(augment, AugmentConfig):
+        ending = spec.endings.get("train")
+        augment = replace(AugmentConfig() if ending and ending.normalizes else PLAIN, module=augment)
     own_dir: str = check("raypipe.loader: run_dir", run_dir, str)  # a Path becomes text
     start_address: str = check("raypipe.loader: start_from", start_from, str)
     for name, least, number in (("prefetch_factor", 1, prefetch_factor), ("keep_batches", 0, keep_batches)):

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from raypipe.config import AugmentConfig
-from raypipe.device.augment import DeviceAugment
-from raypipe.device.finish import Finish, check_floats
+from raypipe.device.augment import DeviceAugment, settings_of_device
+from raypipe.device.finish import Finish, check_floats, check_module
 from raypipe.device.mixing import check_mixable
 from raypipe.device.prefetcher import Batch, on_device
 from raypipe.errors import CursorError, RaypipeError
@@ -115,8 +115,7 @@ class Loader(Unlike, instead=_INSTEAD):
         configure_logs(spec.log_format, run=spec.run, rank=rank)
         self.plan = spec.plan
         self.device = device or torch.device("cpu")
-        targets, views = bool(spec.transform.target_columns), makes_views(spec.transforms["train"])
-        user_augment = augment
+        self._user_augment = augment
         self._ending = Finish(spec.endings, augment, self.device, dtype)
         augment = self._ending.config if augment else None
         if augment and (target := spec.columns.target):
@@ -124,7 +123,6 @@ class Loader(Unlike, instead=_INSTEAD):
         self.augment: DeviceAugment | None = None
         self.rank, self.world_size = rank, world_size
         self._spec, self._open_at, self._start_from = spec, open_at, start_from
-        self._described = input_of(spec, user_augment)
         self._looked_at = set[Split]()
         self._lacks_weights = start_from is not None
         self._prefetch_factor, self.keep_batches = prefetch_factor, keep_batches
@@ -143,7 +141,11 @@ class Loader(Unlike, instead=_INSTEAD):
             self._begin()
         if augment:  # its imports take a second, in which the pool starts
             try:
-                self.augment = DeviceAugment(augment, self.device, self._ending.dtype, targets, views)
+                views = makes_views(spec.transforms["train"])
+                targets, has_target = spec.transform.target_columns, spec.columns.has_target
+                dtype = self._ending.dtype
+                self.augment = DeviceAugment(augment, self.device, dtype, targets, views, has_target)
+                check_module(spec.endings.get("train"), self.augment)
             except BaseException:  # its traceback refers to the loader
                 self.close()
                 raise
@@ -290,11 +292,12 @@ class Loader(Unlike, instead=_INSTEAD):
         at, total = self.cursor, self.plan.config.epochs * self.plan.steps_per_epoch
         begins = {"workers": self.world_size, "actors": self.account.actors, "from_step": self.global_step}
         validates = at.step == self.plan.steps_per_epoch and self.plan.has_val(at.epoch)
-        self.account.chronicle.begin(
-            validates,
-            functools.partial(settings_of, self._spec, **begins, to_step=total),
-            self._supervisor,
-        )
+
+        def settings() -> dict[str, Any]:
+            of_stream = settings_of(self._spec, **begins, to_step=total)
+            return of_stream | (settings_of_device(self._user_augment) if self._user_augment else {})
+
+        self.account.chronicle.begin(validates, settings, self._supervisor)
 
     def _left_early(self, of: Pass) -> None:
         is_now = of.segment is not None and of.turn == self._turn  # a forgotten loop may end at any later time
@@ -360,7 +363,7 @@ class Loader(Unlike, instead=_INSTEAD):
         # Ray Train refuses a tensor, and its controller would end the run at a number of NumPy's.
         metrics = {name: value.item() if hasattr(value, "item") else value for name, value in metrics.items()}
         with self.account.saving(lambda: "Ray Train writes it, or other ranks have not reported yet"):
-            report(metrics, parts, self.rank, self.place, self._described)
+            report(metrics, parts, self.rank, self.place, self.described())
         if self._lacks_weights and self.rank == 0:
             _logger.warning(
                 "the stream continued from a checkpoint, and loader.restore was not called: unless you loaded its "
@@ -372,6 +375,13 @@ class Loader(Unlike, instead=_INSTEAD):
         chronicle.record("report", values=numbers_in(metrics))
         if chronicle.log:
             chronicle.log.sync()
+
+    def described(self, model: str = "") -> dict[str, Any]:
+        """Describe the inputs of a model of this name that the loop trains, for its checkpoints."""
+        augment = self._user_augment
+        if self.augment and not self._spec.endings:  # with the normalization of its module
+            augment = self.augment.config
+        return input_of(self._spec, augment, model)
 
     def should_checkpoint(self) -> bool:
         """Return, on all ranks alike, whether to make a checkpoint now, since a node of the trainers will go.
@@ -552,7 +562,8 @@ class Loader(Unlike, instead=_INSTEAD):
             batch = replace(batch, source=self.plan.source_of(batch.index))
         if expected.split not in self._looked_at:
             self._look_at(batch)
-        if self._ending.does(expected.split):
+        is_recorded = self.augment is not None and self.augment.config.differentiable
+        if self._ending.does(expected.split) and not is_recorded:
             batch = self._ending(batch)
         elif self.augment is not None:
             batch = self.augment.of_batch(batch, account.strength(self.plan.global_step(expected)))

@@ -19,6 +19,7 @@ from raypipe.section import check
 from raypipe.storage.filesystem import join, split
 from raypipe.stores import open_store, store_options
 from raypipe.stores.base import Store
+from raypipe.stores.in_memory import InMemoryStore
 from raypipe.stores.joined import JoinedStore
 from raypipe.streaming.planning import PerSource, make_plan, select
 from raypipe.streaming.spec import StreamSpec, Transform
@@ -54,6 +55,7 @@ def open_stream(
     trust_pickles: bool = False,
     columns: Sequence[str] | Mapping[str, Mapping[str, Any] | None] = (),
     make_columns: MakeColumns | str | None = None,
+    in_memory: bool = False,
 ) -> StreamSpec:
     """Open the stores of a stream, check the settings against them, and lay out the plan.
 
@@ -72,6 +74,7 @@ def open_stream(
             the column's own name, stands for the target.
         make_columns: makes the batch's columns of those, sample by sample, `module:function` or a callable;
             None = as `transform` says, see docs/targets.md.
+        in_memory: see `StoreConfig`.
 
     Raises:
         StoreError, ConfigError: a store or a setting is wrong.
@@ -86,6 +89,9 @@ def open_stream(
     index = join(split(quarantine)[0], "index") if quarantine else ""
     train_store = open_stores(train, options, plan.shuffle, index)
     val_store = None if val is None else _opened(val, options, plan.shuffle, index)
+    if in_memory:
+        train_store = _in_memory(train_store)
+        val_store = val_store and _in_memory(val_store)
     stores: dict[Split, Store] = {"train": train_store}
     if val_store is not None and plan.val_interval:
         stores["val"] = val_store
@@ -190,6 +196,13 @@ def _opened(store: Store | str | Path, options: Mapping[str, Any], shuffle: str,
     return opened if adapted is None else adapted(shuffle, index)
 
 
+def _in_memory(store: Store) -> Store:
+    """A store that is kept in shared memory; each of several, so that streams of one of them share it."""
+    if isinstance(store, JoinedStore):
+        return JoinedStore({name: InMemoryStore(part) for name, part in store.parts.items()})
+    return InMemoryStore(store)
+
+
 def _of_address(store: Store | str | Path, options: Mapping[str, Any]) -> Store:
     if isinstance(store, str | Path):
         return open_store(store, **options)
@@ -243,6 +256,7 @@ def spec_of(run: RunConfig, run_uri: str = "") -> StreamSpec:
         trust_pickles=store.trust_pickles,
         target_column=store.target_column,
         columns=store.columns,
+        in_memory=store.in_memory,
     )
 
 

@@ -51,8 +51,7 @@ def check_format(loader: Loader, format: Format) -> None:
     """Raise ConfigError unless the loader's batches can have the format; see `plain_loaders`."""
     if format not in ("dict", "batch") and not callable(format):
         raise ConfigError(f"format must be 'dict', 'batch' or a function of the Batch, got {format!r}")
-    config = loader.augment.config if loader.augment else None
-    if config and (config.mixup_alpha or config.cutmix_alpha) and format == "dict":
+    if loader.augment and loader.augment.mixes and format == "dict":
         raise ConfigError(
             "MixUp and CutMix make two targets of one, and 'dict' has room for one: give a function, such as "
             "lambda batch: (batch.image, soft_targets(batch.target, batch.mix, num_classes))"

@@ -9,6 +9,7 @@ import os
 import shlex
 import sys
 import traceback
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ from raypipe.train.run_folder import (
     write_error,
 )
 from raypipe.transform.ending import normalization
+from raypipe.transform.views import makes_views
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +129,8 @@ def _checked(run: RunConfig, run_uri: str) -> tuple[StreamSpec, int]:
     num_classes = num_classes_of(run, spec)
     for split, ending in spec.endings.items():
         normalization(ending, run.augment, split)
-    check_augment(run.augment)
+    views = makes_views(spec.transforms["train"])
+    check_augment(run.augment, spec.transform.target_columns, views, spec.columns.has_target)
     check_code(run.train, len(run.augment.mean))
     if not any(is_remote(store.address) for store in spec.stores.values()):  # this would fetch whole shards
         try_samples(spec, num_classes)
@@ -217,14 +220,21 @@ def _withdraw_stop(run_uri: str) -> None:
         logger.warning("cannot remove the request to stop: %s: %s", type(error).__name__, error)
 
 
-def check_augment(config: AugmentConfig) -> None:
+def check_augment(
+    config: AugmentConfig, targets: Collection[str] = (), views: bool = False, has_label: bool = True
+) -> None:
     """Raise ConfigError for a wrong setting, before the cluster starts trainers."""
+    if not isinstance(config.module, str):
+        raise ConfigError(
+            "augment.module of a run is kept in its folder, so it must be module:name: put the module into a "
+            "file, such as my_code.py, and name it my_code:augment; your own loop takes the object"
+        )
     if config.ops or config.preset != "none" or config.module:
         import torch
 
         from raypipe.device.augment import DeviceAugment
 
-        DeviceAugment(config, torch.device("cpu"))
+        DeviceAugment(config, torch.device("cpu"), targets=targets, views=views, has_label=has_label)
 
 
 def _fit(loop: dict[str, Any], allocation: Allocation, interrupts: Interrupts) -> dict[str, Any]:

@@ -18,8 +18,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from raypipe.config import RunConfig
-from raypipe.device.augment import shape_of
 from raypipe.device.mixing import mixed_losses
+from raypipe.device.modules import shape_of
 from raypipe.device.prefetcher import Batch
 from raypipe.errors import ConfigError
 from raypipe.plan.order import Domain, derive_keys

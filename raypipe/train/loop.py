@@ -29,7 +29,6 @@ from raypipe.streaming.checkpoints import Checkpoint, find_newest, read_state, w
 from raypipe.streaming.epochs import Pass
 from raypipe.streaming.handover import loader
 from raypipe.streaming.loader import Loader
-from raypipe.streaming.saved_model import input_of
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.stateful import loaded
 from raypipe.train.background import CheckpointWriter
@@ -98,7 +97,6 @@ class Trainer:
         device: str = "",
     ) -> None:
         self.run, self.plan, self._start = run, spec.plan, start
-        self._described = input_of(spec, run.augment, run.train.model)
         self.run_uri, self.stopping, self._lease = run_uri, False, lease
         self._check_lease()
         # All ranks start from rank 0's checkpoint, since each might find a different one.
@@ -119,6 +117,7 @@ class Trainer:
             dtype=amp_dtype(run.train.amp, self.device) or torch.float32,
             run_dir=run_uri,
         )
+        self._described = self.loader.described(run.train.model)
         self.loader.interval_s, self._account = math.inf, self.loader.account
         self._account.is_run = True
         self._account.exported.checkpointed()

@@ -3,7 +3,7 @@
     check_checksum    finds damage anywhere in a seekable JPEG, also without the kernel
     is_seekable       whether a file is one
 
-csrc/jpeg_seek.h has the layout, and `raypipe.commands.convert` makes them. To all other programs such a file is a
+csrc/jpeg_seek.h has the layout, and `raypipe.commands.copies` makes them. To all other programs such a file is a
 JPEG with restart markers.
 """
 

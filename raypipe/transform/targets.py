@@ -38,7 +38,7 @@ IGNORE = 255
 """In a mask: a pixel of no class. Presets pad masks with it, and so are padding rows filled."""
 NO_BOX = -1
 """The label of a row of `boxes` that holds no box, or of `keypoints` that holds none."""
-_OUTSIDE = -2
+OUTSIDE = -2
 """The label of a keypoint outside of the image is this minus its own."""
 _MAX_LABEL = 1 << 24  # float32 holds all whole numbers up to it, and -2 minus each of them
 
@@ -207,7 +207,7 @@ def marked(keypoints: Any, shape: tuple[int, ...]) -> np.ndarray:
         raise SampleError(f"keypoint {number} of {len(points)} is not finite behind the transform")
     x, y, labels = points.T
     outside = ~((x >= 0) & (y >= 0) & (x < shape[1]) & (y < shape[0]))
-    return np.column_stack([x, y, np.where(outside, _OUTSIDE - labels, labels)])
+    return np.column_stack([x, y, np.where(outside, OUTSIDE - labels, labels)])
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from pictures import picture
 
-from raypipe.commands import convert as convert_module
-from raypipe.commands.convert import _with_later, convert, digest_of, write_shard
+from raypipe.commands import copies
+from raypipe.commands.convert import _with_later, convert
+from raypipe.commands.copies import digest_of, write_shard
 from raypipe.errors import ConfigError, StoreError
 from raypipe.stores import open_store, open_writer
 from raypipe.stores.base import MemoryStore
@@ -182,7 +183,7 @@ def test_one_byte_that_changes_on_the_disk_is_found(
         file.write_bytes(content)
         return digest_of(file, columns)
 
-    monkeypatch.setattr(convert_module, "digest_of", damaged)
+    monkeypatch.setattr(copies, "digest_of", damaged)
     copy = write_shard(
         MemoryStore(images, None), tmp_path / f"a{suffix}", 0, 100, {"image": "binary"}, 0, 90, "raise"
     )

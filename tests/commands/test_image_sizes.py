@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from raypipe.commands import cli
-from raypipe.commands.convert import NO_SIZE, size_of, write_shard
+from raypipe.commands.copies import NO_SIZE, size_of, write_shard
 from raypipe.errors import SampleError
 from raypipe.stores import open_store, open_writer
 from raypipe.stores.base import MemoryStore

@@ -123,7 +123,7 @@ def test_the_caption_of_a_mixed_tile_is_its_target(alphas: tuple[float, float], 
     for index, row in zip(first_of(shown), shown.tiles(first_of(shown), [0])[0], strict=True):
         ((at, place),) = find(shown.plan, 0, [index])
         assert at is not None
-        _, mixed = shown.stages(shown._maker.batch(at))
+        _, mixed, _ = shown.stages(shown._maker.batch(at))
         assert mixed is not None
         partner = int(shown.plan.indices(at)[(place + 1) % B])
         own, other = CLASSES[index % 5], CLASSES[partner % 5]

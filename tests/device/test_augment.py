@@ -277,12 +277,12 @@ def test_a_users_module_that_cannot_be(name: str, message: str) -> None:
 def test_what_would_leave_masks_and_boxes_behind_is_named(config: AugmentConfig, message: str) -> None:
     DeviceAugment(config, CPU)
     with pytest.raises(ConfigError, match=message):
-        DeviceAugment(config, CPU, targets=True)
+        DeviceAugment(config, CPU, targets=["mask"])
 
 
 def test_color_and_normalization_go_with_masks_and_boxes() -> None:
     ops = [{"op": name} for name in ("RandomGrayscale", "RandomPlanckianJitter", "RandomGaussianNoise")]
-    DeviceAugment(AugmentConfig(ops=ops), CPU, targets=True)
+    DeviceAugment(AugmentConfig(ops=ops), CPU, targets=["mask"])
 
 
 # The schedule

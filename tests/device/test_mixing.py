@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -120,6 +122,34 @@ def test_the_mixed_share_follows_probability_and_strength() -> None:
 def test_one_kind_alone_is_always_that_kind(settings: dict[str, float], cutmix: bool) -> None:
     plans = draws(AugmentConfig(**settings), 200)
     assert all(plan is not None and (plan[1] is not None) == cutmix for plan in plans)
+
+
+def test_the_shares_of_mixup_cutmix_and_neither_are_those_that_were_set() -> None:
+    config = AugmentConfig(mixup_alpha=0.2, cutmix_alpha=1.0, mix_probs=(0.2, 0.5))
+    for strength in (1.0, 0.5):
+        plans = draws(config, strength=strength)
+        cut = sum(plan is not None and plan[1] is not None for plan in plans) / len(plans)
+        mixed = sum(plan is not None for plan in plans) / len(plans)
+        assert (mixed - cut, cut) == pytest.approx((0.2 * strength, 0.5 * strength), abs=0.03)
+    halves = AugmentConfig(mixup_alpha=0.2, cutmix_alpha=1.0, mix_probs=(0.4, 0.4))
+    assert draws(halves) == draws(AugmentConfig(mixup_alpha=0.2, cutmix_alpha=1.0, mix_prob=0.8))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"mix_probs": (0.5, 0.6)}, "two shares that add up to at most 1"),
+        ({"mix_probs": (0.5,)}, "two shares"),
+        (
+            {"mix_probs": (0.5, 0.4), "mix_prob": 0.5},
+            r"augment\.mix_prob must be left out beside",
+        ),
+        ({"mix_probs": (0.5, 0.4), "cutmix_alpha": 0.0}, r"augment\.cutmix_alpha must be above 0 where .*, 0\.4"),
+    ],
+)
+def test_shares_that_cannot_be_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        AugmentConfig(**{"mixup_alpha": 0.2, "cutmix_alpha": 1.0, **settings})
 
 
 def test_nothing_is_mixed_by_default() -> None:

@@ -91,6 +91,34 @@ def test_no_setting_of_torch_changes_a_pixel_and_all_are_kept(name: str) -> None
         assert image.dtype == expected.dtype and torch.equal(image, expected), state
 
 
+class Faded(torch.nn.Module):
+    """With a weight and a buffer, and random on the images' own device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.tensor(0.5))
+        self.register_buffer("shift", torch.tensor(0.1))
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        return image * self.weight + self.shift * torch.rand(1).to(image.device, non_blocking=True)
+
+
+def test_a_module_goes_to_the_device_and_draws_on_the_host() -> None:
+    import kornia.augmentation as K  # noqa: N812
+
+    flips = K.RandomHorizontalFlip(), K.RandomVerticalFlip(p=0.3)
+    module = torch.nn.Sequential(*flips, Faded(), K.RandomErasing(p=0.5))
+    on_cpu, _ = run(DeviceAugment(AugmentConfig(module=module), torch.device("cpu")), torch.device("cpu"), 7)
+    weight = module[2].weight
+    augment = DeviceAugment(AugmentConfig(module=module), cuda())
+    found, _ = run(augment, cuda(), 7)
+    assert {each.device.type for each in (*module.parameters(), *module.buffers())} == {"cuda"}
+    assert {flip.device.type for flip in flips} == {"cpu"}, "Kornia's own numbers come from the host"
+    assert not found.requires_grad or weight.grad is None
+    assert torch.equal(found, run(augment, cuda(), 7)[0])
+    torch.testing.assert_close(found.cpu(), on_cpu, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("size", [(32, 32), (33, 32), (31, 33)])
 def test_planes_become_the_images_of_numpy_and_the_host_never_waits(size: tuple[int, int]) -> None:
     (height, width), rng = size, np.random.default_rng(0)

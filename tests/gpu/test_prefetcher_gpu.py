@@ -18,6 +18,7 @@ from raypipe.device.prefetcher import Batch, on_device
 from raypipe.device.ring import Ring
 from raypipe.errors import ConfigError
 from raypipe.metrics.timing import has_drained, mark
+from raypipe.metrics.utilization import Utilization
 from raypipe.plan.places import MicroBatchId
 from raypipe.transform.fields import MicroBatch
 
@@ -200,6 +201,17 @@ def test_marks_measure_the_transfer() -> None:
 
 
 # A device that has nothing to do
+
+
+def test_the_utilization_of_the_device_is_a_share_or_nobody_knows_it() -> None:
+    found = Utilization(torch.device("cuda", 0))
+    share = found.sample()
+    assert (share is None) == (found.samples.mean is None)
+    if share is not None:
+        assert 0 <= share <= 1 and found.latest == found.samples.mean == share
+    else:
+        with pytest.raises(Exception, match=r"."):
+            torch.cuda.utilization(0)
 
 
 @pytest.mark.parametrize("busy", [True, False])

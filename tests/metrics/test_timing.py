@@ -156,6 +156,24 @@ def test_a_host_that_is_behind_is_told_apart_from_a_slow_model() -> None:
     assert "The host" not in told(drained=100, wait_s=5.0, work_s=90.0)
 
 
+def test_an_idle_gpu_that_is_fed_is_told_apart_from_a_slow_model() -> None:
+    fed = StageTimes(images=1000, wait_s=0.1, compute_s=9.9, work_s=10.0, micro_batches=100, drained=10)
+    found = text(fed, device="cuda", gpu_utilization=0.4)
+    assert "it executes kernels for 40% of it." in found
+    assert "Neither the input nor the speed of the GPU limits the run: 1% of its time goes by waiting" in found
+    assert "train.compile=true" in found and "The model limits" not in found
+    assert "torch.compile" in text(fed, device="cuda", gpu_utilization=0.4, is_run=False)
+    busy = text(fed, device="cuda", gpu_utilization=0.97)
+    assert "The model limits the run: the stream keeps up." in busy and "for 97% of it" in busy
+    assert "Neither" not in text(fed, device="cuda") and "executes" not in text(fed, device="cuda")
+    starved = StageTimes(images=1000, wait_s=5.0, compute_s=5.0, work_s=90.0)
+    assert "Decoding and transforming" in text(starved, device="cuda", gpu_utilization=0.4)
+    behind = StageTimes(images=1000, compute_s=9.9, work_s=10.0, micro_batches=100, drained=90)
+    assert "had finished its work before 90%" in text(behind, device="cuda", gpu_utilization=0.4)
+    saving = StageTimes(images=1000, compute_s=6.0, checkpoint_s=4.0, work_s=1.0)
+    assert "Neither" not in text(saving, device="cuda", gpu_utilization=0.5)
+
+
 @pytest.mark.parametrize("query", [True, False])
 def test_whether_the_device_has_drained_is_asked_for_and_not_waited_for(query: bool) -> None:
     class Event:  # of torch.cuda, as far as it may be used: to wait for it is an AttributeError

@@ -32,6 +32,14 @@ def proxy(bucket: str, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Ite
         yield made
 
 
+@pytest.fixture
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """pyarrow has pauses of its own between its attempts."""
+    monkeypatch.setattr(patience, "_FIRST_S", 0.01)
+    monkeypatch.setattr(patience, "_LOST_S", 30.0)
+
+
+@pytest.mark.usefixtures("short_pauses")
 def test_an_outage_is_waited_for_and_told_in_two_lines(
     bucket: str, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -136,6 +144,7 @@ def test_a_deletion_whose_answer_was_lost_is_done(bucket: str, proxy: FaultyProx
         filesystem.handler._inner = inner
 
 
+@pytest.mark.usefixtures("short_pauses")
 def test_what_others_write_is_written_through_an_outage(bucket: str, proxy: FaultyProxy) -> None:
     filesystem, path = open_filesystem(f"{bucket}/marker")
     proxy.outage = first(MANY)
@@ -168,6 +177,7 @@ read_whole("{bucket}/a")
         program.kill()
 
 
+@pytest.mark.usefixtures("short_pauses")
 def test_a_process_that_ends_waits_for_no_storage(bucket: str, proxy: FaultyProxy) -> None:
     proxy.outage = first(10**6)
     failed: list[BaseException] = []

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from raypipe.commands.convert import write_shard
+from raypipe.commands.copies import write_shard
 from raypipe.errors import StoreError
 from raypipe.stores import Store, open_store, open_writer
 from raypipe.stores.base import MemoryStore, is_class

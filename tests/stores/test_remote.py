@@ -17,6 +17,7 @@ from foreign_lmdbs import DUMPS, write_values
 from s3_server import FaultyProxy, first
 
 from raypipe.errors import ConfigError, StoreError
+from raypipe.storage import patience
 from raypipe.storage.files import RemoteFile, read_json
 from raypipe.storage.filesystem import join, open_filesystem
 from raypipe.storage.local_cache import shared_cache
@@ -33,6 +34,7 @@ SHARDS = [(0, 4), (4, 5), (5, 12)]
 
 @pytest.fixture
 def proxy(bucket: str, s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
+    monkeypatch.setattr(patience, "_FIRST_S", 0.01)  # pyarrow has pauses of its own between its attempts
     with FaultyProxy(s3_endpoint) as made:
         monkeypatch.setenv("AWS_ENDPOINT_URL", made.endpoint)
         yield made

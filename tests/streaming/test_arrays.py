@@ -16,7 +16,7 @@ import without_ray
 from micro_batches import with_fields
 
 import raypipe
-from raypipe.commands.convert import size_of
+from raypipe.commands.copies import size_of
 from raypipe.commands.inspection import check_samples, describe
 from raypipe.commands.preview import preview
 from raypipe.config import AugmentConfig, PlanConfig, PoolConfig, TransformConfig

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from pathlib import Path
 from typing import Any
 
 import albumentations as A  # noqa: N812
@@ -16,14 +17,18 @@ from albumentations.pytorch import ToTensorV2
 from torchvision.transforms import v2
 
 import raypipe
+from raypipe.commands.preview import Preview
 from raypipe.config import AugmentConfig, PlanConfig, PoolConfig, TransformConfig
 from raypipe.device.augment import DeviceAugment
 from raypipe.errors import ConfigError
+from raypipe.plan.places import Cursor
 from raypipe.stores.base import MemoryStore
+from raypipe.streaming.checkpoints import write_checkpoint
 from raypipe.streaming.digest import batch_digest, settings_of
 from raypipe.streaming.inline import inline_batches
 from raypipe.streaming.saved_model import input_of
 from raypipe.streaming.spec import StreamSpec
+from raypipe.streaming.stateful import saved
 
 MEAN, STD = (0.49, 0.48, 0.45), (0.25, 0.24, 0.26)
 NUMBERS: Any = {"mean": MEAN, "std": STD}
@@ -141,6 +146,27 @@ def test_views_end_alike_and_are_finished_each() -> None:
         "b": (torch.float32, (4, 3, 8, 8)),
     }
     assert batch.views["a"].min() < -1
+
+
+def test_a_preview_shows_images_without_the_normalization() -> None:
+    last = [v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)]
+    pixels = first(stream(v2.Compose([v2.RandomCrop(16)]), "center")).permute(0, 2, 3, 1).numpy().astype(int)
+    nothing = v2.RandomErasing(p=0)
+    for steps in (last, [*last, nothing]):
+        spec = stream(v2.Compose([v2.RandomCrop(16), *steps]), "center")
+        shown = Preview(spec, AugmentConfig())
+        images, _ = shown.stages(next(inline_batches(spec, spec.plan.start())))
+        assert all(np.abs(image.astype(int) - pixels).max() <= 1 for image in images.values())
+
+
+def test_a_checkpoint_says_how_its_model_takes_images(tmp_path: Path) -> None:
+    crop = {"RandomCrop": {"height": 16, "width": 16}}
+    spec = stream([crop, {"Normalize": {"mean": MEAN, "std": STD}}, {"ToTensorV2": None}], "center")
+    described, content = input_of(spec, None), saved({"net": {"w": torch.ones(2)}})
+    write_checkpoint(tmp_path.as_uri(), Cursor(0, 1, spec.plan.fingerprint), content, {}, described=described)
+    batch = next(next(raypipe.loader(spec).epochs()).val)
+    prepared = raypipe.read_checkpoint(tmp_path).prepare(picture(int(batch.index[0])))
+    torch.testing.assert_close(prepared, batch.image[0], atol=2e-6, rtol=1e-6)
 
 
 def test_old_pipelines_of_torchvision_work_as_they_stand() -> None:

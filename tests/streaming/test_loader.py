@@ -8,6 +8,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
 from queue import SimpleQueue
@@ -22,7 +23,8 @@ from ray.train import ScalingConfig
 from without_ray import every_batch
 
 from raypipe.config import AugmentConfig, PlanConfig, PoolConfig, TransformConfig
-from raypipe.device.augment import DeviceAugment, Normalize
+from raypipe.device.augment import DeviceAugment, Normalize, scaled
+from raypipe.device.modules import PLAIN
 from raypipe.device.prefetcher import Batch
 from raypipe.errors import ConfigError, CursorError, RaypipeError
 from raypipe.plan.places import Cursor, MicroBatchId
@@ -125,6 +127,53 @@ def test_a_micro_batch_is_augmented_as_it_would_be_alone(spec: StreamSpec) -> No
                 assert found.mix.lam == mixed.lam and torch.equal(found.mix.target, mixed.target)
         num_mixed += mixed is not None
     assert 0 < num_mixed < len(train)
+
+
+def test_a_module_alone_makes_the_same_images_by_hand_and_for_two_ranks(spec: StreamSpec) -> None:
+    import kornia.augmentation as K  # noqa: N812
+    from torch import nn
+
+    def module() -> nn.Module:
+        return nn.Sequential(K.RandomHorizontalFlip(), K.RandomAffine(15.0, p=0.7), K.RandomErasing(p=0.5))
+
+    plain = delivered(spec, None)
+    one, two = (delivered(spec, replace(PLAIN, module=module()), world_size=ranks) for ranks in (1, 2))
+    by_hand = module()
+    for place, raw in plain.items():
+        expected = scaled(raw.image)
+        if raw.position.split == "train":
+            torch.manual_seed(raw.seed)
+            expected = by_hand(expected)
+        assert torch.equal(one[place].image, expected) and torch.equal(two[place].image, expected)
+    inline = dataclasses.replace(spec, pool=PoolConfig(engine="inline"))
+    epoch = next(loader(inline, augment=module()).epochs())
+    batch = next(epoch.train)
+    assert torch.equal(batch.image, one[str(batch.position)].image)
+    with pytest.raises(ConfigError, match=r"raypipe\.loader: augment must be an AugmentConfig, a module"):
+        loader(inline, augment="light")  # type: ignore[arg-type]
+
+
+def test_a_module_precedes_the_normalize_of_a_pipeline_and_has_no_other(stores: dict[str, Path]) -> None:
+    import kornia.augmentation as K  # noqa: N812
+    from torch import nn
+    from torchvision.transforms import v2
+
+    floats = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize([0.5] * 3, [0.25] * 3)]
+    pipeline = v2.Compose([v2.CenterCrop(32), *floats])
+    spec = open_stream(
+        stores["train"],
+        plan=PlanConfig(epochs=1, micro_batch_size=4),
+        train_transform=pipeline,
+        val_transform=pipeline,
+        pool=PoolConfig(engine="inline"),
+    )
+    plain = [batch.image for epoch in loader(spec).epochs() for batch in epoch.train]
+    inverted = nn.Sequential(K.RandomInvert(p=1.0))
+    found = [batch.image for epoch in loader(spec, augment=inverted).epochs() for batch in epoch.train]
+    for one, other in zip(plain, found, strict=True):
+        torch.testing.assert_close(other, 0 - one, rtol=1e-4, atol=1e-4)  # of [-2, 2]
+    with pytest.raises(ConfigError, match=r"leave one of the two out|images are normalized once"):
+        loader(spec, augment=nn.Sequential(K.RandomInvert(), K.Normalize((0.1,) * 3, (0.2,) * 3)))
 
 
 def test_validation_is_normalised_and_nothing_else(spec: StreamSpec) -> None:
@@ -477,7 +526,7 @@ def test_an_argument_of_a_stream_that_is_of_another_type_is_named(argument: Any,
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        ({"augment": {"preset": "light"}}, "raypipe.loader: augment must be an AugmentConfig or none"),
+        ({"augment": {"preset": "light"}}, "raypipe.loader: augment must be an AugmentConfig, a module or none"),
         ({"cursor": 3}, "raypipe.loader: cursor must be a Cursor or none, got 3"),
         ({"prefetch_factor": 0}, "raypipe.loader: prefetch_factor must be a whole number of at least 1, got 0"),
         ({"keep_batches": 1.5}, "raypipe.loader: keep_batches must be a whole number of at least 0, got 1.5"),

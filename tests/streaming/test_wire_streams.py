@@ -148,7 +148,7 @@ def test_a_preview_shows_rgb(stores: dict[str, Path]) -> None:
     plan, transform = PlanConfig(micro_batch_size=6), TransformConfig(size=12, wire="yuv420")
     shown = Preview(open_stream(stores["train"], plan=plan, transform=transform), AugmentConfig())
     batch = shown._maker.batch(next(iter(shown.plan.micro_batches(shown.plan.start()))))
-    images, _ = shown.stages(batch)
+    images, _, _ = shown.stages(batch)
     assert np.array_equal(images["transformed"], batch.in_rgb()["image"])
     assert np.abs(images["augmented"].astype(int) - images["transformed"]).max() <= 1
 

@@ -211,6 +211,7 @@ class EagerCuda(Cuda):
             "device_count": lambda: 1,
             "get_device_name": lambda *_: "a pretended device",
             "_sleep": lambda cycles: None,
+            "utilization": lambda *_: 40,
             "graph": self.graph,
             "CUDAGraph": Graph,
             "set_sync_debug_mode": lambda mode: setattr(self, "waiting_is_an_error", mode == "error"),

@@ -4,10 +4,12 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import cv2
 import numpy as np
 import pytest
+from without_ray import one_thread
 
 from raypipe.errors import ConfigError
 from raypipe.transform.presets import build_transform, check_transform
@@ -121,31 +123,36 @@ import hashlib, json, sys
 import numpy as np, torch
 from raypipe.transform.presets import build_transform, check_transform
 from raypipe.transform.sample_transform import SampleTransform
+
+def digests(seed, keys, names):
+    torch.manual_seed(seed); np.random.seed(seed)
+    image = np.random.Generator(np.random.Philox(7)).integers(0, 256, (80, 120, 3), np.uint8)
+    image[:, 40:] = image[:, 40:] // 8 * 4 + np.arange(80, dtype=np.uint8)[:, None, None]
+    found = {}
+    for name in names:
+        apply = SampleTransform(build_transform(name, 48))
+        for key in keys:
+            apply(image[:33].copy(), (seed, key))  # other samples in between
+            pixels = apply(image.copy(), (key, 5))
+            found[f"{name} {key}"] = hashlib.blake2b(np.ascontiguousarray(pixels), digest_size=8).hexdigest()
+    return found
+"""
+ANOTHER_PROCESS = """
 threads, seed, keys = json.loads(sys.argv[1])
 torch.set_num_threads(threads)
-torch.manual_seed(seed); np.random.seed(seed)
-image = np.random.Generator(np.random.Philox(7)).integers(0, 256, (80, 120, 3), np.uint8)
-image[:, 40:] = image[:, 40:] // 8 * 4 + np.arange(80, dtype=np.uint8)[:, None, None]
-found = {}
-for name in sys.argv[2:]:
-    apply = SampleTransform(build_transform(name, 48))
-    for key in keys:
-        apply(image[:33].copy(), (seed, key))  # other samples in between
-        pixels = apply(image.copy(), (key, 5))
-        found[f"{name} {key}"] = hashlib.blake2b(np.ascontiguousarray(pixels), digest_size=8).hexdigest()
-print(json.dumps(found))
+print(json.dumps(digests(seed, keys, sys.argv[2:])))
 """
 
 
 def test_pixels_depend_on_the_key_alone_in_any_process_and_threads() -> None:
-    def run(threads: int, seed: int, keys: list[int]) -> dict[str, str]:
-        command = [sys.executable, "-c", TWICE, json.dumps([threads, seed, keys]), *TORCHVISION]
-        done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=100)
-        return json.loads(done.stdout)
-
+    here: dict[str, Any] = {}
+    exec(TWICE, here)
     keys = list(range(40))
-    first, second = run(1, 1, keys), run(4, 2, keys[::-1])
-    assert first == second
+    with one_thread():
+        first = here["digests"](1, keys, TORCHVISION)
+    command = [sys.executable, "-c", TWICE + ANOTHER_PROCESS, json.dumps([4, 2, keys[::-1]]), *TORCHVISION]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=100)
+    assert first == json.loads(done.stdout)
     assert len(set(first.values())) > 0.9 * len(first)
 
 

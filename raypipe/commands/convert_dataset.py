@@ -1,0 +1,291 @@
+"""The copy of a `ray.data.Dataset`, made and written by tasks of its own execution, in its order.
+
+    rows → make: a record each, with encoded image, on any node
+         → write: a shard for each batch of records, read back and compared
+         → this process: the shards in order → one rename, or, at a URI, one manifest
+
+A local destination is written by tasks of this node. Shards of a remote one are uploaded by the node that wrote
+them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import Progress
+
+from raypipe.commands.copies import CHUNK, NO_SIZE, digest_of, make_image
+from raypipe.commands.ordered_samples import columns_of, encoded
+from raypipe.commands.tasks import count_cpus
+from raypipe.errors import RaypipeError, SampleError, StoreError
+from raypipe.rayext.failures import cause_of
+from raypipe.storage.files import RemoteFile
+from raypipe.storage.filesystem import is_remote, open_filesystem, split
+from raypipe.storage.local_file import make_cache_folder
+from raypipe.stores.destination import finished, new_path, objects_at, put_shard
+from raypipe.stores.record import RecordLayout, plain
+from raypipe.stores.scan import SIZE_COLUMNS
+from raypipe.stores.writers import open_writer
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    import ray.data
+
+# A batch is in memory as a whole, and each CPU may write one.
+_SHARD_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class Copy:
+    """What is made of each row, and where it is written.
+
+    Attributes:
+        dst: a URI, or the local folder of the new shards.
+        suffix: of the shards.
+        columns: all columns with their types.
+        sized: which of SIZE_COLUMNS are made from the images.
+        classes, short_side, quality, exif, seekable, on_bad_sample: see `raypipe.convert`.
+    """
+
+    dst: str
+    suffix: str
+    columns: dict[str, str]
+    sized: tuple[str, ...]
+    classes: tuple[str, ...] | None
+    short_side: int
+    quality: int
+    exif: bool
+    seekable: bool
+    on_bad_sample: str
+
+
+def make_copy(
+    dataset: ray.data.Dataset, dst: str, shards: int, overwrite: bool, sizes: bool, **options: Any
+) -> dict[str, int]:
+    """Copy a Dataset, see `raypipe.convert`.
+
+    Args:
+        options: the other fields of `Copy`.
+    """
+    first = _first_rows(dataset)
+    if not first:
+        raise StoreError("the Dataset has no samples")
+    columns = columns_of(map(encoded, first), "the Dataset", options["short_side"])
+    sized = tuple(name for name in SIZE_COLUMNS if sizes and (options["short_side"] or name not in columns))
+    suffix = Path(split(dst)[1]).suffix
+    copy = Copy(dst, suffix, columns | dict.fromkeys(sized, "int64"), sized, **options)
+    if is_remote(dst):
+        with finished(dst, objects_at(dst, overwrite)) as uploaded:
+            counts = _Counts()
+            for part in _parts(dataset, copy, shards, first):
+                if counts.add(part):
+                    uploaded.append(RemoteFile(*part["shard"][:2], digest=part["shard"][2]))
+            counts.check()
+        return counts.result(copy)
+    count_cpus("the copy", here=True)
+    with new_path(Path(open_filesystem(dst)[1]), overwrite) as partial:
+        partial.mkdir()
+        counts, names = _Counts(), []
+        for part in _parts(dataset, _at(copy, partial), shards, first):
+            if counts.add(part):
+                names.append(part["shard"][0])
+        counts.check()
+        _arrange(partial, names, suffix)
+    return counts.result(copy)
+
+
+def _at(copy: Copy, folder: Path) -> Copy:
+    return Copy(**{**vars(copy), "dst": str(folder)})
+
+
+def _arrange(partial: Path, names: Sequence[str], suffix: str) -> None:
+    """Name the shards by their order; a single one takes the place of the folder."""
+    for file in partial.iterdir():
+        if file.name not in names:  # of a task that was tried again
+            file.unlink()
+    for number, name in enumerate(names):
+        (partial / name).rename(partial / f"{number:05d}{suffix}")
+    if len(names) == 1:
+        with tempfile.TemporaryDirectory(dir=partial.parent, prefix=f".{partial.name}.") as folder:
+            alone = (partial / f"00000{suffix}").rename(Path(folder, partial.name))
+            partial.rmdir()
+            alone.rename(partial)
+
+
+class _Counts:
+    """What the tasks have done so far."""
+
+    def __init__(self) -> None:
+        self._samples = self._without_size = self._bytes = self._skipped = 0
+        self._first_reason = ""
+
+    def add(self, part: dict[str, Any]) -> bool:
+        """Add a part; return whether it has a shard. Raise the error of a task."""
+        if part["error"]:
+            where = "" if part["at"] < 0 else f"sample {self._samples + part['at']}: "
+            raise (SampleError if part["is_bad"] else StoreError)(f"the Dataset: {where}{part['error']}")
+        if part["skipped"] and not self._first_reason:
+            at, reason = part["skipped"][0]
+            self._first_reason = f"sample {self._samples + at}: {reason}"
+        self._samples += part["samples"]
+        self._without_size += part["without_size"]
+        self._bytes += part["bytes"]
+        self._skipped += len(part["skipped"])
+        return bool(part["shard"])
+
+    def check(self) -> None:
+        """Raise StoreError if no sample was written."""
+        if self._samples == self._skipped:
+            raise StoreError(f"the Dataset has no readable sample; the first: {self._first_reason}")
+
+    def result(self, copy: Copy) -> dict[str, int]:
+        return {
+            "samples": self._samples - self._skipped,
+            "classes": len(copy.classes or ()),
+            "bytes": self._bytes,
+            "skipped": self._skipped,
+            "without_size": self._without_size,
+        }
+
+
+# In this process
+
+
+@contextlib.contextmanager
+def _in_order(dataset: ray.data.Dataset) -> Iterator[ray.data.Dataset]:
+    """Context manager: the Dataset, whose rows come in its order until the end."""
+    options = dataset.context.execution_options
+    before = options.preserve_order
+    options.preserve_order = True
+    try:
+        yield dataset
+    finally:
+        options.preserve_order = before
+
+
+def _first_rows(dataset: ray.data.Dataset) -> list[dict[str, Any]]:
+    with _in_order(dataset.limit(CHUNK)) as head:
+        return list(head.iter_rows())
+
+
+def _parts(
+    dataset: ray.data.Dataset, copy: Copy, shards: int, first: Sequence[dict[str, Any]]
+) -> Iterator[dict[str, Any]]:
+    """Run the tasks; yield what each batch became, in order."""
+    import ray
+
+    made = dataset.map(_make, fn_kwargs={"copy": copy})
+    batch_size: int | None = None
+    if shards:
+        made = made.repartition(shards)
+    else:
+        num_bytes = sum(len(_make(row, copy)["record"]) for row in first) / len(first)
+        batch_size = max(1, int(_SHARD_BYTES / max(1, num_bytes)))
+    options: dict[str, Any] = {}
+    if not is_remote(copy.dst):
+        own = ray.get_runtime_context().get_node_id()
+        affinity = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(own, soft=False)
+        options["scheduling_strategy"] = affinity
+    written = made.map_batches(
+        _write,
+        batch_size=batch_size,
+        batch_format="pyarrow",
+        fn_kwargs={"copy": copy},
+        zero_copy_batch=True,
+        **options,
+    )
+    with _in_order(written), Progress(console=Console(stderr=True), transient=True) as bar:
+        shown = bar.add_task("the copy", total=None)
+        try:
+            for row in written.iter_rows():
+                part = json.loads(row["part"])
+                bar.advance(shown, part["samples"])
+                yield part
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(own_error := cause_of(error), RaypipeError):
+                raise own_error from None
+            raise
+
+
+# In tasks
+
+
+def _make(row: dict[str, Any], copy: Copy) -> dict[str, Any]:
+    """Return a row's record, the size of its image, whether it is measured, and what is wrong with it."""
+    made: dict[str, Any] = {"record": b"", "bytes": 0, "has_size": False, "error": "", "is_bad": False}
+    try:
+        sample = encoded(row)
+        try:
+            size = make_image(sample, copy.short_side, copy.quality, copy.exif, copy.seekable)
+        except SampleError as error:
+            return {**made, "error": str(error), "is_bad": True}
+        sample |= {name: size[name] for name in copy.sized}
+        record = RecordLayout(copy.columns).pack(plain(sample, copy.columns))
+        return {**made, "record": record, "bytes": len(sample["image"]), "has_size": size != NO_SIZE}
+    except StoreError as error:
+        return {**made, "error": str(error)}
+
+
+class _BadRowError(Exception):
+    """A row that ends the copy; `part` says so."""
+
+    def __init__(self, part: dict[str, Any]) -> None:
+        super().__init__(part["error"])
+        self.part = part
+
+
+def _write(batch: pa.Table, copy: Copy) -> dict[str, list[str]]:
+    """Write a batch of records as a shard, and return what was done, as JSON."""
+    try:
+        return {"part": [json.dumps(_written(batch, copy))]}
+    except _BadRowError as found:
+        return {"part": [json.dumps(found.part)]}
+    except RaypipeError as error:  # if it were raised, Ray would print its traceback
+        return {"part": [json.dumps({"samples": 0, "error": str(error), "at": -1, "is_bad": False})]}
+
+
+def _written(batch: pa.Table, copy: Copy) -> dict[str, Any]:
+    part: dict[str, Any] = {"samples": len(batch), "without_size": 0, "bytes": 0, "skipped": [], "shard": []}
+    part |= {"error": "", "at": -1, "is_bad": False}
+    layout, names = RecordLayout(copy.columns), tuple(copy.columns)
+    with contextlib.ExitStack() as stack:
+        folder = Path(copy.dst)
+        if is_remote(copy.dst):
+            folder = Path(
+                stack.enter_context(tempfile.TemporaryDirectory(dir=make_cache_folder(), prefix="convert-"))
+            )
+        file = folder / f"{secrets.token_hex(16)}{copy.suffix}"
+        with open_writer(file, copy.columns, copy.classes) as writer:
+            columns = [batch[name].to_pylist() for name in ("error", "is_bad", "has_size", "bytes")]
+            for at, (error, is_bad, has_size, num_bytes) in enumerate(zip(*columns, strict=True)):
+                if error and is_bad and copy.on_bad_sample == "skip":
+                    part["skipped"].append((at, error))
+                    continue
+                if error:
+                    advice = ". Exclude such samples with --on-bad-sample skip" if is_bad else ""
+                    raise _BadRowError(
+                        {**part, "samples": 0, "error": f"{error}{advice}", "at": at, "is_bad": is_bad}
+                    )
+                record = batch["record"][at].as_buffer()
+                writer.append({**dict.fromkeys(names), **layout.unpack(memoryview(record), names)})
+                part["without_size"] += not has_size
+                part["bytes"] += num_bytes
+        if len(part["skipped"]) == len(batch):
+            file.unlink()
+            return part
+        if digest_of(file, copy.columns) != writer.fingerprint:
+            raise StoreError(f"{file} does not read back as it was written: check the disk, and try again")
+        if is_remote(copy.dst):
+            shard = put_shard(file, copy.dst, 0)
+            part["shard"] = [shard.address, shard.num_bytes, shard.digest]
+        else:
+            part["shard"] = [file.name]
+    return part

@@ -1,0 +1,148 @@
+"""The copy of a shard: its images made smaller or seekable and measured, written, and read back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from raypipe.errors import ConfigError, SampleError, StoreError
+from raypipe.stores import open_store
+from raypipe.stores.base import Store
+from raypipe.stores.record import Fingerprint, RecordLayout, plain
+from raypipe.stores.writers import open_writer
+from raypipe.transform import kernel
+from raypipe.transform.decode import decode, encode_jpeg, resize_short_side
+from raypipe.transform.decode_array import header_size
+from raypipe.transform.image_header import image_kind
+from raypipe.transform.seekable import is_seekable
+
+# Samples per read: a few MB of JPEGs.
+CHUNK = 64
+NO_SIZE = {"width": -1, "height": -1}
+
+Part = tuple[int, int, int, list[tuple[int, str]]]
+"""What a task has done: how many samples, how many of those written have no known size, bytes of images; and the
+indices skipped, each with its reason."""
+
+
+def write_shard(
+    store: Store,
+    file: Path,
+    start: int,
+    stop: int,
+    columns: dict[str, str],
+    short_side: int,
+    quality: int,
+    on_bad_sample: str,
+    sized: Sequence[str] = (),
+    exif: bool = False,
+    seekable: bool = False,
+) -> Iterator[Part]:
+    """A task: writes samples start … stop - 1, yields what it did with each chunk, and reads all of it back.
+
+    Args:
+        sized: which of SIZE_COLUMNS are made from the images, and not read.
+        exif: see `convert`.
+        seekable: see `convert`.
+
+    Raises:
+        SampleError: a sample is bad, and on_bad_sample is "raise".
+        StoreError: the shard differs from its samples when it is read back.
+    """
+    read = {name: kind for name, kind in columns.items() if name not in sized}
+    with open_writer(file, columns, store.classes) as writer:
+        for first, samples in _chunks(store, read, start, stop):
+            num_without_size, num_bytes, skipped = 0, 0, []
+            for index, sample in enumerate(samples, first):
+                try:
+                    size = make_image(sample, short_side, quality, exif, seekable)
+                except SampleError as error:
+                    if on_bad_sample == "raise":
+                        raise SampleError(
+                            f"{store.address}: sample {index}: {error}. Exclude such samples with "
+                            "--on-bad-sample skip"
+                        ) from None
+                    skipped.append((index, f"sample {index}: {error}"))
+                    continue
+                sample |= {name: size[name] for name in sized}
+                num_without_size += size == NO_SIZE
+                writer.append(sample)
+                num_bytes += len(sample["image"])
+            yield len(samples), num_without_size, num_bytes, skipped
+    if digest_of(file, columns) != writer.fingerprint:
+        raise StoreError(f"{file} does not read back as it was written: check the disk, and try again")
+
+
+def make_image(
+    sample: dict[str, Any], short_side: int, quality: int, exif: bool, seekable: bool
+) -> dict[str, int]:
+    """Replace a sample's image by its copy, and return the copy's size, see `size_of`; raises SampleError."""
+    sample["image"] = _checked(sample["image"], short_side, quality)
+    if seekable:
+        sample["image"] = _made_seekable(sample["image"])
+    return size_of(sample["image"], exif)
+
+
+def digest_of(file: Path, columns: dict[str, str]) -> str:
+    """The fingerprint of a shard as it reads back."""
+    store, layout = open_store(file), RecordLayout(columns)
+    digest = Fingerprint(columns, store.classes)
+    for _, samples in _chunks(store, columns, 0, len(store)):
+        for sample in samples:
+            digest.add(layout.pack(sample))
+    store.close()
+    return digest.hexdigest()
+
+
+def _chunks(
+    store: Store, columns: Mapping[str, str], start: int, stop: int
+) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+    """Yield samples, as writers take them, with the index of the first."""
+    for first in range(start, stop, CHUNK):
+        rows = store.read(np.arange(first, min(stop, first + CHUNK)), tuple(columns))
+        every = (dict(zip(rows, values, strict=True)) for values in zip(*rows.values(), strict=True))
+        yield first, [plain(sample, columns) for sample in every]
+
+
+def _checked(image: bytes | memoryview | None, short_side: int, quality: int) -> bytes:
+    if not image:
+        raise SampleError("it has no bytes")
+    if not short_side:
+        return bytes(image)
+    return encode_jpeg(resize_short_side(decode(image, min_side=short_side), short_side), quality)
+
+
+def _made_seekable(image: bytes) -> bytes:
+    """Make a JPEG seekable, with its pixels compared; other images and unusual JPEGs stay as they are.
+
+    Raises:
+        SampleError: it is a damaged JPEG, or over a limit.
+    """
+    if image_kind(image) != "JPEG":
+        return image
+    pixels = decode(image)
+    if is_seekable(image):
+        return image
+    try:
+        seekable = kernel.to_seekable(image)
+    except ValueError:
+        return image
+    return seekable if np.array_equal(decode(seekable), pixels) else image
+
+
+def size_of(image: bytes, exif: bool = False) -> dict[str, int]:
+    """Return `width` and `height`, in pixels, as decoding gives them, by the header.
+
+    NO_SIZE if this machine lacks the image's decoder, which the readers of the copy may have.
+
+    Raises:
+        SampleError: no decoder reads the header.
+    """
+    try:
+        height, width = header_size(image, exif)
+    except ConfigError:
+        return NO_SIZE
+    return {"width": width, "height": height}

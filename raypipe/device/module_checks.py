@@ -1,0 +1,181 @@
+"""Checks a user's module against the targets of a stream, before the first micro-batch. Knows torch, not Ray.
+
+operation                          needs
+geometry, erasing, with targets    an AugmentationSequential whose data_keys name all of the stream's targets
+MixUp, CutMix, PatchMix            a step of its own; no mask, boxes or keypoints
+RandomMosaic                       boxes in data_keys, or a stream without any target
+RandomJigsaw                       no mask, boxes or keypoints
+RandomTransplantation              a mask in data_keys
+clips (VideoSequential, 3D)        refused: a stream has images
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Iterator
+from typing import Any
+
+from torch import nn
+
+from raypipe.errors import ConfigError
+from raypipe.transform.fields import LABEL
+
+_MIXES_LABELS = ("RandomMixUpV2", "RandomCutMixV2", "PatchMix")
+# They warp images without a matrix, so Kornia leaves boxes and keypoints behind. The first moves masks.
+_WARPS = ("RandomElasticTransform", "RandomThinPlateSpline", "RandomFisheye")
+_KEY_OF = {"mask": "mask", "boxes": "bbox_xyxy", "keypoints": "keypoints", LABEL: "class"}
+_SETTING_OF = {"mask": "transform.mask_column", "boxes": "transform.boxes_column"}
+_SETTING_OF |= {"keypoints": "transform.keypoints_column", LABEL: "store.target_column"}
+_TARGET_OF = {
+    "MASK": "mask",
+    "BBOX": "boxes",
+    "BBOX_XYXY": "boxes",
+    "BBOX_XYWH": "boxes",
+    "KEYPOINTS": "keypoints",
+}
+_TARGET_OF |= {"CLASS": LABEL, "LABEL": LABEL}
+
+
+def kornia_class(module: Any, *names: str) -> bool:
+    """Return whether a module is an instance of one of these classes of Kornia's, which need not be imported."""
+    kornia = sys.modules.get("kornia.augmentation")
+    classes = (getattr(kornia, name, None) for name in names)
+    return any(isinstance(module, one) for one in classes if one is not None)
+
+
+def mixes_labels(module: Any) -> bool:
+    """Return whether a module mixes images of which each has one target."""
+    return kornia_class(module, *_MIXES_LABELS)
+
+
+def check_steps(module: Any, steps: Collection[Any], targets: Collection[str], has_label: bool) -> None:
+    """Raise ConfigError if a module would leave a target behind, or needs one that the stream has not.
+
+    Args:
+        module: the module; `steps`: the children that are called one by one, or itself.
+        targets: names of the mask, boxes and keypoints of the stream.
+        has_label: whether batches have a target.
+    """
+    if isinstance(module, nn.Module):
+        _check_images(module)
+    if sum(map(mixes_labels, steps)) > 1:
+        raise ConfigError(
+            "augment.module mixes twice: keep one of MixUp, CutMix and PatchMix, or set augment.mix_probs"
+        )
+    for step in steps:
+        if mixes_labels(step):
+            _check_mix(step, targets)
+        elif kornia_class(step, "AugmentationSequential"):
+            _check_keys(step, targets, has_label)
+        elif isinstance(step, nn.Module):
+            _check_alone(step, targets, has_label)
+
+
+def _check_images(module: nn.Module) -> None:
+    for each in module.modules():
+        if kornia_class(each, "VideoSequential", "AugmentationBase3D"):
+            raise ConfigError(
+                f"augment.module has {_name(each)}, which takes clips (B, C, T, H, W), and a stream has images: "
+                "use nn.Sequential, K.ImageSequential or K.AugmentationSequential"
+            )
+
+
+def _check_mix(step: Any, targets: Collection[str]) -> None:
+    if targets:
+        raise ConfigError(f"augment.module: {_name(step)} mixes images, not masks and the like: leave it out")
+    if getattr(getattr(step, "_param_generator", None), "num_mix", 1) != 1:
+        raise ConfigError(f"augment.module: {_name(step)} mixes more than two targets: set num_mix=1")
+
+
+def _check_keys(step: Any, targets: Collection[str], has_label: bool) -> None:
+    """Check an `AugmentationSequential`."""
+    inner = list(_operations(step))
+    for each in filter(mixes_labels, inner):
+        raise ConfigError(
+            f"augment.module: {_name(each)} changes targets, which Kornia's containers refuse: put it behind, as "
+            f"nn.Sequential(K.AugmentationSequential(…), K.{_name(each)}(…))"
+        )
+    keys = (
+        [*targets]
+        if step.data_keys is None
+        else [_TARGET_OF[k.name] for k in step.data_keys if k.name in _TARGET_OF]
+    )
+    if step.data_keys is not None and len(set(keys)) < len(step.data_keys) - 1:
+        raise ConfigError(f"augment.module: data_keys {[k.name for k in step.data_keys]} name a target twice")
+    for name in keys:
+        if name not in targets and not (name == LABEL and has_label):
+            raise ConfigError(
+                f"augment.module: data_keys name {_KEY_OF[name]!r}, and batches have none: set "
+                f"{_SETTING_OF[name]}, or leave the key out"
+            )
+    behind = [name for name in targets if name not in keys]
+    if behind and any(map(_moves, inner)):
+        all_keys = ["input", *(_KEY_OF[name] for name in targets)]
+        raise ConfigError(
+            f"augment.module: K.AugmentationSequential moves the image and leaves {behind[0]!r} behind: give it "
+            f"data_keys={all_keys}"
+        )
+    for each in inner:
+        _check_operation(each, keys, has_label)
+
+
+def _check_operation(operation: Any, keys: Collection[str], has_label: bool) -> None:
+    """Check an operation that gets the image and these targets."""
+    name, moved = _name(operation), [key for key in keys if key != LABEL]
+    if kornia_class(operation, *_WARPS):
+        moved = [key for key in moved if key != "mask" or name != "RandomElasticTransform"]
+        for key in moved:
+            raise ConfigError(
+                f"augment.module: Kornia's {name} moves no {key}: leave it out, or warp in transform.train"
+            )
+    elif kornia_class(operation, "RandomMosaic"):
+        for key in ("mask", "keypoints"):
+            if key in moved:
+                raise ConfigError(f"augment.module: Kornia's RandomMosaic moves boxes, and no {key}: leave it out")
+        if has_label and "boxes" not in moved:
+            raise ConfigError(
+                "augment.module: RandomMosaic makes an image of several, which have several targets: it needs "
+                "boxes (transform.boxes_column, and 'bbox_xyxy' in data_keys), or a stream without a target "
+                "(target_column=None)"
+            )
+    elif kornia_class(operation, "RandomJigsaw") and moved:
+        raise ConfigError(f"augment.module: Kornia's RandomJigsaw moves no {moved[0]}: leave it out")
+    elif kornia_class(operation, "RandomTransplantation") and "mask" not in moved:
+        raise ConfigError(
+            "augment.module: RandomTransplantation needs a mask: set transform.mask_column, and put it into "
+            "K.AugmentationSequential(…, data_keys=['input', 'mask'])"
+        )
+
+
+def _check_alone(step: nn.Module, targets: Collection[str], has_label: bool) -> None:
+    """Check a step that gets the image alone."""
+    for each in _operations(step):
+        if mixes_labels(each):
+            raise ConfigError(
+                f"augment.module: {_name(each)} changes targets: make it a step of its own, as nn.Sequential(…, "
+                f"K.{_name(each)}(…))"
+            )
+        if targets and _moves(each):
+            keys, first = ["input", *(_KEY_OF[name] for name in targets)], next(iter(targets))
+            raise ConfigError(
+                f"augment.module: {_name(each)} moves or erases pixels, and leaves {first!r} behind: put it into "
+                f"K.AugmentationSequential(…, data_keys={keys})"
+            )
+        _check_operation(each, [], has_label)
+
+
+def _operations(module: nn.Module) -> Iterator[Any]:
+    """Kornia's operations within a module."""
+    for each in module.modules():
+        if kornia_class(each, "AugmentationBase2D", "MixAugmentationBaseV2"):
+            yield each
+
+
+def _moves(operation: Any) -> bool:
+    """Return whether an operation of Kornia's moves or erases pixels."""
+    is_intensity = kornia_class(operation, "IntensityAugmentationBase2D") and _name(operation) != "RandomErasing"
+    return not is_intensity
+
+
+def _name(module: Any) -> str:
+    return type(module).__name__

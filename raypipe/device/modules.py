@@ -1,0 +1,351 @@
+"""The user's module on a micro-batch: Kornia's as training scripts have them, or any other. Knows torch, not Ray.
+
+    step                                     gets and returns
+    K.AugmentationSequential                 the image, and the mask, boxes, keypoints that its data_keys name
+    K.RandomMixUpV2, RandomCutMixV2, PatchMix  the image and the target, whose other half is `Batch.mix`
+    anything else                            the image
+
+The steps of an `nn.Sequential` are its children. Weights and buffers go to the device. Kornia's random numbers
+stay on the host, in the order of a call by hand, so nothing waits for the device because of them. `module_checks`
+refuses what would leave a target behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import random
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from raypipe.config import AugmentConfig
+from raypipe.device.mixing import Mix
+from raypipe.device.module_checks import check_steps, kornia_class, mixes_labels
+from raypipe.device.targets import from_boxes, kept_boxes, kept_keypoints, mosaic_labels, to_boxes
+from raypipe.errors import ConfigError
+from raypipe.lookup import import_name, place_of
+from raypipe.transform.fields import LABEL
+from raypipe.transform.process_state import process_kept, seed_process
+
+PLAIN = AugmentConfig(mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
+"""The normalization of a module that is passed without a configuration: images stay in [0, 1]."""
+
+# They make the size of the images: applied to some rows only, the rows would not fit together.
+CHANGES_SIZE = {"CenterCrop", "RandomCrop", "RandomResizedCrop"}
+CHANGES_SIZE |= {"LongestMaxSize", "PadTo", "Resize", "SmallestMaxSize"}
+
+Targets = Mapping[str, torch.Tensor]
+"""The target (`LABEL`), mask, boxes and keypoints of a micro-batch, as far as the stream has them."""
+
+
+@dataclass(frozen=True)
+class Made:
+    """A micro-batch between two steps.
+
+    Attributes:
+        image: float (B, C, H, W).
+        targets: what moves with the image.
+        mix: the other half of the targets, if a step mixed them.
+    """
+
+    image: torch.Tensor
+    targets: Targets
+    mix: Mix | None = None
+
+
+def shape_of(result: object) -> tuple[int, ...] | str:
+    """Return the shape of a tensor, or the type of anything else that a user's code returned."""
+    return tuple(result.shape) if isinstance(result, torch.Tensor) else type(result).__name__
+
+
+def built(module: Any) -> Any:
+    """Return what `augment.module` names or is: a module or a function of images.
+
+    A name may be that of a class, or of a function without arguments that makes a module.
+
+    Raises:
+        ConfigError: it cannot be imported, made, or called.
+    """
+    given = module
+    try:
+        if isinstance(module, str):
+            given = import_name(module, "augment.module")
+        is_maker = inspect.isfunction(given) and not inspect.signature(given).parameters
+        made = given() if inspect.isclass(given) or is_maker else given
+        inspect.signature(_call_of(made))
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"augment.module {_named(module)!r} cannot be used: {type(error).__name__}: {error}"
+        ) from error
+    return made
+
+
+def resolved(config: AugmentConfig) -> AugmentConfig:
+    """Return the configuration with its module as an object, and with the normalization that the module ends with.
+
+    Raises:
+        ConfigError: see `built`; or the configuration has another normalization.
+    """
+    if not config.module:
+        return config
+    module = built(config.module)
+    if (ends_with := normalization_of(module)) is None:
+        return replace(config, module=module)
+    mean, std = ends_with
+    own = (config.mean, config.std)
+    if own not in ((mean, std), (PLAIN.mean, PLAIN.std), (AugmentConfig.mean, AugmentConfig.std)):
+        raise ConfigError(
+            f"augment.module {_named(config.module)!r} ends with Normalize({list(mean)}, {list(std)}), and "
+            "augment.mean and augment.std are others: leave one of the two out"
+        )
+    return replace(config, module=module, mean=mean, std=std)
+
+
+def normalization_of(module: Any) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
+    """Return mean and std of the `Normalize`, Kornia's or torchvision's, at a module's end; None = it has none."""
+    last = module
+    while isinstance(last, nn.Sequential) or isinstance(getattr(last, "transforms", None), list):
+        children = list(getattr(last, "transforms", None) or last)
+        if not children:
+            return None
+        last = children[-1]
+    if type(last).__name__ != "Normalize" or not isinstance(last, nn.Module):
+        return None
+    values = getattr(last, "flags", None) or vars(last) | dict(last.named_buffers())
+    if getattr(last, "p", 1.0) != 1.0 or not {"mean", "std"} <= values.keys():
+        return None
+    mean, std = (torch.as_tensor(values[name], dtype=torch.float64).flatten().tolist() for name in ("mean", "std"))
+    channels = max(len(mean), len(std), 1)
+    channels = 3 if channels == 1 else channels  # one number is that of all channels
+    whole = (tuple((numbers * channels)[:channels]) for numbers in (mean, std))
+    return next(whole), next(whole)
+
+
+class UserModule:
+    """A user's module, or a function, as an operation on micro-batches.
+
+    Args:
+        module: from `built`; its weights and buffers are moved, in place, to the device.
+        targets: names of the mask, boxes and keypoints of the stream.
+        has_label: whether batches have a target.
+
+    Raises:
+        ConfigError: a step would leave a target behind, or cannot be used, see `module_checks`.
+    """
+
+    def __init__(self, module: Any, device: torch.device, targets: Collection[str], has_label: bool) -> None:
+        self._module, self._name = module, _named(module)
+        self._steps = [*module] if type(module) is nn.Sequential else [module]
+        check_steps(module, self._steps, targets, has_label)
+        self.mixes = any(map(mixes_labels, self._steps))
+        self.normalizes = normalization_of(module) is not None
+        self._takes_strength = "strength" in inspect.signature(_call_of(module)).parameters
+        self._scaled = {} if self._takes_strength else _probabilities(module)
+        modules = list(module.modules()) if isinstance(module, nn.Module) else []
+        self._generators = [value for each in modules for value in vars(each).values() if _is_generator(value)]
+        self._has_told = not any(True for each in modules for _ in each.buffers(recurse=False))
+        _move(modules, device)
+
+    def __call__(self, made: Made, counts: np.ndarray, seed: int, strength: float) -> Made:
+        """Apply the module, random by torch's generators as they are now, and by others as of the seed.
+
+        Args:
+            counts: bool (B,), on the host: rows that have weight, and so may mix.
+        """
+        for generator in self._generators:
+            _reseed(generator, seed)
+        before = None if self._has_told else self._versions()
+        with self._strengthened(strength):
+            for step in self._steps:
+                made = self._applied(step, made, counts, strength)
+        if before is not None:
+            self._check_buffers(before)
+        return made
+
+    def _applied(self, step: Any, made: Made, counts: np.ndarray, strength: float) -> Made:
+        try:
+            if mixes_labels(step):
+                return _mixed(step, made, counts)
+            if kornia_class(step, "AugmentationSequential"):
+                return _moved(step, made)
+            result = step(made.image, strength=strength) if self._takes_strength else step(made.image)
+        except torch.cuda.OutOfMemoryError:
+            raise
+        except Exception as error:
+            if not type(step).__module__.startswith("kornia."):  # its traceback is the user's own code
+                raise
+            raise ConfigError(self._failed(step, made, error)) from error
+        if not isinstance(result, torch.Tensor) or result.ndim != 4 or len(result) != len(made.image):
+            raise ConfigError(
+                f"augment.module={self._name} returned {shape_of(result)} for images of "
+                f"{tuple(made.image.shape)}: it must return floats (B, 3, h, w) in [0, 1]"
+            )
+        return replace(made, image=result)
+
+    def _failed(self, step: Any, made: Made, error: Exception) -> str:
+        keys = ", ".join(["image", *made.targets])
+        return (
+            f"augment.module={self._name}: {type(step).__name__} fails on {keys} of {tuple(made.image.shape)}: "
+            f"{type(error).__name__}: {error} (at {place_of(error)})"
+        )
+
+    @contextlib.contextmanager
+    def _strengthened(self, strength: float) -> Iterator[None]:
+        """Context manager: the probabilities of Kornia's operations are scaled."""
+        if strength >= 1 or not self._scaled:
+            yield
+            return
+        for (module, name), whole in self._scaled.items():
+            setattr(module, name, whole * strength)
+        try:
+            yield
+        finally:
+            for (module, name), whole in self._scaled.items():
+                setattr(module, name, whole)
+
+    def _versions(self) -> dict[str, tuple[int, int]]:
+        return {name: (id(buffer), buffer._version) for name, buffer in self._module.named_buffers()}
+
+    def _check_buffers(self, before: dict[str, tuple[int, int]]) -> None:
+        """Refuse a module that remembers: its images would depend on what this rank had before."""
+        self._has_told = True
+        changed = [name for name, version in self._versions().items() if before.get(name) != version]
+        if changed:
+            raise ConfigError(
+                f"augment.module={self._name} changes its own buffer {changed[0]!r}, so its images would depend "
+                "on the micro-batches before, and on the number of ranks: call module.eval() before you pass it"
+            )
+
+
+@contextlib.contextmanager
+def all_seeded(seed: int) -> Iterator[None]:
+    """Context manager: seed the generators of Python, NumPy, OpenCV and torch's CPU, then put them back."""
+    with process_kept():
+        seed_process(seed, 0)
+        yield
+
+
+def _moved(step: Any, made: Made) -> Made:
+    """Apply an `AugmentationSequential` to the image and the targets that its keys name."""
+    image, targets = made.image, dict(made.targets)
+    given: dict[str, Any] = {"image": image}
+    if "mask" in targets:
+        given["mask"] = targets["mask"][:, None]
+    if "boxes" in targets:
+        given["bbox_xyxy"] = to_boxes(targets["boxes"])
+    if "keypoints" in targets:
+        given["keypoints"] = targets["keypoints"][..., :2]
+    if step.data_keys is None:
+        results = step(given)
+    else:
+        if LABEL in targets:
+            given["class"] = targets[LABEL]
+        keys = [_GIVEN[key.name] for key in step.data_keys]
+        returned = step(*(given[key] for key in keys))
+        results = dict(zip(keys, returned if isinstance(returned, list | tuple) else [returned], strict=True))
+    image = results["image"]
+    height, width = image.shape[-2:]
+    if "mask" in results:
+        targets["mask"] = results["mask"].reshape(len(image), *results["mask"].shape[-2:])
+    if "bbox_xyxy" in results:
+        labels = mosaic_labels(step, targets["boxes"][..., 4])
+        targets["boxes"] = kept_boxes(from_boxes(results["bbox_xyxy"]), labels, height, width)
+    if "keypoints" in results:
+        targets["keypoints"] = kept_keypoints(results["keypoints"], targets["keypoints"][..., 2], height, width)
+    return replace(made, image=image, targets=targets)
+
+
+_GIVEN = {
+    "INPUT": "image",
+    "IMAGE": "image",
+    "MASK": "mask",
+    "KEYPOINTS": "keypoints",
+    "CLASS": "class",
+    "LABEL": "class",
+}
+_GIVEN |= dict.fromkeys(("BBOX", "BBOX_XYXY", "BBOX_XYWH"), "bbox_xyxy")
+
+
+def _mixed(step: Any, made: Made, counts: np.ndarray) -> Made:
+    """Apply Kornia's MixUp, CutMix or PatchMix; the shares of the targets are read from what it has drawn."""
+    before = made.image
+    image = step(before, data_keys=["input"])
+    params, rows = step._params, len(before)
+    if kornia_class(step, "RandomMixUpV2"):
+        partners, others = params["mixup_pairs"], params["mixup_lambdas"]
+    elif kornia_class(step, "PatchMix"):
+        partners = params["mix_pairs"]
+        others = torch.full((rows,), step.patch_size**2 / (before.shape[2] * before.shape[3]))
+    else:
+        partners, corners = params["mix_pairs"][0], params["crop_src"][0]
+        sides = corners[:, 2] - corners[:, 0] + 1  # pixels; an empty box ends before it begins
+        others = sides.prod(1) / (before.shape[2] * before.shape[3])
+    own, selected = torch.arange(rows), params["batch_prob"] > 0.5
+    counted = torch.from_numpy(counts)
+    partners = torch.where(selected, partners, own)
+    alone = ~(counted & counted[partners])
+    if alone.any():  # a row without weight is in no other
+        image = torch.where(_sent(alone, image).view(-1, 1, 1, 1), before, image)
+        partners = torch.where(alone, own, partners)
+    if LABEL not in made.targets:
+        return replace(made, image=image)
+    target = made.targets[LABEL]
+    lam = torch.where(partners == own, 1.0, 1 - others.float())
+    is_cutmix = not kornia_class(step, "RandomMixUpV2")
+    mix = Mix(target.index_select(0, _sent(partners, target)), _sent(lam, target), is_cutmix)
+    return replace(made, image=image, mix=mix)
+
+
+def _sent(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    return tensor.to(like.device, non_blocking=True)
+
+
+def _move(modules: list[nn.Module], device: torch.device) -> None:
+    """Move weights and buffers, but not Kornia's samplers, which go with its modules otherwise."""
+    for module in modules:
+        if not type(module).__module__.startswith("kornia.augmentation"):  # they hold parameters to draw with
+            nn.Module._apply(module, lambda tensor: tensor.to(device), recurse=False)
+
+
+def _probabilities(module: Any) -> dict[tuple[nn.Module, str], float]:
+    """Return the probabilities of Kornia's operations in a module that the strength scales."""
+    found: dict[tuple[nn.Module, str], float] = {}
+    for each in module.modules() if isinstance(module, nn.Module) else ():
+        if type(each).__name__ in CHANGES_SIZE | {"Normalize", "Denormalize"}:
+            continue
+        if mixes_labels(each):
+            found[each, "p_batch"] = each.p_batch
+        elif kornia_class(each, "AugmentationBase2D") or kornia_class(each, "MixAugmentationBaseV2"):
+            found[each, "p"] = each.p
+    return found
+
+
+def _named(module: Any) -> str:
+    if isinstance(module, str):
+        return module
+    return getattr(module, "__name__", None) or type(module).__name__
+
+
+def _call_of(module: Any) -> Callable[..., Any]:
+    return module.forward if isinstance(module, nn.Module) else module
+
+
+def _is_generator(value: Any) -> bool:
+    return isinstance(value, torch._C.Generator | np.random.Generator | random.Random)
+
+
+def _reseed(generator: Any, seed: int) -> None:
+    """Seed a generator that a module holds."""
+    if isinstance(generator, torch._C.Generator):
+        generator.manual_seed(seed)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = type(generator.bit_generator)(seed).state
+    else:
+        generator.seed(seed)

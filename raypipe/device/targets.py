@@ -1,0 +1,81 @@
+"""A micro-batch's boxes and keypoints as Kornia has them, and back. Knows torch, not Ray; no call waits.
+
+    boxes        float32 (B, N, 5), x0, y0, x1, y1 and a label, corners as in `raypipe.transform.targets`
+    Kornia's     `Boxes` of four corners each, which count from the middle of the first pixel: half a pixel less
+
+Boxes are cut at the image's edges, and dropped where less than a pixel of width or height is left; those that stay
+are in front. Keypoints stay in their places, and those outside are marked by their labels, as on the CPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from raypipe.transform.targets import NO_BOX, OUTSIDE
+
+_MIDDLE = 0.5  # of the first pixel
+_LEAST = 1 - 1e-3  # pixels of a box's width and height; Kornia's maps are computed in float32
+
+
+def to_boxes(boxes: torch.Tensor) -> Any:
+    """Convert boxes (B, N, 5) to Kornia's `Boxes`."""
+    from kornia.geometry.boxes import Boxes
+
+    x0, y0, x1, y1 = (boxes[..., :4] - _MIDDLE).unbind(-1)
+    corners = torch.stack([x0, y0, x1, y0, x1, y1, x0, y1], -1).unflatten(-1, (4, 2))
+    return Boxes(corners, mode="vertices_plus")
+
+
+def from_boxes(boxes: Any) -> torch.Tensor:
+    """Convert Kornia's `Boxes` to the corners of the smallest upright boxes around them, (B, N, 4)."""
+    corners = boxes.data
+    return torch.cat([corners.amin(-2), corners.amax(-2)], -1) + _MIDDLE
+
+
+def kept_boxes(corners: torch.Tensor, labels: torch.Tensor, height: int, width: int) -> torch.Tensor:
+    """Cut boxes (B, N, 4) with labels (B, N) at the edges of an image, and drop those of which nothing is left."""
+    x, y = corners[..., 0::2].clamp(0, width), corners[..., 1::2].clamp(0, height)
+    sides = torch.stack([x[..., 1] - x[..., 0], y[..., 1] - y[..., 0]], -1)
+    is_kept = (labels > NO_BOX) & (sides >= _LEAST).all(-1)
+    cut = torch.stack([x[..., 0], y[..., 0], x[..., 1], y[..., 1], labels], -1)
+    none = torch.zeros_like(cut)
+    none[..., 4] = NO_BOX
+    cut = torch.where(is_kept[..., None], cut, none)
+    order = torch.argsort((~is_kept).byte(), dim=1, stable=True)
+    return cut.gather(1, order[..., None].expand_as(cut))
+
+
+def kept_keypoints(points: torch.Tensor, labels: torch.Tensor, height: int, width: int) -> torch.Tensor:
+    """Mark keypoints (B, N, 2) with labels (B, N) that are outside of an image; rows without one stay zeros."""
+    own = torch.where(labels <= OUTSIDE, OUTSIDE - labels, labels)
+    x, y = points.unbind(-1)
+    is_inside = (x >= 0) & (y >= 0) & (x < width) & (y < height)
+    is_none = labels == NO_BOX
+    marked = torch.where(is_inside, own, OUTSIDE - own)
+    found = torch.stack([x, y, torch.where(is_none, labels, marked)], -1)
+    none = torch.zeros_like(found)
+    none[..., 2] = NO_BOX
+    return torch.where(is_none[..., None], none, found)
+
+
+def mosaic_labels(container: Any, labels: torch.Tensor) -> torch.Tensor:
+    """Return the labels (B, N) of boxes as the mosaics of a container have moved them, in the order of the boxes.
+
+    A mosaic of n images has N·n boxes, and none more than its own N where it was not applied.
+    """
+    for param in container._params or []:
+        module = container.get_submodule(param.name)
+        if type(module).__name__ != "RandomMosaic":
+            continue
+        is_made = param.data["batch_prob"] > 0.5
+        if not is_made.any():
+            continue
+        permutation = param.data["permutation"].to(labels.device, non_blocking=True)
+        is_made = is_made.to(labels.device, non_blocking=True)[:, None]
+        tiles = [torch.empty_like(labels).index_copy(0, permutation[:, 0], labels[tile]) for tile in permutation.T]
+        none = torch.full_like(labels, NO_BOX)
+        tiles = [torch.where(is_made, tile, none if n else labels) for n, tile in enumerate(tiles)]
+        labels = torch.cat(tiles, 1)
+    return labels

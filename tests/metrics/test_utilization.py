@@ -1,0 +1,100 @@
+"""The GPU's utilization, where NVML counts it, and in all that shows it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from without_ray import every_batch
+
+from raypipe.commands.status import print_status, standing
+from raypipe.config import PlanConfig, PoolConfig, TransformConfig
+from raypipe.metrics.prometheus import TrainerMetrics
+from raypipe.metrics.utilization import Samples, Utilization
+from raypipe.stores import digits_stores
+from raypipe.streaming.handover import loader
+from raypipe.streaming.opening import open_stream
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+class Nvml:
+    """NVML as torch asks it: percentages, or an error."""
+
+    def __init__(self, *answers: int | Exception) -> None:
+        self.answers = list(answers)
+        self.devices: list[Any] = []
+
+    def __call__(self, device: Any) -> int:
+        self.devices.append(device)
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def test_samples_are_shares_whose_mean_is_that_of_a_stretch(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml = Nvml(40, 90, 101)
+    monkeypatch.setattr(torch.cuda, "utilization", nvml)
+    device = Utilization(CUDA)
+    assert device.latest is None and device.samples.mean is None
+    assert device.sample() == 0.4
+    before = device.samples
+    assert device.sample() == 0.9 and device.sample() == device.latest == 1.0
+    assert (device.samples - before).mean == pytest.approx(0.95) and nvml.devices == [CUDA] * 3
+
+
+def test_a_device_that_nobody_counts_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml = Nvml(ModuleNotFoundError("pynvml does not seem to be installed"), 40)
+    monkeypatch.setattr(torch.cuda, "utilization", nvml)
+    device = Utilization(CUDA)
+    assert device.sample() is None and device.sample() is None and len(nvml.devices) == 1
+    assert Utilization(CPU).sample() is None and len(nvml.devices) == 1
+    assert device.samples == Samples() and device.latest is None
+
+
+def test_the_thread_of_the_gauges_shows_what_it_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: list[float | None] = [None, 0.4]
+    metrics = TrainerMetrics("test", 0, lambda: answers.pop(0))
+    for expected in (None, 0.4):
+        metrics.sample()
+        assert metrics._gauges.get("trainer_gpu_utilization") == expected
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_records_the_diagnosis_and_the_status_have_it_where_it_is_known(
+    known: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = open_stream(
+        digits_stores()[0],
+        plan=PlanConfig(epochs=1, micro_batch_size=64, global_batch_size=256),
+        transform=TransformConfig(train="small", size=8),
+        pool=PoolConfig(engine="inline"),
+    )
+    one = loader(spec, run_dir=tmp_path)
+    one.interval_s, used = 0, one.account._utilization
+    if known:
+        answers = iter([40, 60] * 1000)
+        monkeypatch.setattr(torch.cuda, "utilization", lambda device: next(answers))
+        used._is_known = True
+    for _ in every_batch(one):
+        used.sample()
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    shares = [record.get("gpu_utilization") for record in records if record["kind"] == "train"]
+    (diagnosis,) = (record for record in records if record["kind"] == "diagnosis")
+    status = json.loads((tmp_path / "status.json").read_text())
+    if known:
+        assert len(shares) > 3 and all(0.4 <= share <= 0.6 for share in shares)
+        assert diagnosis["gpu_utilization"] == pytest.approx(0.5, abs=0.02)
+        assert "executes kernels for 50%" in diagnosis["text"]
+        assert status["gpu_utilization"] == shares[-1]
+    else:
+        assert set(shares) == {None} and "gpu_utilization" not in diagnosis | status
+    of_folder = {"run_dir": "here", "checkpoint": None, "faults": [], "error": ""}
+    print_status(standing(status, status["time"], False, 0.0) | of_folder)
+    text = capsys.readouterr().out
+    assert "images/s, waiting for data" in text
+    assert f"GPU {shares[-1]:.0%}" in text if known else "GPU" not in text

@@ -6,6 +6,7 @@ Read this file first: each test is the shortest use of one capability. Other fil
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import os
 import runpy

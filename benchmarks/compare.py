@@ -235,7 +235,7 @@ class Cells:
         two, four = self._whole(2).drawn(), self._whole(4).drawn()
         both = two.keys() & four.keys()
         same = sum(two[number] == four[number] for number in both)
-        return "yes" if same == len(both) == STEPS * BATCH else f"no: of {same} of {len(both)} samples"
+        return "yes" if same == len(both) == STEPS * BATCH else f"no: of {len(both)} samples {same} have the same"
 
     def resume(self) -> str:
         return self._compare(self._continued(2, 2), self._whole(2))

@@ -248,11 +248,12 @@ RANKS = {
 
 def write_sources(folder: Path) -> None:
     """Each source in each format."""
+    import cv2
     import litdata
     import numpy as np
     from streaming import MDSWriter
 
-    import raypipe
+    from raypipe.stores.destination import write_atomically
 
     for name, numbers in SOURCES.items():
         with MDSWriter(out=str(folder / f"mds-{name}"), columns={"number": "int"}) as writer:
@@ -262,8 +263,10 @@ def write_sources(folder: Path) -> None:
         options: dict[str, Any] = {"chunk_size": 24, "num_workers": 1, "start_method": "fork"}
         litdata.optimize(fn=_same, inputs=list(numbers), output_dir=address, **options)
         # Its transform draws all of an image's pixels at random; labels are the numbers.
-        images = ({"image": np.zeros((8, 8, 3), np.uint8), "label": number} for number in numbers)
-        raypipe.convert(images, folder / f"{name}.lmdb")
+        image = cv2.imencode(".png", np.zeros((8, 8, 3), np.uint8))[1].tobytes()
+        write_atomically(
+            str(folder / f"{name}.lmdb"), ({"image": image, "label": number} for number in numbers), ()
+        )
 
 
 def _same(number: int) -> int:

@@ -7,6 +7,7 @@ sizes that no images have.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import os
@@ -145,7 +146,8 @@ def _pairs(
     for path, archive in zip(paths, archives, strict=True):
         with tempfile.TemporaryFile() as labels_file:
             entries, of_positions = _entries(path, archive, asked, labels_file)
-            scan = find_samples(path, entries, labels_file.fileno(), asked.image, asked.label, needs_labels)
+            read = functools.partial(os.pread, labels_file.fileno())
+            scan = find_samples(path, entries, read, asked.image, asked.label, needs_labels)
         if scan is None:
             return None
         scans.append(scan)

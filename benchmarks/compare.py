@@ -40,7 +40,6 @@ import argparse
 import json
 import os
 import pickle
-import shutil
 import socket
 import subprocess
 import sys
@@ -106,12 +105,7 @@ def run(peer: str, folder: Path, **options: Any) -> Run:
     if options.pop("filtered", False):
         own = own / "filtered"
         own.mkdir()
-    for part in folder.iterdir():
-        if part.is_dir() and part.name.startswith(("mds-", "litdata-")):  # they write beside what they read
-            shutil.copytree(part, own / part.name)
-        elif part.suffix == ".lmdb":
-            (own / part.name).symlink_to(part)
-    case = Case(own, **{"workers": 2 if options["world"] == 1 else 1} | options)
+    case = Case(own, folder, **{"workers": 2 if options["world"] == 1 else 1} | options)
     error = ""
     try:
         if peer in _ON_RAY:
@@ -280,7 +274,7 @@ class Cells:
     def filter(self) -> str:
         if self._peer == "Grain":
             try:
-                next(grain_filtered(Case(Path())))
+                next(grain_filtered(Case(Path(), Path())))
             except ValueError as error:
                 return f"no: {error}"
             return "yes"

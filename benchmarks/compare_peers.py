@@ -27,7 +27,8 @@ class Case:
     """What one rank does.
 
     Attributes:
-        folder: with the sources, in each loader's format, and this run's records.
+        folder: of this run's records.
+        data: folder of the sources, in each loader's format.
         rank, world: of how many.
         workers: processes that a rank starts for its CPU work.
         mixed: both sources, 3 to 1, instead of the first one.
@@ -38,6 +39,7 @@ class Case:
     """
 
     folder: Path
+    data: Path
     rank: int = 0
     world: int = 1
     workers: int = 2
@@ -161,8 +163,8 @@ def mosaicml(case: Case) -> Iterator[tuple[Batch, Any]]:
             return transformed(case, super().__getitem__(at)["number"])
 
     share = {"many": 0.75, "few": 0.25}
-    streams = [Stream(local=str(case.folder / f"mds-{name}"), proportion=share[name]) for name in case.sources]
-    options: dict[str, Any] = {"streams": streams} if case.mixed else {"local": str(case.folder / "mds-many")}
+    streams = [Stream(local=str(case.data / f"mds-{name}"), proportion=share[name]) for name in case.sources]
+    options: dict[str, Any] = {"streams": streams} if case.mixed else {"local": str(case.data / "mds-many")}
     dataset = Streamed(
         **options,
         shuffle=True,
@@ -185,7 +187,7 @@ def litdata(case: Case) -> Iterator[tuple[Batch, Any]]:
     from litdata import CombinedStreamingDataset, StreamingDataLoader, StreamingDataset
 
     def part(name: str) -> Any:
-        address = str(case.folder / f"litdata-{name}")
+        address = str(case.data / f"litdata-{name}")
         return StreamingDataset(
             address, shuffle=True, drop_last=True, seed=SEED, transform=partial(transformed, case)
         )

@@ -39,7 +39,7 @@ def raypipe_run(case: Case) -> None:
         time.sleep(case.slow_s)
         return np.random.randint(0, 256, image.shape, np.uint8)
 
-    stores = {name: str(case.folder / f"{name}.lmdb") for name in case.sources}
+    stores = {name: str(case.data / f"{name}.lmdb") for name in case.sources}
     mixture: dict[str, float] = {"many": 3, "few": 1} if case.mixed else {}
     spec = raypipe.open_stream(
         stores if case.mixed else stores["many"],

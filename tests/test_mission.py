@@ -279,6 +279,21 @@ def test_differentiable(store: Path) -> None:
         assert brighter.shape == batch.image.shape and not torch.equal(brighter, batch.image)
 
 
+def test_gpu_decode(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Actors send encoded bytes; the rank's device decodes, crops and augments the same samples, seeded."""
+    encoded = dataclasses.replace(SMALL, train="light", decode="device")
+    pixels = dataclasses.replace(encoded, decode="cpu")
+    augment = raypipe.AugmentConfig(preset="standard")
+    device, again = (training(open_small(store, transform=encoded), augment=augment) for _ in range(2))
+    host = training(open_small(store, transform=pixels), augment=augment)
+    assert all(torch.equal(one.image, other.image) for one, other in zip(device, again, strict=True))
+    for ours, other in zip(device, host, strict=True):
+        assert ours.index.tolist() == other.index.tolist() and torch.equal(ours.target, other.target)
+        assert (ours.image - other.image).abs().mean() < 0.1  # the same crops, flips and augmentation
+    options = ("--pool.engine=inline", "--plan.micro_batch_size=8", "--transform.decode=device")
+    assert run_command(capsys, "digest", store, *options)
+
+
 def test_prefetch(store: Path, cuda_or_pretended: None) -> None:
     """Batches come by a CUDA stream of their own, into a ring of pinned memory, normalized there."""
     batches = training(open_small(store), device="cuda", augment=raypipe.AugmentConfig(), keep_batches=9)

@@ -239,9 +239,7 @@ class _Handler(pyarrow.fs.FileSystemHandler):
     def write(self, path: str, content: bytes | memoryview) -> None:
         def write(inner: pyarrow.fs.FileSystem) -> None:
             def to(target: str) -> None:
-                with inner.open_output_stream(
-                    target, compression=None
-                ) as stream:  # a name in .gz would detect one
+                with inner.open_output_stream(target, compression=None) as stream:  # .gz would be compressed
                     stream.write(content)
 
             _whole(inner, path, to)

@@ -42,7 +42,7 @@ def by_pillow(image: bytes) -> np.ndarray:
     return np.asarray(Image.open(io.BytesIO(image)).convert("RGB"))
 
 
-def by_opencv(image: bytes) -> np.ndarray:
+def by_opencv(image: bytes) -> Any:
     return cv2.imdecode(np.frombuffer(image, np.uint8), cv2.IMREAD_COLOR_RGB)
 
 

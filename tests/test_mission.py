@@ -348,6 +348,17 @@ def test_cache(images: list[dict[str, Any]]) -> None:
     assert slow.num_read - before <= IMAGES  # in two epochs
 
 
+def test_cache_on_the_device(store: Path, cuda_or_pretended: None) -> None:
+    """A small set is decoded once, into the GPU's memory, and comes in the order of the stream."""
+    data = raypipe.resident(store, "cuda", plan=PLAN, size=16, border=2, flip=0.5)
+    fixed = raypipe.TransformConfig(train="resize", val="resize", size=16)
+    streamed = training(open_small(store, transform=fixed))
+    found = [batch for number in range(PLAN.epochs) for batch in data.epoch(number)]
+    assert [batch.index.tolist() for batch in found] == [batch.index.tolist() for batch in streamed]
+    assert {(batch.image.device.type, *batch.image.shape) for batch in found} == {("cuda", 8, 3, 16, 16)}
+    assert [batch.position for batch in data.epoch(1, step=2)] == [batch.position for batch in found[10:]]
+
+
 # One stream
 
 

@@ -195,8 +195,8 @@ def on_device(
     def of_ring(host: MicroBatch, tensors: Sequence[torch.Tensor]) -> Batch:
         with pinned(through.device):
             batch = made(host, tensors)
-        has_planes = any(map(is_chroma, host.arrays()))  # of which images were made on the current stream
-        return batch if has_planes else replace(batch, copied=through.copied)
+        is_made_here = decode is not None or any(map(is_chroma, host.arrays()))  # on the current stream
+        return batch if is_made_here else replace(batch, copied=through.copied)
 
     def of_host(host: MicroBatch) -> Batch:
         with pinned(through.device):

@@ -305,7 +305,7 @@ def _array_of(fields: Mapping[Any, Any]) -> np.ndarray:
 def _is_image(part: Any) -> bool:
     if isinstance(part, np.ndarray):
         return part.dtype == np.uint8 and (part.ndim in (2, 3) or kind_of(part.tobytes()) == "image")
-    return isinstance(part, bytes | bytearray | memoryview) and kind_of(part) == "image"
+    return isinstance(part, bytes | bytearray | memoryview) and kind_of(memoryview(part)) == "image"
 
 
 def encoded(part: Any) -> bytes | memoryview | None:

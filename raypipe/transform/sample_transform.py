@@ -298,7 +298,7 @@ def _checked_views(made: Mapping[Any, Any], arrays: bool = False) -> dict[str, n
     for name, given in made.items():
         value = [*map(_channels_last, given)] if isinstance(given, list | tuple) else _channels_last(given)
         shapes = {getattr(crop, "shape", None) for crop in value} if isinstance(value, list) else set()
-        array = np.stack(value) if len(shapes) == 1 and None not in shapes else value
+        array: Any = np.stack(value) if len(shapes) == 1 and None not in shapes else value
         ok = isinstance(array, np.ndarray) and array.ndim in (3, 4) and array.size
         if ok:
             ok = _is_array(array) if arrays else _is_rgb(array, -1) or _is_float(array)

@@ -49,7 +49,7 @@ def test_order_keys_and_seeds_are_those_of_a_stream_with_the_plan() -> None:
             assert found.image.is_contiguous(memory_format=torch.channels_last)
 
 
-def test_crops_and_flips_are_pieces_of_the_padded_image_and_of_the_key_alone() -> None:
+def test_crops_and_flips_are_pieces_of_padded_images_drawn_by_key() -> None:
     data = resident(store_of(), plan=PLAN, border=2, flip=0.5)
     assert data.images.shape == (70, 3, 10, 12)
     padded = torch.nn.functional.pad(data.images, (2, 2, 2, 2))

@@ -86,7 +86,7 @@ class LMDBStore(FileStore["_Shards | ForeignShards"]):
     def close(self) -> None:
         super().close()
         if self._listing:
-            files = [shard.file if isinstance(shard, _Shard) else shard for shard in self._listing]
+            files: list[Any] = [shard.file if isinstance(shard, _Shard) else shard for shard in self._listing]
             shared_cache().close(files)
 
 

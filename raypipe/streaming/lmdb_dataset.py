@@ -40,7 +40,7 @@ _ARROW_TYPES = {
     "float64": pa.float64(),
 }
 _BLOCK_BYTES = 32 << 20
-_MAX_ROWS = 1 << 16  # of a block without images
+_MAX_ROWS = 1 << 16  # a block without images has up to so many
 _READER_CPUS = 1
 
 
@@ -115,7 +115,7 @@ class LMDBDatasource(Datasource):
                 BlockMetadata(
                     num_rows=stop - start,
                     size_bytes=(stop - start) * self._row_bytes,
-                    input_files=[self._store.address],
+                    input_files=(self._store.address,),
                     exec_stats=None,
                 ),
                 schema=schema,

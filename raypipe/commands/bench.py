@@ -253,7 +253,7 @@ def stream_once(
     from raypipe.streaming.opening import open_stream
     from raypipe.streaming.pipeline import splits
     from raypipe.streaming.row import host_blocks
-    from raypipe.transform.encoded import DATA, MAP
+    from raypipe.transform.encoded_map import DATA, MAP
     from raypipe.transform.fields import is_chroma, is_image
 
     # The same transform in both splits, so that every micro-batch costs the same.

@@ -74,7 +74,7 @@ class LMDBStore(FileStore["_Shards | ForeignShards"]):
             other = next(shard.address for shard in shards if isinstance(shard, RemoteFile))
             raise StoreError(
                 f"{other} is LMDB from another program, and {own[0].path} is raypipe's: a store has one kind, so "
-                "put them into folders of their own"
+                "put them into two folders"
             )
         return _Shards(own, target_column or "label")
 
@@ -86,7 +86,7 @@ class LMDBStore(FileStore["_Shards | ForeignShards"]):
     def close(self) -> None:
         super().close()
         if self._listing:
-            files = [shard.file if isinstance(shard, _Shard) else shard for shard in self._listing]
+            files: list[Any] = [shard.file if isinstance(shard, _Shard) else shard for shard in self._listing]
             shared_cache().close(files)
 
 

@@ -78,7 +78,7 @@ class Leaf:
     Attributes:
         number, page: the page's number and bytes.
         key_starts, key_bytes: first byte and length of each key, int64 (n,).
-        lengths: of the values, int64 (n,).
+        lengths: bytes in each value, int64 (n,).
     """
 
     number: int

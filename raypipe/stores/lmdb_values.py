@@ -36,7 +36,7 @@ Part = int | str
 """Place of a part in a value: position in a tuple, or name in a dict; -1 = the value is the part."""
 
 
-def kind_of(value: bytes | memoryview) -> str:
+def kind_of(value: bytes | bytearray | memoryview) -> str:
     """Return the kind of a value by its bytes: "image", a key of `READERS`, or "" for anything else."""
     start = bytes(value[:20])
     if start.startswith(_MAGICS) or start[8:12] == b"WEBP" or start[4:8] == b"ftyp":
@@ -52,7 +52,7 @@ def kind_of(value: bytes | memoryview) -> str:
     return ""
 
 
-def _opens(read: Callable[[memoryview], Any], value: bytes | memoryview) -> bool:
+def _opens(read: Callable[[memoryview], Any], value: bytes | bytearray | memoryview) -> bool:
     try:
         read(memoryview(value))
     except ValueError:
@@ -120,7 +120,7 @@ def _from_pyarrow(value: memoryview) -> Any:
     return plain
 
 
-_NDARRAY_TAGS = ("14", "15")  # of pyarrow.serialize, before version 1 and from it on
+_NDARRAY_TAGS = ("14", "15")  # pyarrow.serialize changed the tag in version 1
 
 
 def _plain(array: pa.Array, arrays: Sequence[np.ndarray], tag: str = "") -> list[Any]:
@@ -162,7 +162,7 @@ def _from_datum(value: memoryview) -> Any:
         tag, place = _varint(value, place)
         number, wire = tag >> 3, tag & 7
         if number == 6:
-            raise ValueError("it is a Datum of floats, which is no image: write it with encoded or 8-bit pixels")
+            raise ValueError("it is a Datum of floats: write images with encoded or 8-bit pixels")
         if number not in (1, 2, 3, 4, 5, 7) or wire != (2 if number == 4 else 0) or number in fields:
             raise ValueError(f"it is not a Datum: field {number} of wire type {wire}")
         fields[number], place = _varint(value, place)

@@ -40,7 +40,7 @@ _ARROW_TYPES = {
     "float64": pa.float64(),
 }
 _BLOCK_BYTES = 32 << 20
-_MAX_ROWS = 1 << 16  # of a block without images
+_MAX_ROWS = 1 << 16  # a block without images has up to so many
 _READER_CPUS = 1
 
 

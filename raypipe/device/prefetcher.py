@@ -69,6 +69,7 @@ class Batch(Unlike, instead=_INSTEAD):
             was made of them, so a loss has a gradient with respect to them. Else None.
         augment: makes images of other pixels in the way in which `image` was made, with the same random numbers;
             None without `augment.differentiable`.
+        copied: event behind the transfer, for streams besides the current one; None = there was none.
         source: int64 (B,), on the host: each sample's store in a mixture, by the order of `plan.sources`; -1
             for padding; None without a mixture.
     """
@@ -88,6 +89,7 @@ class Batch(Unlike, instead=_INSTEAD):
     pixels: torch.Tensor | None = None
     augment: Callable[[torch.Tensor], torch.Tensor] | None = None
     source: np.ndarray | None = None
+    copied: Any = None
 
     @property
     def image(self) -> torch.Tensor:
@@ -192,7 +194,9 @@ def on_device(
 
     def of_ring(host: MicroBatch, tensors: Sequence[torch.Tensor]) -> Batch:
         with pinned(through.device):
-            return made(host, tensors)
+            batch = made(host, tensors)
+        has_planes = any(map(is_chroma, host.arrays()))  # of which images were made on the current stream
+        return batch if has_planes else replace(batch, copied=through.copied)
 
     def of_host(host: MicroBatch) -> Batch:
         with pinned(through.device):

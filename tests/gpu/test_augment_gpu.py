@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import ambient_states
@@ -167,6 +168,27 @@ def test_the_host_never_waits_in_steady_state(preset: Any, amp: torch.dtype | No
         for number in range(10, 38):
             step(number)
     assert torch.isfinite(losses)
+
+
+@pytest.mark.parametrize("preset", ["none", "strong"])
+def test_batches_of_a_ring_are_augmented_beside_the_model_with_the_same_bits(preset: Any) -> None:
+    """The augmentation does not wait for what the current stream was given before, and it is waited for."""
+    config = AugmentConfig(preset=preset, mixup_alpha=0.4, cutmix_alpha=1.0)
+    device, apart, plain = cuda(), DeviceAugment(config, cuda()), DeviceAugment(config, cuda())
+    kept = []
+    for batch in on_device(host_batches(6), device, lambda at: at.step):
+        torch.cuda._sleep(10_000_000)
+        made = apart.of_batch(batch, 0.8)
+        kept.append((made.image.clone(), made.mix and made.mix.target.clone()))
+    assert apart._stream is not None
+    for number, batch in enumerate(on_device(host_batches(6), device, lambda at: at.step)):
+        expected = plain.of_batch(replace(batch, copied=None), 0.8)
+        image, partner = kept[number]
+        assert torch.equal(image, expected.image) and (partner is None) == (expected.mix is None)
+        assert partner is None or torch.equal(partner, expected.mix.target)
+    assert plain._stream is None
+    assert not DeviceAugment(AugmentConfig(differentiable=True), device)._runs_apart
+    assert not DeviceAugment(AugmentConfig(module=Faded()), device)._runs_apart, "the loop may train it"
 
 
 @pytest.mark.parametrize("preset", PRESETS)

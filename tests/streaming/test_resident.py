@@ -129,7 +129,7 @@ def test_what_cannot_be_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         resident(broken, plan=plan)
     with pytest.raises(ConfigError, match=r"border must be at least 0, and flip from 0 to 1, got 0 and 2"):
         resident(store_of(), plan=plan, flip=2)
-    with pytest.raises(ConfigError, match=r"plan\.buckets are of a stream"):
+    with pytest.raises(ConfigError, match=r"plan\.buckets need a stream"):
         resident(store_of(), plan=PlanConfig(epochs=1, micro_batch_size=2, buckets=["8x8"]))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (20_000, 1 << 30))
     from raypipe.streaming.resident import _empty

@@ -68,9 +68,7 @@ class Indexes:
                 try:
                     return _read(address, file)
                 except _OutdatedError as error:
-                    logger.warning(
-                        "%s: %s; the tar is scanned. `raypipe index` writes the index anew", *error.args
-                    )
+                    logger.warning("%s: %s; the tar is scanned. `raypipe index` renews the index", *error.args)
         return None
 
     def keep_beside(self, name: str, file: File, scan: Scan) -> str:

@@ -24,7 +24,7 @@ GROUP_BYTES = 8 << 20
 """Bytes of a group's members, of which the order of a run in windows is a function."""
 # Gaps up to this size are fetched too: a request takes as long as half a MiB or more.
 _GAP_BYTES = 64 << 10
-_MOST_PARTS = 4096  # as many parts have their ranges remembered
+_MOST_PARTS = 4096
 
 
 @dataclass(frozen=True)

@@ -259,3 +259,23 @@ def _content(address: str) -> bytes:
     content = read_whole(address)
     assert content is not None
     return content
+
+
+def test_groups_are_a_function_of_sizes_that_never_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert tar_samples.GROUP_BYTES == 8 << 20  # the order of every run in windows depends on it
+    monkeypatch.setattr(tar_samples, "GROUP_BYTES", GROUP)
+    for name, sizes in (("a", [3000] * 8), ("b", [10, 30_000, 10, 7980, 20])):
+        write_tar(tmp_path / f"{name}.tar", [(bytes(size), 0) for size in sizes])
+    groups = TarStore(tmp_path, groups=True).groups
+    assert groups is not None and groups.tolist() == [
+        0,
+        3,
+        6,
+        8,
+        10,
+        12,
+        13,
+    ]  # b begins its samples at 0, 10, 30010, 30020, 38000
+    assert TarStore(tmp_path).groups is None

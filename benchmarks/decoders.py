@@ -43,7 +43,9 @@ def by_pillow(image: bytes) -> np.ndarray:
 
 
 def by_opencv(image: bytes) -> np.ndarray:
-    return cv2.imdecode(np.frombuffer(image, np.uint8), cv2.IMREAD_COLOR_RGB)
+    pixels = cv2.imdecode(np.frombuffer(image, np.uint8), cv2.IMREAD_COLOR_RGB)
+    assert pixels is not None
+    return pixels
 
 
 def by_torchvision(image: bytes) -> torch.Tensor:

@@ -65,8 +65,8 @@ def build_transform(transform: Any, size: Size, by_library: bool = False) -> Any
         if transform == "none":
             return None
         if ":" in transform:
-            built = imported(transform, size)
-            return built if by_library else take_ending(built)[0]
+            found = imported(transform, size)
+            return found if by_library else take_ending(found)[0]
         if transform in _TORCHVISION:
             return _by_torchvision(transform, size)
         transform = PresetSteps(_STEPS[transform](size))

@@ -237,7 +237,9 @@ def _has_user_code(step: Any) -> bool:
     package = type(step).__module__.partition(".")[0]
     if package not in ("albumentations", "torchvision", "torch"):
         return step is not None and not isinstance(step, Program)
-    steps = step.children() if package == "torch" else step.transforms if is_composition(step) else ()
+    steps = step.transforms if is_composition(step) else ()
+    if package == "torch":
+        steps = step.children()
     return type(step).__name__ == "Lambda" or any(map(_has_user_code, steps))
 
 
@@ -298,7 +300,7 @@ def _checked_views(made: Mapping[Any, Any], arrays: bool = False) -> dict[str, n
     for name, given in made.items():
         value = [*map(_channels_last, given)] if isinstance(given, list | tuple) else _channels_last(given)
         shapes = {getattr(crop, "shape", None) for crop in value} if isinstance(value, list) else set()
-        array = np.stack(value) if len(shapes) == 1 and None not in shapes else value
+        array: Any = np.stack(value) if len(shapes) == 1 and None not in shapes else value
         ok = isinstance(array, np.ndarray) and array.ndim in (3, 4) and array.size
         if ok:
             ok = _is_array(array) if arrays else _is_rgb(array, -1) or _is_float(array)

@@ -9,7 +9,7 @@
                            of a micro-batch, as the host sees them, and how many images the host had to decode
     resize_ms              of cutting and resizing a micro-batch alone
     resident               images/s of training on one tensor that stays on the device: the ceiling
-    cpu, device            the same from the whole stream, by each road, with `--actors`; and the shares of the time
+    cpu, device            the same from the whole stream, by each road, with `--actors`; and shares of the time
                            that the trainer waited for data, and that the device's decoder ran beside the rest
     device_few             the device road with two actors
 

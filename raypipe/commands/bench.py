@@ -253,8 +253,8 @@ def stream_once(
     from raypipe.streaming.opening import open_stream
     from raypipe.streaming.pipeline import splits
     from raypipe.streaming.row import host_blocks
-    from raypipe.transform.encoded import DATA, MAP
-    from raypipe.transform.fields import is_chroma, is_image
+    from raypipe.transform.encoded_map import DATA, MAP
+    from raypipe.transform.fields import Ragged, is_chroma, is_image
 
     # The same transform in both splits, so that every micro-batch costs the same.
     transform = dataclasses.replace(transform, val=transform.train)
@@ -272,7 +272,8 @@ def stream_once(
         blocks.append((arrived, num_images))
         arrays = batches[0].arrays()
         num_bytes = sum(arrays[name].nbytes for name in arrays if is_image(name) or is_chroma(name))
-        if encoded := batches[0].fields.get(DATA):  # transform.decode='device'
+        encoded = batches[0].fields.get(DATA)
+        if isinstance(encoded, Ragged):  # transform.decode='device'
             num_bytes = encoded.values.nbytes + arrays[MAP].nbytes
         if arrived - blocks[0][0] > seconds and len(blocks) >= _MIN_BLOCKS:
             break

@@ -39,7 +39,7 @@ from raypipe.device.fused import Fused, addcmul, apply, draw, pack
 from raypipe.device.mixing import Mix, draw_mix, mix
 from raypipe.device.modules import CHANGES_SIZE, Made, UserModule, all_seeded, resolved
 from raypipe.device.prefetcher import Batch
-from raypipe.device.ring import numbered
+from raypipe.device.ring import hand_over, new_event, new_stream, numbered
 from raypipe.errors import ConfigError
 from raypipe.mistakes import did_you_mean
 from raypipe.plan.order import Domain
@@ -82,7 +82,7 @@ PRESETS: dict[str, Fused | None] = {
 }
 
 
-_SHOWN_CHARACTERS = 2000  # of a module in the record of a run
+_SHOWN_CHARACTERS = 2000  # a record of a run has so many of a module's text
 
 
 def scaled(image: torch.Tensor) -> torch.Tensor:
@@ -146,7 +146,7 @@ class DeviceAugment:
 
     Attributes:
         config: with the module as an object, and the normalization that it ends with.
-        normalize: what a validation's images get.
+        normalize: normalization, which is all that validations get.
         mixes: whether batches have two targets, see `Batch.mix`.
         normalizes: whether the module normalizes, and nothing behind it.
     """
@@ -182,6 +182,8 @@ class DeviceAugment:
             self._operations = [build_operation(entry, bool(targets), channels) for entry in config.ops]
             if config.module:
                 self._module = UserModule(config.module, self.device, targets, has_label)
+        self._stream: Any = None  # made when the first batch has come from a ring
+        self._runs_apart = not config.differentiable and not _has_state(config.module)
         self._targets = (*targets, *([LABEL] if has_label else []))
         module_mixes = self._module is not None and self._module.mixes
         if module_mixes and self._mixing:
@@ -215,7 +217,8 @@ class DeviceAugment:
     def _mixed(self, made: Made, counts: np.ndarray, seed: int, strength: float) -> Made:
         made = self._augmented(made, counts, seed, strength)
         rng = np.random.Generator(np.random.Philox(key=[seed, Domain.MIXING]))
-        plan = draw_mix(self.config, rng, *made.image.shape[2:], strength)
+        height, width = made.image.shape[2:]
+        plan = draw_mix(self.config, rng, height, width, strength)
         if plan is None:
             return made
         image, mixed = mix(made.image, made.targets[LABEL], counts, plan)
@@ -256,7 +259,24 @@ class DeviceAugment:
         """Augment a training batch, or normalize a validation batch.
 
         With `augment.differentiable` the batch has its `pixels`, of which its image is made, and `augment`.
+
+        A batch from a ring is augmented in a separate CUDA stream, as soon as it is there, while the model
+        computes with the last one. The current stream then waits for the result.
         """
+        if batch.copied is None or not self._runs_apart:
+            return self._of_batch(batch, strength)
+        if self._stream is None:
+            self._stream = new_stream(self.device)
+            self._stream.wait_stream(torch.get_device_module(self.device).current_stream(self.device))
+        with torch.get_device_module(self.device).stream(self._stream):
+            batch.copied.wait(self._stream)
+            made = self._of_batch(batch, strength)
+            done = new_event(self.device)
+            done.record(self._stream)
+        hand_over(done, _new_tensors(batch, made), self.device)
+        return made
+
+    def _of_batch(self, batch: Batch, strength: float) -> Batch:
         is_recorded = torch.is_grad_enabled() and self.config.differentiable
         with pinned(self.device), torch.set_grad_enabled(is_recorded):
             if not self.config.differentiable:
@@ -313,6 +333,22 @@ class DeviceAugment:
                 made = module(made, counts, seed, strength)
         image = self.normalize.cast(made.image) if self.normalizes else self.normalize(made.image)
         return Made(image, made.targets, made.mix)
+
+
+def _has_state(module: Any) -> bool:
+    """Return whether a module has weights or buffers, which the loop may be writing in another stream."""
+    if not isinstance(module, torch.nn.Module):
+        return bool(module)  # a function may have some
+    return any(True for _ in module.parameters()) or any(True for _ in module.buffers())
+
+
+def _new_tensors(before: Batch, after: Batch) -> Iterator[torch.Tensor]:
+    """The tensors of a batch that the augmentation has made."""
+    for name, value in after.fields.items():
+        if isinstance(value, torch.Tensor) and value is not before.fields[name]:
+            yield value
+    if after.mix is not None:
+        yield from (part for part in (after.mix.target, after.mix.lam) if isinstance(part, torch.Tensor))
 
 
 def settings_of_device(config: AugmentConfig) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from raypipe.device.ring import new_event, new_stream, numbered, view
 from raypipe.errors import ConfigError, SampleError
 from raypipe.metrics.timing import mark
 from raypipe.transform.decode import decode, encode_jpeg
-from raypipe.transform.encoded import Box, axis_columns, box_of_map, sides_of_map
+from raypipe.transform.encoded_map import Box, axis_columns, box_of_map, sides_of_map
 from raypipe.transform.fields import Ragged
 from raypipe.transform.jpeg_header import is_for_nvjpeg, jpeg_orientation
 
@@ -38,7 +38,7 @@ BoxDecoder = Callable[[list[torch.Tensor], list[Box]], list[torch.Tensor | None]
 """JPEGs, each uint8 (n,) on the host, and a box of each → their pixels, uint8 (3, h, w), on the device, as stored;
 None: it cannot be decoded. RuntimeError: one of them cannot, and the others must be asked for again."""
 
-# Pixels that are decoded in one call, at most, unless one image alone has more: 384 MiB of RGB.
+# Pixels that are decoded in one call, at most, unless a single image has more: 384 MiB of RGB.
 _DECODED_PIXELS = 128 << 20
 # Pixels of the images that are resized together, each as large as the largest: 200 MB of float32.
 _RESIZED_PIXELS = 16 << 20
@@ -158,7 +158,7 @@ class DeviceDecoder:
             raise
         except RuntimeError:  # it names no culprit, and gives nothing back of the others
             pass
-        # What the call has begun may still write to memory that it has given back.
+        # Work that the call has begun may still write to memory that it has given back.
         self._backend.synchronize(self.device)
         if len(images) == 1:
             return [None]

@@ -2,7 +2,7 @@
 
 operation                          needs
 geometry, erasing, with targets    an AugmentationSequential whose data_keys name all of the stream's targets
-MixUp, CutMix, PatchMix            a step of its own; no mask, boxes or keypoints
+MixUp, CutMix, PatchMix            a separate step; no mask, boxes or keypoints
 RandomMosaic                       boxes in data_keys, or a stream without any target
 RandomJigsaw                       no mask, boxes or keypoints
 RandomTransplantation              a mask in data_keys
@@ -148,11 +148,11 @@ def _check_operation(operation: Any, keys: Collection[str], has_label: bool) -> 
 
 
 def _check_alone(step: nn.Module, targets: Collection[str], has_label: bool) -> None:
-    """Check a step that gets the image alone."""
+    """Check a step that gets only the image."""
     for each in _operations(step):
         if mixes_labels(each):
             raise ConfigError(
-                f"augment.module: {_name(each)} changes targets: make it a step of its own, as nn.Sequential(…, "
+                f"augment.module: {_name(each)} changes targets: make it a separate step, as nn.Sequential(…, "
                 f"K.{_name(each)}(…))"
             )
         if targets and _moves(each):

@@ -321,9 +321,9 @@ def _probabilities(module: Any) -> dict[tuple[nn.Module, str], float]:
         if type(each).__name__ in CHANGES_SIZE | {"Normalize", "Denormalize"}:
             continue
         if mixes_labels(each):
-            found[each, "p_batch"] = each.p_batch
+            found[each, "p_batch"] = float(getattr(each, "p_batch"))  # noqa: B009  a module has any attributes
         elif kornia_class(each, "AugmentationBase2D") or kornia_class(each, "MixAugmentationBaseV2"):
-            found[each, "p"] = each.p
+            found[each, "p"] = float(getattr(each, "p"))  # noqa: B009
     return found
 
 

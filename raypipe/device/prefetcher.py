@@ -69,6 +69,7 @@ class Batch(Unlike, instead=_INSTEAD):
             was made of them, so a loss has a gradient with respect to them. Else None.
         augment: makes images of other pixels in the way in which `image` was made, with the same random numbers;
             None without `augment.differentiable`.
+        copied: event behind the transfer, for streams besides the current one; None = there was none.
         source: int64 (B,), on the host: each sample's store in a mixture, by the order of `plan.sources`; -1
             for padding; None without a mixture.
     """
@@ -88,6 +89,7 @@ class Batch(Unlike, instead=_INSTEAD):
     pixels: torch.Tensor | None = None
     augment: Callable[[torch.Tensor], torch.Tensor] | None = None
     source: np.ndarray | None = None
+    copied: Any = None
 
     @property
     def image(self) -> torch.Tensor:
@@ -165,7 +167,7 @@ def on_device(
         ConfigError: depth < 1, or the device is neither CUDA nor CPU.
     """
 
-    images = deque[Decoded]()  # of those that are on their way, in order
+    images = deque[Decoded]()  # on their way, in order
 
     def decoded() -> Iterator[MicroBatch]:
         assert decode is not None
@@ -192,7 +194,9 @@ def on_device(
 
     def of_ring(host: MicroBatch, tensors: Sequence[torch.Tensor]) -> Batch:
         with pinned(through.device):
-            return made(host, tensors)
+            batch = made(host, tensors)
+        is_made_here = decode is not None or any(map(is_chroma, host.arrays()))  # on the current stream
+        return batch if is_made_here else replace(batch, copied=through.copied)
 
     def of_host(host: MicroBatch) -> Batch:
         with pinned(through.device):

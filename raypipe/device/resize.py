@@ -3,8 +3,8 @@
     boxes of images, of any sizes → one uint8 array, each at its upper left corner → each resize: rows, columns
 
 A resize is two products of matrices. Its filter is that of torch's `interpolate(antialias=True)` and of Pillow, a
-triangle or a cubic that is as wide as the scale. Its weights are multiples of 2^-11 whose sum is 1, and what lies
-between two products is a multiple of 2^-3: all sums are whole numbers below 2^24, which float32 holds exactly, in
+triangle or a cubic that is as wide as the scale. Its weights are multiples of 2^-11 whose sum is 1, and pixels
+between two products are multiples of 2^-3: all sums are whole numbers below 2^24, which float32 holds exactly, in
 any order, with TF32 or without. So the device, its threads and its settings change no bit. torch's own result in
 floats differs by at most a level.
 """
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from raypipe.transform.encoded import (
+from raypipe.transform.encoded_map import (
     AT,
     FILL,
     FILTER,

@@ -141,6 +141,7 @@ class Ring(Generic[Item]):
 
     Attributes:
         device: where the tensors are; on CUDA, with its number.
+        copied: event behind the transfer of the newest item, for a stream of its own; None before the first.
 
     Raises:
         ConfigError: depth < 1, or the device is neither CUDA nor CPU. Iterating raises what the source raises,
@@ -162,6 +163,7 @@ class Ring(Generic[Item]):
         self.device = numbered(device)
         self._items, self._arrays_of, self._on_copied, self._staged = items, arrays_of, on_copied, staged
         self._depth, self._keep = depth, keep
+        self.copied: Any = None
 
     def __iter__(self) -> Generator[tuple[Item, tuple[torch.Tensor, ...]], None, None]:
         # Here and not in the thread: a DataLoader draws its seed, from the global generator, as it is iterated.
@@ -181,6 +183,7 @@ class Ring(Generic[Item]):
                     raise entry
                 room.release()
                 item, slot = entry
+                self.copied = slot.copied
                 used.append((slot, hand_over(slot.copied, [slot.memory], self.device)))
                 yield item, slot.tensors
                 del item, entry  # the last one's host memory is not held while this waits for the next

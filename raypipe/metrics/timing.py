@@ -296,8 +296,8 @@ def _about_input(times: StageTimes, needed: float, situation: Situation) -> str:
             f"{situation.ready:.0%} of the time"
         )
         advice = (
-            "send fewer bytes (transform.wire=yuv420, a smaller transform.size), run actors on the trainers' own "
-            "nodes, or give these a faster link"
+            "send fewer bytes (transform.wire=yuv420 or decode=device, a smaller transform.size), run actors on "
+            "the trainers' own nodes, or give these a faster link"
         )
     elif times.work_s and needed <= actors:
         what = "The stream brings micro-batches late although its actors could make them in time"

@@ -21,7 +21,7 @@ class Samples:
 
     Attributes:
         total: sum of the shares, each in [0, 1].
-        number: of the samples.
+        number: count of the samples.
     """
 
     total: float = 0.0
@@ -68,6 +68,6 @@ class Utilization:
 
     @property
     def samples(self) -> Samples:
-        """All samples so far."""
+        """Sum up all samples so far."""
         with self._lock:
             return self._samples

@@ -55,7 +55,7 @@ class Account:
         self.first_batch_s, self.num_bad = 0.0, 0
         info = {"version": __version__, "plan": spec.plan.fingerprint, "workers": str(world_size)}
         self._utilization = Utilization(device)
-        self._in_training = Samples()  # of the utilization
+        self._in_training = Samples()  # those taken while it trained
         self.exported = TrainerMetrics(spec.run, rank, self._utilization.sample, **info)
         self.chronicle = Chronicle(world_size, rank, folder)
         self.actors = self.readers = 0

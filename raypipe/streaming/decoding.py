@@ -1,8 +1,8 @@
 """Decodes a rank's micro-batches on its device, for `transform.decode: device`, with the rules for bad samples.
 
 Actors read only headers, so some bad samples show themselves here. The rank then makes that micro-batch again,
-knowing it, as an actor would: with the plan's substitute, or a row of weight 0 in a validation, and with the same
-record, budget and error.
+knowing it, as an actor would: with the plan's substitute, or during validation a row of weight 0, and with the
+same record, budget and error.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from raypipe.streaming.bad_samples import BadSampleBudget, record_bad
 from raypipe.streaming.maker import MicroBatchMaker, Outcome
 from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.batch import Attempt
-from raypipe.transform.encoded import DATA, MAP
+from raypipe.transform.encoded_map import DATA, MAP
 from raypipe.transform.fields import IMAGE, MicroBatch, Ragged
 from raypipe.transform.process_state import process_kept
 

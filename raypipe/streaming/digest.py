@@ -29,7 +29,7 @@ from raypipe.plan.places import Cursor
 from raypipe.rayext.failures import get
 from raypipe.storage.files import read_json, write_json
 from raypipe.streaming.row import host_batches
-from raypipe.transform.encoded import DATA, MAP
+from raypipe.transform.encoded_map import DATA, MAP
 from raypipe.transform.fields import CHROMA, COLUMN, IMAGE, LABEL, VIEW, MicroBatch, Ragged, in_group
 
 if TYPE_CHECKING:

@@ -88,10 +88,9 @@ def loader(
         cursor: start of the stream; None = the latest checkpoint's place, see `Loader.save`, or the beginning.
             If the checkpoint contains no place, the stream starts at `load_state_dict`.
         augment: augmentation on the device: training batches are augmented, mixed and normalized, validation
-            batches only normalized. A module alone, such as an `nn.Sequential` of Kornia's operations, gets floats
-            in [0, 1]; what it makes is normalized as a pipeline or a `Normalize` at its own end says. None =
-            batches stay uint8, or keep the arrays' dtype; those of a pipeline that ends with ToDtype, Normalize
-            and the like become what these make.
+            batches only normalized. A mere module, such as an `nn.Sequential` of Kornia's operations, gets floats
+            in [0, 1]. The Normalize at the end of the pipeline or of the module holds. None = batches stay uint8,
+            or keep the arrays' dtype; a pipeline that ends with ToDtype, Normalize and the like makes floats.
         dtype: type of the images that `augment` or the pipeline's end makes; None = the pipeline's, or float32.
         prefetch_factor: transfers ahead of the consumer, on CUDA.
         keep_batches: batches that stay valid besides the newest, for a loop that looks ahead. On CUDA each takes

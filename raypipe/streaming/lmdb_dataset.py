@@ -115,7 +115,7 @@ class LMDBDatasource(Datasource):
                 BlockMetadata(
                     num_rows=stop - start,
                     size_bytes=(stop - start) * self._row_bytes,
-                    input_files=[self._store.address],
+                    input_files=(self._store.address,),
                     exec_stats=None,
                 ),
                 schema=schema,

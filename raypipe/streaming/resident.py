@@ -2,7 +2,7 @@
 
 CIFAR's 50,000 images are 150 MB, and a GPU makes micro-batches of them as fast as its memory is read: no actors,
 no Ray, no copies. Order, keys of the samples and seeds of the micro-batches are those of a stream with this plan,
-so they are functions of the seed, the epoch and the step alone: for any number of ranks, and after any resume.
+so they depend only on the seed, the epoch and the step, for any number of ranks, and after any resume.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from raypipe.transform.fields import IMAGE, LABEL
 from raypipe.transform.samples import EncodedSample, read_samples
 
 _READ = 1024  # samples that are read at a time
-_ROOM = 0.9  # of a GPU's free memory, so that a model has some
+_ROOM = 0.9  # the share of a GPU's free memory that images may take; a model needs some
 
 
 @checks_keywords
@@ -56,8 +56,8 @@ def resident(
         store: its address, or the store.
         device: where images and targets stay.
         plan: the order, as a stream has it; None = the default.
-        size: side to which images are resized; 0 = they are of one size as stored.
-        border: pixels of zeros around an image, of which a crop of its own size is cut at random; 0 = no crops.
+        size: side to which images are resized; 0 = all have one size as stored.
+        border: pixels of zeros around an image, from which a crop of the image's size is cut; 0 = no crops.
         flip: probability of a horizontal flip.
         augment, dtype: augmentation of micro-batches behind these, as in `raypipe.loader`. None = uint8 images.
         target_column: the targets' column; None = batches have no target.
@@ -70,7 +70,7 @@ def resident(
         ResourceError: the device has too little memory.
     """
     if plan and plan.buckets:
-        raise ConfigError("plan.buckets are of a stream: all images of a resident dataset have one size")
+        raise ConfigError("plan.buckets need a stream: all images of a resident dataset have one size")
     spec = open_stream(
         store,
         plan=plan or PlanConfig(),
@@ -91,7 +91,7 @@ def resident(
     if augment and (target := spec.columns.target):
         check_mixable(augment, target.dtype, target.shape)
     on = numbered(device)
-    device_augment = augment and DeviceAugment(augment, on, dtype, has_label=spec.columns.has_target)
+    device_augment = DeviceAugment(augment, on, dtype, has_label=spec.columns.has_target) if augment else None
     return Resident(spec, on, border, flip, device_augment, (rank, world_size))
 
 
@@ -151,12 +151,12 @@ class Resident:
             yield self._batch(place, image, draws.indices[rows], drawn[0, rows], ends_step)
 
     def whole(self, size: int = 0) -> Iterator[Batch]:
-        """All samples, once and in order, without crops, flips and augmentation: a validation.
+        """Iterate over all samples, once and in order, without crops, flips and augmentation: a validation.
 
         Every rank gets all of them.
 
         Args:
-            size: of a batch; the last one may be smaller; 0 = that of a micro-batch.
+            size: samples in a batch; the last one may have fewer; 0 = that of a micro-batch.
         """
         size = size or self.plan.config.micro_batch_size
         for number, rows in enumerate(np.split(self._kept, range(size, len(self), size))):

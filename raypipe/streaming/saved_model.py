@@ -22,7 +22,7 @@ from raypipe.streaming.checkpoints import find_newest
 from raypipe.streaming.spec import StreamSpec
 from raypipe.streaming.stateful import loaded
 from raypipe.transform.contents import Content
-from raypipe.transform.encoded import DATA, MAP
+from raypipe.transform.encoded_map import DATA, MAP
 from raypipe.transform.ending import normalization
 from raypipe.transform.fields import IMAGE, Field, Ragged
 from raypipe.transform.samples import EncodedSample

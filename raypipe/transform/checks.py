@@ -9,7 +9,6 @@ from raypipe.config import PlanConfig, TransformConfig
 from raypipe.errors import ConfigError
 from raypipe.plan.places import Split
 from raypipe.stores.base import Store
-from raypipe.transform.at_once import crops_of
 from raypipe.transform.encoded import EncodedImages
 from raypipe.transform.presets import build_transform, check_transform, num_pixels, takes_size
 from raypipe.transform.program import find_program, why_no_program
@@ -35,7 +34,8 @@ def check_transforms(
         if config.target_columns:
             SampleTransform(build_transform(transform, config.final_size), targets=tuple(config.target_columns))
         if config.decode == "device" and not (isinstance(transform, str) and ":" in transform):
-            EncodedImages(crops_of(build_transform(transform, config.final_size)), f"transform.{split}")
+            built = None if makes_views(transform) else build_transform(transform, config.final_size)
+            EncodedImages(None if makes_views(transform) else SampleTransform(built), f"transform.{split}")
 
 
 def check_strength(config: TransformConfig, transform: Any) -> None:

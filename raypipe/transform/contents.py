@@ -10,6 +10,7 @@ Excluded rows are black, and their targets are what `raypipe.transform.targets` 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,8 @@ from raypipe.transform.columns import NO_COLUMNS, ColumnMaker, SampleColumns
 from raypipe.transform.decode import decode, stored_bytes, stored_orientation
 from raypipe.transform.decode_array import decode_array
 from raypipe.transform.draws import Key
-from raypipe.transform.encoded import DATA, MAP, EncodedImages, check_whole
+from raypipe.transform.encoded import EncodedImages, check_whole
+from raypipe.transform.encoded_map import DATA, MAP
 from raypipe.transform.fields import IMAGE, LABEL, Field, Rows, chroma_of, learn
 from raypipe.transform.follow import follow
 from raypipe.transform.jpeg import Undecoded, open_for_crop
@@ -91,7 +93,8 @@ class Content:
         self._at_once: ProgramsAtOnce | None = None
         self._encoded: EncodedImages | None = None
         if config.decode == "device":
-            self._encoded = EncodedImages(self._crops, brief(transform))
+            only = self._crops[0].transform if not isinstance(built, Mapping) else None
+            self._encoded = EncodedImages(only, brief(transform))
             self.fields[MAP] = self._encoded.field
             return
         programs = [crop.transform.program for crop in self._crops]
@@ -106,8 +109,6 @@ class Content:
         """Scale the chances and magnitudes of its programs by a strength in [0, 1], from now on."""
         for crop in self._crops:
             crop.transform.weaken(strength)
-        if self._encoded and (program := self._crops[0].transform.program):
-            self._encoded.program = program
 
     def one(self, sample: EncodedSample, key: Key) -> dict[str, Any]:
         """Make the fields of one sample, see `raypipe.transform.fields`.

@@ -1,7 +1,6 @@
 """Encoded images for the training device to decode, and where their pixels go: `transform.decode: device`.
 
-    encoded.data    bytes: the image as it is stored
-    encoded.map     int32 (n,): how it is cut, resized and turned, see `Mapping`
+See `raypipe.transform.encoded_map` for the fields.
 
 An actor reads no more of an image than its header. Crops and flips are drawn by the same program, under the same
 keys, as with `decode: cpu`, so they are the same. A program qualifies if all of its steps move pixels along rows
@@ -13,93 +12,74 @@ and it cannot be decoded. Other damage shows where it is decoded.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from raypipe.errors import ConfigError
-from raypipe.transform.at_once import Crop
 from raypipe.transform.decode import decode, image_size, stored_bytes
 from raypipe.transform.draws import Key
-from raypipe.transform.fields import IMAGE, Field
+from raypipe.transform.encoded_map import (
+    AXES,
+    DATA,
+    FILTER,
+    LENGTH,
+    MAP,
+    NUM_RESIZE,
+    RESIZED,
+    RESIZES,
+    SIDE,
+    START,
+    axis_columns,
+)
+from raypipe.transform.fields import Field
 from raypipe.transform.geometry_steps import CUBIC, LINEAR, Pad
 from raypipe.transform.ops import Op
 from raypipe.transform.program import Program, native_step
+from raypipe.transform.sample_transform import SampleTransform
 from raypipe.transform.seekable import check_checksum
 from raypipe.transform.user_code import failed
-
-DATA, MAP = "encoded.data", "encoded.map"
-
-# Columns of a map: whether the image is transposed first, the color beyond its edges, its rows, its columns.
-TURNED, FILL, AXES = 0, slice(1, 4), 4
-# Of an axis: the image's side, then the span that is used, which may go beyond the edges; then for each resize:
-SIDE, START, LENGTH, RESIZES = 0, 1, 2, 3
-# the filter, the pixels that the span becomes, and those of them that are kept: number `AT + STEP * i` is pixel i.
-FILTER, RESIZED, AT, STEP, KEPT, NUM_RESIZE = 0, 1, 2, 3, 4, 5
 
 _MOVES = {Op.CROP, Op.RESIZE, Op.PAD, Op.TURN}
 _CONSTANT = 0  # OpenCV's number of the border
 _JPEG, _END_OF_IMAGE = b"\xff\xd8\xff", b"\xff\xd9"
 
 
-def axis_columns(num_columns: int, axis: int) -> slice:
-    """The columns of a map that have its rows (0) or its columns (1)."""
-    length = (num_columns - AXES) // 2
-    return slice(AXES + axis * length, AXES + (axis + 1) * length)
-
-
-Box = tuple[int, int, int, int]
-"""(top, left, bottom, right) of an image, pixels."""
-
-
-def sides_of_map(of_map: np.ndarray) -> tuple[int, int]:
-    """(height, width) of an image, before it is turned."""
-    rows, columns = (int(of_map[axis_columns(len(of_map), axis)][SIDE]) for axis in (0, 1))
-    return (columns, rows) if of_map[TURNED] else (rows, columns)
-
-
-def box_of_map(of_map: np.ndarray) -> Box:
-    """The box of an image, before it is turned, that its map needs: at least a pixel."""
-    ends = []
-    for axis in (0, 1):
-        of_axis = of_map[axis_columns(len(of_map), axis)].tolist()
-        side, start, length = of_axis[SIDE], of_axis[START], of_axis[LENGTH]
-        first = min(max(0, start), side - 1)
-        ends.append((first, max(first + 1, min(side, start + length))))
-    (top, bottom), (left, right) = reversed(ends) if of_map[TURNED] else ends
-    return top, left, bottom, right
-
-
 class EncodedImages:
     """Maps of images by a program that only moves pixels.
 
     Args:
-        crops: what is made of each sample, see `at_once.crops_of`.
-        given: the transform, for messages.
+        transform: makes a sample's only image; None = the transform makes views.
+        given: the name of the transform, for messages.
 
     Attributes:
-        program: draws what is done to each image.
-        field: of the maps. Its filling has the size of the results, so padding has it too.
+        field: the maps' field. Its filling has the size of the results, so padding has it too.
 
     Raises:
         ConfigError: the transform does more than to move pixels along rows and columns.
     """
 
-    def __init__(self, crops: Sequence[Crop], given: str) -> None:
-        self.program = _qualified(crops, given)
-        self._steps = [(step, op) for step in self.program.steps for op in step.ops]
+    def __init__(self, transform: SampleTransform | None, given: str) -> None:
+        self._transform, program = _qualified(transform, given)
+        self._steps = [(step, op) for step in program.steps for op in step.ops]
         self._num_resizes = max(1, sum(op == Op.RESIZE for _, op in self._steps))
         fills = {step.color for step, _ in self._steps if isinstance(step, Pad)}
         if len(fills) > 1:
             raise _refused(f"{given}: borders of several colors")
         (self._fill,) = fills or {(0, 0, 0)}
-        self.image_shape = (*(self.program.size or ()), 3)
+        self.image_shape = (*(program.size or ()), 3)
         num_columns = AXES + 2 * (RESIZES + NUM_RESIZE * self._num_resizes)
         blank = [0] * num_columns
-        for axis, side in enumerate(self.program.size or ()):
+        for axis, side in enumerate(program.size or ()):
             blank[axis_columns(num_columns, axis).stop - 1] = side
         self.field = Field("array", "int32", (num_columns,), tuple(blank))
+
+    @property
+    def program(self) -> Program:
+        """The program, at the strength of now."""
+        program = self._transform.program
+        assert program is not None
+        return program
 
     def maps(self, params: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The maps of B images, int32 (B, n), and which of them are large enough for their crops, bool (B,).
@@ -110,7 +90,7 @@ class EncodedImages:
         """
         num, num_columns = len(params), self.field.shape[0] if self.field.shape else 0
         axes = np.zeros((2, num, (num_columns - AXES) // 2), np.int64)
-        # What is left of each axis: pixel i is pixel at + step * i of the image, or of the last resize.
+        # The rest of each axis: its pixel i is pixel at + step * i of the image, or of the last resize.
         at, step, length = np.zeros((2, num), np.int64), np.ones((2, num), np.int64), sizes.T.astype(np.int64)
         axes[:, :, SIDE] = length
         turned, fits, num_resizes = np.zeros(num, np.int64), np.ones(num, bool), 0
@@ -143,7 +123,7 @@ class EncodedImages:
         return np.hstack([head, axes[0], axes[1]]).astype(np.int32), fits
 
     def one(self, image: Any, key: Key, exif: bool) -> tuple[dict[str, Any], np.ndarray, tuple[int, int]]:
-        """The encoded fields of one image; what was drawn for it, and its (height, width).
+        """The encoded fields of one image, its parameters by the program, and its (height, width).
 
         Raises:
             SampleError: it is bad.
@@ -188,11 +168,10 @@ def _resize(
     return at, step
 
 
-def _qualified(crops: Sequence[Crop], given: str) -> Program:
-    first = crops[0]
-    if len(crops) > 1 or first.field != IMAGE:
+def _qualified(transform: SampleTransform | None, given: str) -> tuple[SampleTransform, Program]:
+    if transform is None:
         raise _refused(f"{given}: several views")
-    transform, program = first.transform, first.transform.program
+    program = transform.program
     if program is None or transform.has_rest:
         raise _refused(f"{given}: {_first_unknown(transform.transform)}")
     for step in program.steps:
@@ -203,11 +182,11 @@ def _qualified(crops: Sequence[Crop], given: str) -> Program:
             raise _refused(f"{given}: {name} with border_mode={step.border_mode}")
         if getattr(step, "interpolation", LINEAR) not in (LINEAR, CUBIC):
             raise _refused(f"{given}: {name} with interpolation={getattr(step, 'interpolation', LINEAR)}")
-    return program
+    return transform, program
 
 
 def _first_unknown(transform: Any) -> str:
-    """What of a transform, or of the steps behind its program, is not known as a move of pixels."""
+    """Name the first part of a transform, or of its steps behind the program, whose step is unknown here."""
     if transform is None:
         return "images of their own sizes (end with a crop or resize to a fixed size)"
     if type(transform).__module__.startswith("albumentations.") and hasattr(transform, "transforms"):

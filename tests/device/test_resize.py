@@ -14,7 +14,7 @@ from raypipe.config import TransformConfig
 from raypipe.device.resize import resize
 from raypipe.transform.contents import Content
 from raypipe.transform.decode import decode
-from raypipe.transform.encoded import MAP, box_of_map
+from raypipe.transform.encoded_map import MAP, box_of_map
 from raypipe.transform.ops import Op
 
 IMAGES = [saved(0), saved(1, sides=(97, 400)), saved(2, sides=(60, 50)), saved(3, sides=(333, 100))]

@@ -12,7 +12,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,24 +21,30 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from encoded import by_libjpeg, encoded
+from pictures import picture
 from simulated_cuda import CUDA, Cuda
 from tiers import is_soak
 
+import raypipe.device.decode
 import raypipe.device.prefetcher
 import raypipe.device.ring
+from raypipe.device.decode import BoxDecoder, DeviceDecoder
 from raypipe.errors import ConfigError
 from raypipe.plan.places import MicroBatchId
 from raypipe.transform import wire
+from raypipe.transform.encoded_map import DATA, MAP, Box
 from raypipe.transform.fields import MicroBatch
 
-NAMES = ("ring", "prefetcher")
+NAMES = ("ring", "decode", "prefetcher")
 
 
 @dataclass
 class Code:
-    """The two modules, as they stand or with something replaced."""
+    """The three modules, as they stand or with something replaced."""
 
     ring: Any
+    decode: Any
     prefetcher: Any
 
     @contextlib.contextmanager
@@ -93,6 +99,18 @@ def host_batch(number: int, size: int = 3, targets: bool = False, has_planes: bo
     for array in (weight, index, *fields.values()):
         array.flags.writeable = False
     return MicroBatch(MicroBatchId("train", 0, number, 0), index, weight, fields)
+
+
+@functools.cache
+def encoded_batch(number: int) -> MicroBatch:
+    batch = encoded([picture(2 * number + row) for row in range(2)], size=8)
+    return replace(batch, position=MicroBatchId("train", 0, number, 0))
+
+
+@functools.cache
+def decoded(number: int) -> np.ndarray:
+    batch = encoded_batch(number)
+    return DeviceDecoder("cpu")(batch.fields[DATA], batch[MAP], batch.weight > 0).image.numpy()  # type: ignore[arg-type]
 
 
 @dataclass
@@ -227,7 +245,49 @@ def debugging(code: Code, cuda: Cuda) -> None:
         micro_batches(code, cuda)
 
 
-PROGRAMS = (micro_batches, debugging)
+def decoding(code: Code, cuda: Cuda) -> None:
+    """Decoded ahead, by a library that writes on a stream of its own; consumed on any stream."""
+    consumer = Consumer(cuda)
+    given = [encoded_batch(number) for number in range(3)]
+    consumer.leave_garbage()
+    with mock.patch.dict(code.decode.LIBRARIES, {"simulated": lambda _: nvjpeg(cuda)}, clear=True):
+        decoder = code.decode.DeviceDecoder(CUDA)
+    consumer.leave_garbage()
+
+    def decode_images(host: MicroBatch) -> tuple[MicroBatch, Any]:
+        images = decoder(host.fields[DATA], host[MAP], host.weight > 0)
+        return replace(host, fields={"label": host["label"]}), images
+
+    depth = cuda.rng.randrange(1, 3)
+    batches = code.prefetcher.on_device(iter(given), CUDA, lambda at: 0, depth, decode=decode_images)
+    for number, host in enumerate(given[: cuda.rng.choice([3, 2])]):
+        with consumer.turn():
+            batch = next(batches)
+            consumer.use(batch.image, decoded(number))
+            consumer.use(batch.target, host["label"])
+            del batch
+    batches.close()
+    consumer.check()
+
+
+def nvjpeg(cuda: Cuda) -> BoxDecoder:
+    """A library that waits for no stream of its caller's, and then the host waits for it."""
+    own, by_host = torch.cuda.Stream(CUDA), by_libjpeg(torch.device("cpu"))
+
+    def decode_boxes(images: list[torch.Tensor], boxes: list[Box]) -> list[torch.Tensor | None]:
+        found = list[Any]()
+        for image in by_host(images, boxes):
+            assert image is not None
+            found.append(cuda.allocate(image.contiguous()))
+            write = functools.partial(found[-1].memory.copy_, image.contiguous())
+            cuda.launch(own, write, set(), {found[-1].handle.number}, "nvJPEG")  # type: ignore[arg-type]
+        own.synchronize()
+        return found
+
+    return decode_boxes
+
+
+PROGRAMS = (micro_batches, debugging, decoding)
 
 
 def run(code: Code, program: Callable[[Code, Cuda], None], seed: int) -> Cuda:
@@ -239,7 +299,8 @@ def run(code: Code, program: Callable[[Code, Cuda], None], seed: int) -> Cuda:
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_no_schedule_goes_wrong(program: Any, request: pytest.FixtureRequest) -> None:
-    for seed in range(1000 if is_soak(request.config) else 60):
+    num = 12 if program is decoding else 60  # it has many more operations
+    for seed in range(1000 if is_soak(request.config) else num):
         cuda = run(AS_IT_STANDS, program, seed)
         assert not cuda.errors, f"seed {seed}: {cuda.errors[0]}"
 
@@ -330,6 +391,33 @@ MUTANTS: dict[str, tuple[str, str, str, Any]] = {
         micro_batches,
     ),
     "a slot too few": ("ring", "self._depth + self._keep + 1)", "self._depth + self._keep)", micro_batches),
+    # Decoding
+    "the image is not handed over": (
+        "prefetcher",
+        "hand_over(image.ready, [image.image], through.device)",
+        "pass",
+        decoding,
+    ),
+    "the image is handed over without its memory": (
+        "prefetcher",
+        "[image.image], through",
+        "[], through",
+        decoding,
+    ),
+    "images are not recorded": ("decode", "ready.record(self._stream)", "pass", decoding),
+    "decoding on the thread's own stream": (
+        "decode",
+        "torch.no_grad(), self._backend.stream(self._stream):",
+        "torch.no_grad():",
+        decoding,
+    ),
+    "the probe on the caller's stream": (
+        "decode",
+        "with self._backend.stream(self._stream):\n                self.library",
+        "if True:\n                self.library",
+        decoding,
+    ),
+    "nvJPEG is not held back": ("decode", "self._stream.synchronize()", "pass", decoding),
     # Debugging
     "what is in use is overwritten": ("ring", "hand_over(event, [self.memory], self._device)", "pass", debugging),
     # The transfer
@@ -401,6 +489,8 @@ EQUIVALENT = {
         "slot.release(stream, backend.current_stream(self.device))\n                    free.append(slot)",
         "free.append(slot); stopped.is_set(); slot.release(stream, backend.current_stream(self.device))",
     ),
+    # No image of the program is damaged.
+    "nothing is awaited behind a damaged image": ("decode", "self._backend.synchronize(self.device)", "pass"),
     # Each slot's memory is taken and written under its own stream; only freed memory serves fewer.
     "a copy stream for each slot": (
         "ring",

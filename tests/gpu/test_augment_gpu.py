@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import ambient_states
@@ -99,6 +100,8 @@ class Faded(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.tensor(0.5))
         self.register_buffer("shift", torch.tensor(0.1))
 
+    shift: torch.Tensor
+
     def forward(self, image: torch.Tensor) -> torch.Tensor:
         return image * self.weight + self.shift * torch.rand(1).to(image.device, non_blocking=True)
 
@@ -167,6 +170,30 @@ def test_the_host_never_waits_in_steady_state(preset: Any, amp: torch.dtype | No
         for number in range(10, 38):
             step(number)
     assert torch.isfinite(losses)
+
+
+@pytest.mark.parametrize("preset", ["none", "strong"])
+def test_a_rings_batches_are_augmented_beside_the_model_to_the_same_bits(preset: Any) -> None:
+    """The augmentation does not wait for what the current stream was given before, and it is waited for."""
+    config = AugmentConfig(preset=preset, mixup_alpha=0.4, cutmix_alpha=1.0)
+    device, apart, plain = cuda(), DeviceAugment(config, cuda()), DeviceAugment(config, cuda())
+    kept = []
+    for batch in on_device(host_batches(6), device, lambda at: at.step):
+        torch.cuda._sleep(10_000_000)
+        made = apart.of_batch(batch, 0.8)
+        kept.append((made.image.clone(), None if made.mix is None else made.mix.target.clone()))
+    assert apart._stream is not None
+    for number, batch in enumerate(on_device(host_batches(6), device, lambda at: at.step)):
+        expected = plain.of_batch(replace(batch, copied=None), 0.8)
+        image, partner = kept[number]
+        assert torch.equal(image, expected.image)
+        if expected.mix is None:
+            assert partner is None
+        else:
+            assert partner is not None and torch.equal(partner, expected.mix.target)
+    assert plain._stream is None
+    assert not DeviceAugment(AugmentConfig(differentiable=True), device)._runs_apart
+    assert not DeviceAugment(AugmentConfig(module=Faded()), device)._runs_apart, "the loop may train it"
 
 
 @pytest.mark.parametrize("preset", PRESETS)

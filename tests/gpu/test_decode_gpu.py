@@ -14,7 +14,7 @@ from raypipe.device import decode
 from raypipe.device.prefetcher import Batch, on_device
 from raypipe.errors import ConfigError
 from raypipe.plan.places import MicroBatchId
-from raypipe.transform.encoded import DATA, MAP
+from raypipe.transform.encoded_map import DATA, MAP
 from raypipe.transform.fields import MicroBatch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda_or_pretended")]

@@ -49,7 +49,7 @@ def test_order_keys_and_seeds_are_those_of_a_stream_with_the_plan() -> None:
             assert found.image.is_contiguous(memory_format=torch.channels_last)
 
 
-def test_crops_and_flips_are_pieces_of_the_padded_image_and_of_the_key_alone() -> None:
+def test_crops_and_flips_are_pieces_of_padded_images_drawn_by_key() -> None:
     data = resident(store_of(), plan=PLAN, border=2, flip=0.5)
     assert data.images.shape == (70, 3, 10, 12)
     padded = torch.nn.functional.pad(data.images, (2, 2, 2, 2))
@@ -129,7 +129,7 @@ def test_what_cannot_be_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         resident(broken, plan=plan)
     with pytest.raises(ConfigError, match=r"border must be at least 0, and flip from 0 to 1, got 0 and 2"):
         resident(store_of(), plan=plan, flip=2)
-    with pytest.raises(ConfigError, match=r"plan\.buckets are of a stream"):
+    with pytest.raises(ConfigError, match=r"plan\.buckets need a stream"):
         resident(store_of(), plan=PlanConfig(epochs=1, micro_batch_size=2, buckets=["8x8"]))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (20_000, 1 << 30))
     from raypipe.streaming.resident import _empty

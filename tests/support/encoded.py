@@ -17,7 +17,7 @@ from raypipe.device.decode import BoxDecoder, Decoded, DeviceDecoder
 from raypipe.device.ring import hand_over
 from raypipe.errors import SampleError
 from raypipe.transform.decode import decode
-from raypipe.transform.encoded import DATA, MAP, Box
+from raypipe.transform.encoded_map import DATA, MAP, Box
 from raypipe.transform.fields import MicroBatch, Ragged
 
 

@@ -12,7 +12,7 @@ from micro_batches import run, samples_of, transform_of
 from raypipe.config import TransformConfig
 from raypipe.errors import ConfigError
 from raypipe.transform.contents import Content
-from raypipe.transform.encoded import DATA, MAP, axis_columns, box_of_map, sides_of_map
+from raypipe.transform.encoded_map import DATA, MAP, axis_columns, box_of_map, sides_of_map
 from raypipe.transform.fields import Ragged
 from raypipe.transform.samples import EncodedSample
 

@@ -7,6 +7,7 @@ sizes that no images have.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import os
@@ -75,9 +76,9 @@ def _check(path: str, members: Sequence[zipfile.ZipInfo]) -> None:
         where = f"{path}: {member.filename!r:.200}"
         name = PurePosixPath(member.filename)
         if name.is_absolute() or ".." in name.parts or "\\" in member.filename:
-            raise StoreError(f"{where} leads out of the zip: make it anew, from within its folder (zip -r)")
+            raise StoreError(f"{where} leads out of the zip: zip the folder again, from within it (zip -r)")
         if member.flag_bits & 1:
-            raise StoreError(f"{where} is encrypted: make the zip anew without a password")
+            raise StoreError(f"{where} is encrypted: zip the folder again, without a password")
         if member.file_size > MAX_SAMPLE_BYTES:
             raise StoreError(f"{where} unpacks to {member.file_size:,} bytes; the limit is {MAX_SAMPLE_BYTES:,}")
         if member.file_size > _MAX_RATIO * (member.compress_size + 1):
@@ -96,9 +97,9 @@ def _read(path: str, archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> bytes
         return archive.read(member)
     except NotImplementedError as error:
         raise StoreError(
-            f"{path}: {member.filename!r:.200} cannot be unpacked: {error}; make it anew (zip -0)"
+            f"{path}: {member.filename!r:.200} cannot be unpacked: {error}; zip the folder again (zip -0)"
         ) from None
-    except Exception as error:  # of half a dozen types
+    except Exception as error:  # half a dozen types
         logger.warning("%s: %r: %s", path, member.filename, error)
         return None
 
@@ -145,7 +146,8 @@ def _pairs(
     for path, archive in zip(paths, archives, strict=True):
         with tempfile.TemporaryFile() as labels_file:
             entries, of_positions = _entries(path, archive, asked, labels_file)
-            scan = find_samples(path, entries, labels_file.fileno(), asked.image, asked.label, needs_labels)
+            read = functools.partial(os.pread, labels_file.fileno())
+            scan = find_samples(path, entries, read, asked.image, asked.label, needs_labels)
         if scan is None:
             return None
         scans.append(scan)

@@ -42,8 +42,10 @@ def by_pillow(image: bytes) -> np.ndarray:
     return np.asarray(Image.open(io.BytesIO(image)).convert("RGB"))
 
 
-def by_opencv(image: bytes) -> Any:
-    return cv2.imdecode(np.frombuffer(image, np.uint8), cv2.IMREAD_COLOR_RGB)
+def by_opencv(image: bytes) -> np.ndarray:
+    pixels = cv2.imdecode(np.frombuffer(image, np.uint8), cv2.IMREAD_COLOR_RGB)
+    assert pixels is not None
+    return pixels
 
 
 def by_torchvision(image: bytes) -> torch.Tensor:

@@ -237,7 +237,9 @@ def _has_user_code(step: Any) -> bool:
     package = type(step).__module__.partition(".")[0]
     if package not in ("albumentations", "torchvision", "torch"):
         return step is not None and not isinstance(step, Program)
-    steps = step.children() if package == "torch" else step.transforms if is_composition(step) else ()
+    steps = step.transforms if is_composition(step) else ()
+    if package == "torch":
+        steps = step.children()
     return type(step).__name__ == "Lambda" or any(map(_has_user_code, steps))
 
 

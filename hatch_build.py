@@ -110,6 +110,8 @@ def compile_extension(source: Path, target: Path) -> str:
 
 def hardening(compiler: list[str]) -> list[str]:
     """Those of HARDENING that this compiler, and its linker, know."""
+    if not shutil.which(compiler[0]):
+        return []
     with tempfile.TemporaryDirectory(prefix="raypipe-build-") as folder:
         source = Path(folder) / "empty.c"
         source.write_text("#include <string.h>\nint nothing(void);\nint nothing(void) { return 0; }\n")
@@ -117,10 +119,11 @@ def hardening(compiler: list[str]) -> list[str]:
 
 
 def known_of(is_known: Callable[[list[str]], bool]) -> list[str]:
-    """The first choice of each line of HARDENING that is known; most compilers know all, and are asked once."""
-    first = [flag for choices in HARDENING for flag in choices[0]]
-    if is_known(first):
-        return first
+    """The first known choice of each line of HARDENING; most compilers know all first ones, or all last ones."""
+    for at in (0, -1):
+        flags = [flag for choices in HARDENING for flag in choices[at]]
+        if is_known(flags):
+            return flags
     if not is_known([]):  # it compiles nothing at all
         return []
     known = []

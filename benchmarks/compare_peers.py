@@ -27,7 +27,8 @@ class Case:
     """What one rank does.
 
     Attributes:
-        folder: with the sources, in each loader's format, and this run's records.
+        folder: of this run's records.
+        data: folder of the sources, in each loader's format.
         rank, world: of how many.
         workers: processes that a rank starts for its CPU work.
         mixed: both sources, 3 to 1, instead of the first one.
@@ -38,6 +39,7 @@ class Case:
     """
 
     folder: Path
+    data: Path
     rank: int = 0
     world: int = 1
     workers: int = 2
@@ -161,8 +163,8 @@ def mosaicml(case: Case) -> Iterator[tuple[Batch, Any]]:
             return transformed(case, super().__getitem__(at)["number"])
 
     share = {"many": 0.75, "few": 0.25}
-    streams = [Stream(local=str(case.folder / f"mds-{name}"), proportion=share[name]) for name in case.sources]
-    options: dict[str, Any] = {"streams": streams} if case.mixed else {"local": str(case.folder / "mds-many")}
+    streams = [Stream(local=str(case.data / f"mds-{name}"), proportion=share[name]) for name in case.sources]
+    options: dict[str, Any] = {"streams": streams} if case.mixed else {"local": str(case.data / "mds-many")}
     dataset = Streamed(
         **options,
         shuffle=True,
@@ -185,7 +187,7 @@ def litdata(case: Case) -> Iterator[tuple[Batch, Any]]:
     from litdata import CombinedStreamingDataset, StreamingDataLoader, StreamingDataset
 
     def part(name: str) -> Any:
-        address = str(case.folder / f"litdata-{name}")
+        address = str(case.data / f"litdata-{name}")
         return StreamingDataset(
             address, shuffle=True, drop_last=True, seed=SEED, transform=partial(transformed, case)
         )
@@ -248,11 +250,12 @@ RANKS = {
 
 def write_sources(folder: Path) -> None:
     """Each source in each format."""
+    import cv2
     import litdata
     import numpy as np
     from streaming import MDSWriter
 
-    import raypipe
+    from raypipe.stores.destination import write_atomically
 
     for name, numbers in SOURCES.items():
         with MDSWriter(out=str(folder / f"mds-{name}"), columns={"number": "int"}) as writer:
@@ -262,8 +265,10 @@ def write_sources(folder: Path) -> None:
         options: dict[str, Any] = {"chunk_size": 24, "num_workers": 1, "start_method": "fork"}
         litdata.optimize(fn=_same, inputs=list(numbers), output_dir=address, **options)
         # Its transform draws all of an image's pixels at random; labels are the numbers.
-        images = ({"image": np.zeros((8, 8, 3), np.uint8), "label": number} for number in numbers)
-        raypipe.convert(images, folder / f"{name}.lmdb")
+        image = cv2.imencode(".png", np.zeros((8, 8, 3), np.uint8))[1].tobytes()
+        write_atomically(
+            str(folder / f"{name}.lmdb"), ({"image": image, "label": number} for number in numbers), ()
+        )
 
 
 def _same(number: int) -> int:

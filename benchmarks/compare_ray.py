@@ -39,7 +39,7 @@ def raypipe_run(case: Case) -> None:
         time.sleep(case.slow_s)
         return np.random.randint(0, 256, image.shape, np.uint8)
 
-    stores = {name: str(case.folder / f"{name}.lmdb") for name in case.sources}
+    stores = {name: str(case.data / f"{name}.lmdb") for name in case.sources}
     mixture: dict[str, float] = {"many": 3, "few": 1} if case.mixed else {}
     spec = raypipe.open_stream(
         stores if case.mixed else stores["many"],
@@ -48,7 +48,7 @@ def raypipe_run(case: Case) -> None:
         ),
         train_transform=draws,
         pool=raypipe.PoolConfig(micro_batches_per_block=1),
-        filter="label % 3 > 0" if case.folder.name == "filtered" else "",
+        filter="label >= 48" if case.folder.name == "filtered" else "",
     )
 
     def rank(case: Case) -> Iterator[tuple[Batch, Any]]:

@@ -41,7 +41,7 @@ from raypipe.device.resize import resize
 from raypipe.plan.places import MicroBatchId
 from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.row import block_row
-from raypipe.transform.encoded_map import DATA, MAP
+from raypipe.transform.encoded import DATA, MAP
 
 PLAIN = raypipe.AugmentConfig()
 ROADS = ("cpu", "device")

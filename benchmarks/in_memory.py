@@ -20,6 +20,7 @@ from slow_bucket import sent, slow_bucket
 
 import raypipe
 from raypipe.rayext.cluster import connect
+from raypipe.stores import open_writer
 
 _EPOCHS = 3
 
@@ -33,7 +34,9 @@ def write_stores(folder: Path, num: int) -> None:
         # A comment segment makes each file another one.
         image = images[number % len(images)]
         path.write_bytes(image[:2] + b"\xff\xfe\x00\x08%06d" % number + image[2:])
-    raypipe.convert(folder / "images", folder / "train.parquet")
+    with open_writer(folder / "train.parquet") as writer:
+        for number, path in enumerate(sorted((folder / "images").glob("*/*.jpg"))):
+            writer.append({"image": path.read_bytes(), "label": number % 10})
 
 
 def measure(address: str, endpoint: str, in_memory: bool) -> list[dict[str, Any]]:

@@ -140,8 +140,8 @@ class PlanConfig(Section, prefix="plan."):
         global_batch_size: samples in an optimizer step, a multiple of B. A step has M = global_batch_size / B
             micro-batches, and W must divide M. 0 = B.
         seed: seed of the run, at least 0.
-        shuffle: "global", "window" (for stores in groups, such as Parquet), "off", or "auto" = "window" if the
-            store has groups, else "global".
+        shuffle: "global", "window" (for stores in groups, such as Parquet, and for tars), "off", or "auto" =
+            "window" if the store has groups (Parquet; tars in a bucket), else "global".
         window_groups: groups in a shuffle window; 0 = at least 10 groups and at least 4,096 samples.
         val_interval: epochs between validations; the last epoch always has one; 0 = no validation.
         epoch_samples: samples that an epoch draws; 0 = each sample of the store once. A mixture's epoch ends with

@@ -292,6 +292,16 @@ def test_docs_performance_has_each_image_on_the_device_once(
 @pytest.mark.pages
 @pytest.mark.cluster
 @pytest.mark.timeout(240)
+@pytest.mark.usefixtures("ray_cluster")
+def test_docs_lmdb_gives_a_dataset_of_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset = program("lmdb.md", monkeypatch, tmp_path)["dataset"]
+    (row,) = dataset.limit(1).take_all()
+    assert dataset.count() == 1437 and row["class_name"] == str(row["label"]) and row["width"] == 8
+
+
+@pytest.mark.pages
+@pytest.mark.cluster
+@pytest.mark.timeout(240)
 @pytest.mark.usefixtures("one_cpu")
 def test_docs_formats_converts_from_python_and_streams_a_store_of_sqlite(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

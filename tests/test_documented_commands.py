@@ -29,6 +29,7 @@ from raypipe.streaming.chronicle import Chronicle
 from raypipe.train.run_folder import CONFIG_HEAD
 from raypipe.transform.seekable import is_seekable
 
+import foreign_lmdbs  # isort: skip
 import without_ray  # isort: skip
 from pictures import CLASSES, picture, samples, write_tar  # isort: skip
 from s3_server import environment, make_bucket, s3_server  # isort: skip
@@ -264,6 +265,26 @@ def test_docs_formats_reads_what_others_wrote(words: list[str], capsys: pytest.C
     if words[1] == "convert":
         store = open_store(words[3])
         assert len(store) == 30 and "label" in store.columns
+
+
+LMDBS: dict[str, Callable[[list[bytes], list[int]], object]] = {
+    "imagenet.lmdb": lambda images, labels: foreign_lmdbs.write_values(
+        Path("imagenet.lmdb"), images, labels, foreign_lmdbs.DUMPS["pickle"]
+    ),
+    "lsun/*_train_lmdb": lambda images, labels: foreign_lmdbs.write_lsun(Path("lsun"), images, labels, CLASSES),
+    "caffe/ilsvrc12_train_lmdb": lambda images, labels: foreign_lmdbs.write_datums(
+        Path("caffe/ilsvrc12_train_lmdb"), images, labels
+    ),
+}
+
+
+@runs(*(("lmdb.md", name) for name in READS))
+@pytest.mark.usefixtures("ray_cluster", "folder")
+@pytest.mark.parametrize("words", of("lmdb.md", *READS), ids=" ".join)
+def test_docs_lmdb_reads_those_of_others(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    given = samples(30)
+    LMDBS[words[2]]([sample["image"] for sample in given], [sample["label"] for sample in given])
+    assert run(words, capsys)["samples"] == (6 if words[1] == "preview" else 30)
 
 
 # Jobs: all that they do is done by shorter tests too

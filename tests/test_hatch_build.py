@@ -58,27 +58,27 @@ def test_the_hardening_that_a_compiler_knows_is_used(hook: ModuleType) -> None:
     assert hook.hardening(["gcc", "-fno-such-option"]) == [] == hook.hardening(["no-such-compiler"])
 
 
-@pytest.mark.parametrize("unknown", ["stack-clash", "FORTIFY", "trap=bounds", "sanitize=bounds", "relro"])
+@pytest.mark.parametrize("unknown", ["stack-clash", "FORTIFY", "sanitize=bounds", "relro"])
 def test_a_flag_that_a_compiler_does_not_know_costs_that_flag_alone(hook: ModuleType, unknown: str) -> None:
+    def is_known(flags: list[str]) -> bool:
+        return not any(unknown in flag for flag in flags)
+
+    flags, others = hook.known_of(is_known), hook.known_of(lambda flags: True)
+    line = next(choices[0] for choices in hook.HARDENING if not is_known(choices[0]))
+    assert flags == [flag for flag in others if flag not in line] and len(flags) < len(others)
+
+
+@pytest.mark.parametrize(("unknown", "num_asked"), [("nothing", 1), ("trap=bounds", 2)])
+def test_a_compiler_that_knows_every_kind_of_flag_is_hardly_asked(
+    hook: ModuleType, unknown: str, num_asked: int
+) -> None:
     asked: list[list[str]] = []
 
     def is_known(flags: list[str]) -> bool:
         asked.append(flags)
         return not any(unknown in flag for flag in flags)
 
-    flags, others = hook.known_of(is_known), hook.known_of(lambda flags: True)
-    assert not any(unknown in flag for flag in flags) and len(asked) > len(hook.HARDENING)
-    left = [flag for flag in others if flag not in flags]
-    if unknown == "trap=bounds":  # an older GCC has another name for it
-        assert "-fsanitize-undefined-trap-on-error" in flags and left == ["-fsanitize-trap=bounds"]
-    else:
-        assert left and all(unknown in flag or "bounds" in flag or "FORTIFY" in flag for flag in left)
-        assert flags == [flag for flag in others if flag in flags]
-
-
-def test_a_compiler_that_knows_every_flag_is_asked_once(hook: ModuleType) -> None:
-    asked: list[list[str]] = []
-    assert hook.known_of(lambda flags: not asked.append(flags)) == asked[0] and len(asked) == 1
+    assert hook.known_of(is_known) == asked[-1] and len(asked) == num_asked
 
 
 def test_old_and_other_libjpegs_are_refused(

@@ -12,12 +12,15 @@ import os
 import runpy
 import subprocess
 import sys
+import time
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import albumentations as A  # noqa: N812
 import cv2
 import foreign_lmdbs
+import h5py
 import kornia.augmentation as K  # noqa: N812
 import numpy as np
 import pyarrow as pa
@@ -42,6 +45,8 @@ from raypipe.device.prefetcher import Batch
 from raypipe.errors import StoreError
 from raypipe.metrics.timing import Situation, StageTimes, diagnose
 from raypipe.metrics.utilization import Utilization
+from raypipe.stores import MemoryStore
+from raypipe.stores.sources import open_source
 from raypipe.train.launch import train
 
 PLAN = raypipe.PlanConfig(epochs=2, micro_batch_size=8, global_batch_size=16, seed=1)
@@ -157,7 +162,32 @@ def test_webdataset(
     assert_equal(local, remote)
 
 
-def test_other_stores(images: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_other_stores(
+    images: list[dict[str, Any]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One command makes a store of each; files of MXNet, TensorFlow, MosaicML, LitData and datasets are theirs."""
+    with h5py.File(tmp_path / "train.h5", "w") as file:
+        file["labels"] = [sample["label"] for sample in images]
+        encoded = file.create_dataset("images", (IMAGES,), h5py.vlen_dtype(np.uint8))
+        for number, sample in enumerate(images):
+            encoded[number] = np.frombuffer(sample["image"], np.uint8)
+    with zipfile.ZipFile(tmp_path / "photos.zip", "w") as archive:
+        for number, sample in enumerate(images):
+            archive.writestr(f"photos/{sample['label']}/{number}.jpg", sample["image"])
+    (tmp_path / "own_rows.py").write_text(
+        "from pictures import samples\ndef rows():\n    yield from samples(48)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    for number, source in enumerate((tmp_path / "train.h5", tmp_path / "photos.zip", "own_rows:rows")):
+        assert run_command(capsys, "convert", source, tmp_path / f"{number}.lmdb")["samples"] == IMAGES
+        assert_trains_on(tmp_path / f"{number}.lmdb")
+    others = ("mxnet/one-label.rec", "tensorflow-train.tfrecord", "mds", "litdata", "arrow")
+    for name in others:
+        source = open_source(ROOT / "tests" / "stores" / "data" / name)
+        assert source is not None and len(list(source.samples)) == 8
     raypipe.convert(iter(images), tmp_path / "iterable.lmdb")
     assert_trains_on(tmp_path / "iterable.lmdb")
 
@@ -166,6 +196,10 @@ def test_other_stores(images: list[dict[str, Any]], tmp_path: Path) -> None:
 def test_ray_data(images: list[dict[str, Any]], tmp_path: Path) -> None:
     raypipe.convert(ray.data.from_items(images), tmp_path / "dataset.lmdb")
     assert_trains_on(tmp_path / "dataset.lmdb")
+    spec = open_small(tmp_path / "dataset.lmdb")
+    epoch = raypipe.dataset(spec, epoch=1, channels_first=True).iter_torch_batches(batch_size=8)
+    for found, batch in zip(epoch, training(spec)[IMAGES // 8 :], strict=True):
+        assert torch.equal(found["image"], batch.image) and torch.equal(found["label"], batch.target)
     encoded, labels = [sample["image"] for sample in images], [sample["label"] for sample in images]
     others = foreign_lmdbs.write_folders(tmp_path / "others.lmdb", encoded, labels, CLASSES)
     for path in (tmp_path / "dataset.lmdb", others):
@@ -296,6 +330,24 @@ def test_prefetch(store: Path, cuda_or_pretended: None) -> None:
     assert {batch.image.device.type for batch in batches} == {"cuda"}
 
 
+def test_cache(images: list[dict[str, Any]]) -> None:
+    class Slow(MemoryStore):
+        num_read = 0
+
+        def read(self, indices: Any, columns: Any = ("image", "label")) -> Any:
+            self.num_read += len(indices) * ("image" in columns)
+            return super().read(indices, columns)
+
+    def make() -> Slow:
+        return Slow([sample["image"] for sample in images], [sample["label"] for sample in images])
+
+    slow = make()
+    kept = open_small(slow, in_memory=True)
+    before = slow.num_read
+    assert_equal(training(kept), training(open_small(make())))
+    assert slow.num_read - before <= IMAGES  # in two epochs
+
+
 def test_cache_on_the_device(store: Path, cuda_or_pretended: None) -> None:
     """A small set is decoded once, into the GPU's memory, and comes in the order of the stream."""
     data = raypipe.resident(store, "cuda", plan=PLAN, size=16, border=2, flip=0.5)
@@ -310,12 +362,33 @@ def test_cache_on_the_device(store: Path, cuda_or_pretended: None) -> None:
 # One stream
 
 
-def test_interleave_prefetch_parallel_map_autotune(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Nothing is set: readers, actors, blocks and what is ahead of the GPU are chosen."""
-    defaults = raypipe.PoolConfig()
-    assert (defaults.max_actors, defaults.micro_batches_per_block, defaults.max_in_flight) == (0, 0, 0)
-    result = run_command(capsys, "bench", store, "--pool.engine=inline", "--seconds=0.2", "--transform.size=16")
-    assert result["stream_images_per_s"] > 0
+@pytest.mark.usefixtures("two_cpus")
+def test_interleave_prefetch_parallel_map_autotune(images: list[dict[str, Any]], tmp_path: Path) -> None:
+    """Nothing is set: a batch mixes the files, and as many actors as there is room for work ahead of the loop."""
+    for number in range(2):
+        columns = {name: [sample[name] for sample in images[number::2]] for name in ("image", "label")}
+        pq.write_table(pa.table(columns), tmp_path / f"many-{number}.parquet")
+    made = tmp_path / "made"
+    made.mkdir()
+
+    def transform(image: np.ndarray) -> np.ndarray:
+        with (made / str(os.getpid())).open("a") as file:
+            file.write("x")
+        return image[:16, :16]
+
+    spec = open_small(tmp_path / "many-*.parquet", train_transform=transform, pool=raypipe.PoolConfig())
+    loader = raypipe.loader(spec)
+    batch = next(iter(next(loader.epochs()).train))
+    assert batch.index.min() < IMAGES // 2 <= batch.index.max()
+    deadline = time.monotonic() + 60
+    while len(actors := {path.name for path in made.iterdir()} - {str(os.getpid())}) < 2 or num_made(made) < 40:
+        assert time.monotonic() < deadline, (actors, num_made(made))
+        time.sleep(0.1)
+    loader.close()
+
+
+def num_made(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.iterdir())
 
 
 def test_debug(store: Path) -> None:
@@ -381,10 +454,12 @@ def test_ddp(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         assert torch.equal(value, final_weights(together)[name]), name
 
 
-def test_precision(store: Path, tmp_path: Path) -> None:
-    """bf16 and accumulated gradients; channels_last and cudnn.benchmark are on by themselves."""
-    result = without_ray.train(small_run(tmp_path, store, store, 1, 2, amp="bf16"))
+@pytest.mark.parametrize("amp", ["bf16", "fp16"])
+def test_precision(amp: str, store: Path, tmp_path: Path) -> None:
+    """AMP and accumulated gradients; on CUDA, channels_last and cudnn.benchmark are on by themselves."""
+    result = without_ray.train(small_run(tmp_path, store, store, 1, 2, amp=amp))
     assert 0 <= result["val_accuracy"] <= 1 and result["steps"] == IMAGES // 12
+    assert all(value.isfinite().all() for value in final_weights(result).values())
 
 
 def test_imbalance(tmp_path: Path) -> None:
@@ -395,11 +470,17 @@ def test_imbalance(tmp_path: Path) -> None:
     assert shares == pytest.approx([0.5, 0.5], abs=0.1)
 
 
-def test_policy_search() -> None:
-    """The policies that `jobs/tune.py` tries; tests/test_tune.py runs searches."""
+@pytest.mark.system
+@pytest.mark.usefixtures("ray_cluster")
+def test_policy_search(store: Path, tmp_path: Path) -> None:
+    """Ray Tune tries policies, compares the best with the run's own, and writes a config that trains."""
     job = runpy.run_path(str(ROOT / "jobs" / "tune.py"))
-    found = job["policies"](parse_run([], None), 6, ("heavy",))
-    assert len({json.dumps(dataclasses.asdict(policy.augment)) for policy in found}) > 3
+    run = small_run(tmp_path, store, store, 2, 2)
+    run = dataclasses.replace(run, name="search", pool=INLINE, train=dataclasses.replace(run.train, ema_decay=0))
+    result = job["search"](run, trials=2, seeds=2)
+    assert len(result["best"]) == len(result["default"]) == 2
+    winner = parse_run([f"--config={tmp_path}/search/best.yaml"], None)
+    assert winner.plan == run.plan
 
 
 def test_strength(store: Path) -> None:
@@ -470,7 +551,9 @@ for epoch in loader.epochs():
 """
 
 
-def test_resume(store: Path, tmp_path: Path) -> None:
+def test_resume(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """`kill -9`, then the same command: the next step, the same bits."""
 
     def steps(state: str) -> dict[str, str]:
@@ -481,8 +564,10 @@ def test_resume(store: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.kill").touch()
     killed = steps("mine")
     resumed = steps("mine")
-    assert not resumed.keys() & killed.keys()
-    assert killed | resumed == steps("unbroken")
+    assert len(killed) == 5 and not resumed.keys() & killed.keys()
+    monkeypatch.setattr(sys, "argv", ["-c", str(store), str(tmp_path / "unbroken")])
+    exec(RESUMED, {})
+    assert killed | resumed == dict(line.split() for line in capsys.readouterr().out.splitlines())
 
 
 def test_submit() -> None:

@@ -57,6 +57,19 @@ def test_the_budget_names_those_that_start_most_programs() -> None:
     assert [line.split()[-1] for line in lines[1:]] == ["b", "a"]
 
 
+def test_a_test_that_starts_ray_unseen_fails_the_run() -> None:
+    counter = tiers.Counter()
+    for command, starts_ray in ((["/usr/bin/true", "raylet"], False), (["/a/gcs_server", "--port=1"], True)):
+        counter.pytest_runtest_logstart()
+        counter.count("subprocess.Popen", (command[0], command, None, None))
+        assert (counter.started - counter.before, counter.starts_ray) == (1, starts_ray)
+    hidden = budget()
+    properties = [("counts", ["default", False, 1]), ("hides_ray", True)]
+    report: Any = SimpleNamespace(nodeid="a", duration=1.0, outcome="passed", user_properties=properties)
+    hidden.pytest_runtest_logreport(report)
+    assert hidden.excesses() == ["Ray is started without the mark cluster, so beside another's: a"]
+
+
 def test_a_slow_machine_fails_no_run() -> None:
     slow, session = budget(("a", 1e6, "default", True, 1)), SimpleNamespace(exitstatus=pytest.ExitCode.OK)
     slow.pytest_sessionfinish(session)  # type: ignore[arg-type]

@@ -96,8 +96,8 @@ def convert_store(
 
     Args:
         run: Here the options of store.* that say how to read, and, for sizes, transform.apply_exif matter.
-        src: a store or another format; several files as 'train-*.parquet'; or MODULE:NAME, a function of yours
-            that yields samples, such as {'image': bytes, 'label': 3}.
+        src: a store or another format; several files as 'train-*.parquet'; or MODULE:NAME, your own function that
+            yields samples, such as {'image': bytes, 'label': 3}.
         dst: a path or a URI, such as s3://bucket/train.lmdb, that ends in .lmdb or .parquet.
         short_side: decode, and store JPEGs with this shorter side, in pixels; 0 = the bytes as they are.
         quality: JPEG quality for --short-side, 1 to 100.

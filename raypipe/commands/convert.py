@@ -193,7 +193,7 @@ def _opened(src: Any, image_column: str, target_column: str, trust_pickles: bool
     """Return what there is to be copied: a store, a source, samples or a Dataset.
 
     Raises:
-        ConfigError: columns are named, and it is no address.
+        ConfigError: columns are named for something other than an address.
     """
     if isinstance(src, str | Path):
         source = open_source(src, Asked(image_column, target_column))

@@ -1,4 +1,4 @@
-"""The copy of a `ray.data.Dataset`, made and written by tasks of its own execution, in its order.
+"""The copy of a `ray.data.Dataset`, made and written by the tasks of one execution, in its order.
 
     rows → make: a record each, with encoded image, on any node
          → write: a shard for each batch of records, read back and compared
@@ -16,6 +16,7 @@ import secrets
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,11 +46,11 @@ _SHARD_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class Copy:
-    """What is made of each row, and where it is written.
+    """Settings of a copy, which its tasks are sent.
 
     Attributes:
         dst: a URI, or the local folder of the new shards.
-        suffix: of the shards.
+        suffix: suffix of the shards.
         columns: all columns with their types.
         sized: which of SIZE_COLUMNS are made from the images.
         classes, short_side, quality, exif, seekable, on_bad_sample: see `raypipe.convert`.
@@ -87,7 +88,8 @@ def make_copy(
             counts = _Counts()
             for part in _parts(dataset, copy, shards, first):
                 if counts.add(part):
-                    uploaded.append(RemoteFile(*part["shard"][:2], digest=part["shard"][2]))
+                    address, num_bytes, digest = part["shard"]
+                    uploaded.append(RemoteFile(address, num_bytes, digest=digest))
             counts.check()
         return counts.result(copy)
     count_cpus("the copy", here=True)
@@ -109,7 +111,7 @@ def _at(copy: Copy, folder: Path) -> Copy:
 def _arrange(partial: Path, names: Sequence[str], suffix: str) -> None:
     """Name the shards by their order; a single one takes the place of the folder."""
     for file in partial.iterdir():
-        if file.name not in names:  # of a task that was tried again
+        if file.name not in names:  # a task that was tried again left it
             file.unlink()
     for number, name in enumerate(names):
         (partial / name).rename(partial / f"{number:05d}{suffix}")
@@ -121,7 +123,7 @@ def _arrange(partial: Path, names: Sequence[str], suffix: str) -> None:
 
 
 class _Counts:
-    """What the tasks have done so far."""
+    """Sums of the parts that the tasks have written."""
 
     def __init__(self) -> None:
         self._samples = self._without_size = self._bytes = self._skipped = 0
@@ -182,7 +184,7 @@ def _parts(
     """Run the tasks; yield what each batch became, in order."""
     import ray
 
-    made = dataset.map(_make, fn_kwargs={"copy": copy})
+    made = dataset.map(partial(_make, copy=copy))
     batch_size: int | None = None
     if shards:
         made = made.repartition(shards)
@@ -195,10 +197,9 @@ def _parts(
         affinity = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(own, soft=False)
         options["scheduling_strategy"] = affinity
     written = made.map_batches(
-        _write,
+        partial(_write, copy=copy),
         batch_size=batch_size,
         batch_format="pyarrow",
-        fn_kwargs={"copy": copy},
         zero_copy_batch=True,
         **options,
     )
@@ -219,7 +220,7 @@ def _parts(
 
 
 def _make(row: dict[str, Any], copy: Copy) -> dict[str, Any]:
-    """Return a row's record, the size of its image, whether it is measured, and what is wrong with it."""
+    """Return a row's record, the size of its image, whether it is measured, and its error."""
     made: dict[str, Any] = {"record": b"", "bytes": 0, "has_size": False, "error": "", "is_bad": False}
     try:
         sample = encoded(row)

@@ -1,4 +1,4 @@
-"""The command that writes the indexes of tars beside them."""
+"""The command that writes the indexes of tars next to them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from raypipe.errors import ConfigError
 
 
 def index(run: RunConfig, target: str = "") -> dict[str, Any]:
-    """Write an index beside each tar of a store, so that runs start without reading all of them.
+    """Write an index next to each tar of a store, so that runs start without reading all of them.
 
     A run that finds no index scans the tars, and keeps the result in the node's cache and in its own folder. The
-    indexes are small files in the folder `_raypipe_index` next to the tars. An index is of one version of its
+    indexes are small files in the folder `_raypipe_index` next to the tars. An index belongs to one version of its
     tar, and for the names of the image and target columns that you give.
 
     Examples:

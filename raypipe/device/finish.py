@@ -26,7 +26,7 @@ class Finish:
     """Finishes the batches of a stream.
 
     Args:
-        endings: of the splits' pipelines.
+        endings: dtype and normalization, by split.
         augment: the user's augmentation; None = without one.
         device: where batches are.
         dtype: dtype of the results; None = that of the pipeline, or float32.

@@ -296,7 +296,7 @@ def _about_input(times: StageTimes, needed: float, situation: Situation) -> str:
             f"{situation.ready:.0%} of the time"
         )
         advice = (
-            "send fewer bytes (transform.decode=device or wire=yuv420, a smaller transform.size), run actors on "
+            "send fewer bytes (transform.wire=yuv420 or decode=device, a smaller transform.size), run actors on "
             "the trainers' own nodes, or give these a faster link"
         )
     elif times.work_s and needed <= actors:

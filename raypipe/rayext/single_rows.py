@@ -10,11 +10,11 @@ if TYPE_CHECKING:
 
 
 def single_rows(rows: Dataset) -> Dataset:
-    """Return the same rows, each as a block of its own.
+    """Return the same rows, each as its own block.
 
     Ray Data joins the rows that a ReadTask yields to blocks of its target size. `target_max_block_size = 1`, as a
     loader's executions have it, would cut the user's blocks as well. The tasks of `repartition` need a CPU by
-    default, for which they would wait forever beside a pool that holds all of them (ray#44687). It has no argument
+    default, for which they would wait forever while a pool holds all of them (ray#44687). It has no argument
     for that, so its operator is changed; where a release of Ray has no such attribute, they need a CPU.
     """
     blocks: Any = rows.repartition(target_num_rows_per_block=1)

@@ -1,5 +1,5 @@
 """Map from addresses to a file system and a path on it: local paths, file://, s3://, gs://, az://, abfs://, hdfs://,
-and what a package of fsspec adds.
+and the schemes of fsspec.
 
 All but the last are pyarrow's own. Remote ones have timeouts and retries, see `raypipe.storage.patience`. Settings
 and credentials come from the environment of each process, so every node of a cluster needs them:
@@ -215,7 +215,7 @@ def _fsspec(scheme: str, host: str) -> pyarrow.fs.FileSystem:
     import fsspec
 
     filesystem, _ = fsspec.core.url_to_fs(f"{scheme}://{host}/")
-    filesystem.use_listings_cache = False  # else what other processes write is not seen
+    filesystem.use_listings_cache = False  # other processes' writes must be visible
     return pyarrow.fs.PyFileSystem(pyarrow.fs.FSSpecHandler(filesystem))
 
 

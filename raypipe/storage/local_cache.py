@@ -28,7 +28,7 @@ import stat
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -134,7 +134,7 @@ class LocalCache:
             text += " unpacked"
         return self._folder / hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
-    def close(self, files: list[Entry]) -> None:
+    def close(self, files: Iterable[object]) -> None:
         """Close these shards, and their parts, when nothing refers to them any more; they stay in the cache."""
         with self._mutex:
             closed = set(files)
@@ -248,7 +248,7 @@ class LocalCache:
         with locked(record):
             counted = record.read_text()
             used = int(counted) if counted.isdecimal() else -1
-            # Whole shards count everything anew, and so mend what others have removed.
+            # Whole shards count everything again, since a user may have emptied the cache.
             is_counted = used >= 0 and not isinstance(file, RemoteFile)
             if reserved:
                 reserved.touch(0o600, exist_ok=False)

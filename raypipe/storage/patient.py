@@ -128,6 +128,11 @@ class PatientInput(io.RawIOBase):
         self._position += len(data)
         return data
 
+    def readinto(self, buffer: Any) -> int:
+        content = self.read(len(buffer))
+        buffer[: len(content)] = content
+        return len(content)
+
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         self._position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
         return self._position
@@ -234,9 +239,7 @@ class _Handler(pyarrow.fs.FileSystemHandler):
     def write(self, path: str, content: bytes | memoryview) -> None:
         def write(inner: pyarrow.fs.FileSystem) -> None:
             def to(target: str) -> None:
-                with inner.open_output_stream(
-                    target, compression=None
-                ) as stream:  # a name in .gz would detect one
+                with inner.open_output_stream(target, compression=None) as stream:  # .gz would be compressed
                     stream.write(content)
 
             _whole(inner, path, to)

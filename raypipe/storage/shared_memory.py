@@ -1,7 +1,7 @@
 """Memory that all processes of a node share, and that the kernel frees with the last of them, however it ends.
 
 An arena is an anonymous file in memory (memfd). A process that wants one finds the others that have it by their
-entries, opens it through /proc/PID/fd, and leaves an entry of its own:
+entries, opens it through /proc/PID/fd, and leaves its own entry:
 
     CACHE/memory/BOOT.KEY.PID.START.FD    one per process; that of a dead one is removed at the next open
     CACHE/memory/.lock                    held while an arena is looked for, made, or given more room
@@ -158,7 +158,7 @@ def _start_of(pid: int) -> str:
 
 
 def _opened(entry: Path, key: str) -> int | None:
-    """Return a new descriptor of another process's arena; None if it is of another key, or cannot be opened."""
+    """Return a new descriptor of another process's arena; None if it has another key, or cannot be opened."""
     _, name, pid, _, number = entry.name.split(".")
     if name != key:
         return None
@@ -223,7 +223,7 @@ def _limit_bytes(taken: int) -> int:
     with contextlib.suppress(OSError, StopIteration, ValueError):
         lines = Path("/proc/meminfo").read_text().splitlines()
         free = [1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))]
-    with contextlib.suppress(OSError, ValueError):  # of a container; "max" is no limit
+    with contextlib.suppress(OSError, ValueError):  # a container's limit; it may be "max"
         group = Path("/sys/fs/cgroup")
         limit = int((group / "memory.max").read_text())
         free.append(limit - int((group / "memory.current").read_text()))

@@ -48,7 +48,7 @@ _KINDS: dict[bytes, Callable[[], Any]] = {
 
 
 def unpacked(pieces: Iterator[bytes], name: str, num_bytes: int) -> Iterator[bytes]:
-    """Yield the content of a compressed file in pieces of up to 1 MiB; the first bytes tell the format.
+    """Yield the content of a compressed file in pieces of up to 1 MiB; its first bytes show the format.
 
     Args:
         pieces: the file.

@@ -28,7 +28,7 @@ class InMemoryStore:
     """The samples of another store, which is read only once per node.
 
     All other attributes are those of the store. Values other than bytes, text, numbers and arrays of numbers are
-    read from the store each time, and so are samples for which there was no room, see
+    read from the store each time. The same happens to samples for which there was no room, see
     `raypipe.storage.shared_memory`.
 
     Args:
@@ -38,12 +38,14 @@ class InMemoryStore:
     def __init__(self, inner: Store) -> None:
         self.inner = inner
         self._arena: Arena | None = None
+        self._key = ""
         self._pid = 0
+        self._is_received = False
         self._is_full = False
         self._unfit = set[str]()  # columns of values that are not kept
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.inner,)
+        return _received, (self.inner,)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "inner":  # copy and pickle ask before there is one
@@ -56,6 +58,7 @@ class InMemoryStore:
     def close(self) -> None:
         """Release the memory, which is freed when no process uses it, and the store's files."""
         self._arena = None
+        _kept_arenas.pop(self._key, None)
         self.inner.close()
 
     def read(self, indices: np.ndarray, columns: tuple[str, ...] = ("image", "label")) -> Columns:
@@ -77,7 +80,8 @@ class InMemoryStore:
                 self._unfit |= unfit
                 return self.read(wanted, columns)
             # Images come last, since a sample without room for one of its values is read again.
-            for name, values in sorted(fresh.items(), key=lambda item: item[0] == "image"):
+            for name, encoded in sorted(fresh.items(), key=lambda item: item[0] == "image"):
+                values = [value for value in encoded if value is not None]  # all of them
                 self._keep(arena, self._cells(name, wanted[missing]), values)
                 for position, value in zip(np.flatnonzero(missing).tolist(), values, strict=True):
                     stored[name][position] = memoryview(b"".join(value))
@@ -103,9 +107,24 @@ class InMemoryStore:
         if self._arena and self._pid == os.getpid():
             return self._arena
         facts = repr((self.inner.fingerprint, self.inner.columns, len(self)))
-        key = hashlib.blake2b(facts.encode(), digest_size=16).hexdigest()
-        self._arena, self._pid = open_arena(key, len(self.inner.columns) * len(self)), os.getpid()
-        return self._arena
+        self._key = hashlib.blake2b(facts.encode(), digest_size=16).hexdigest()
+        arena = open_arena(self._key, len(self.inner.columns) * len(self))
+        if self._is_received:
+            _kept_arenas[self._key] = arena
+        self._arena, self._pid = arena, os.getpid()
+        return arena
+
+
+def _received(inner: Store) -> InMemoryStore:
+    """Return a store that another process has sent."""
+    store = InMemoryStore(inner)
+    store._is_received = True
+    return store
+
+
+# A worker's tasks come one after the other, each with a copy of the store. The memory stays in between.
+_kept_arenas: dict[str, Arena] = {}
+os.register_at_fork(after_in_child=_kept_arenas.clear)
 
 
 def _encoded(value: Any) -> _Parts | None:

@@ -27,7 +27,7 @@ from raypipe.stores.numbers import NPY
 _MAGICS = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF8", b"BM", b"II*\0", b"MM\0*", NPY)
 _PICKLE_PROTOCOLS = [bytes([protocol]) for protocol in range(2, 6)]  # the second byte; Python 2's have protocol 2
 # First bytes of msgpack: small dicts, small arrays, bytes, arrays and dicts.
-_MSGPACK_STARTS = frozenset((*range(0x81, 0xA0), 0xC4, 0xC5, 0xC6, 0xDC, 0xDE))
+_MSGPACK_STARTS = frozenset((*range(0x81, 0xA0), 0xC4, 0xC5, 0xC6, *range(0xDC, 0xE0)))
 _DATUM_STARTS = b"\x08\x22"  # the fields `channels` and `data`
 # Names in dicts, in the order of preference.
 _LABELS = ("label", "labels", "target", "targets", "cls", "class", "y", "text", "caption")

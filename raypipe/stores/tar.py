@@ -55,7 +55,7 @@ class TarStore(FileStore[TarSamples]):
     `raypipe.stores.class_folders`. Links lead to members of their tar. Hidden files, absolute names and names with
     `..` do not count.
 
-    Remote tars are scanned once: the index is beside them (`raypipe index`), in the folder of the run, or in the
+    Remote tars are scanned once: the index is next to them (`raypipe index`), in the folder of the run, or in the
     node's cache, where the scans of large local tars are too. Compressed tars, `.tar.gz`, `.tar.bz2` or
     `.tar.xz`, are unpacked whole into the node's cache, see `storage.local_cache`. The fingerprint is a hash over
     the members' names, sizes and modification times. A member over 512 MiB is None.
@@ -131,11 +131,15 @@ class TarStore(FileStore[TarSamples]):
         if missing and any(version_of(archive.file)[0] > GROUP_BYTES for archive in missing):
             num_bytes = sum(version_of(archive.file)[0] for archive in missing)
             logger.info(
-                "%s: scanning %d tars of %.1f GB, which have no index: `raypipe index` keeps one beside them",
+                "%s: scanning %d tars of %.1f GB, which have no index: `raypipe index` keeps one next to them",
                 *(self.address, len(missing), num_bytes / 1e9),
             )
         scanned = iter(in_threads(lambda archive: self._scanned(archive, indexes), missing, _NUM_FETCHES))
-        return [next(scanned) if scan is None else scan for scan in kept]
+        scans = [next(scanned) if scan is None else scan for scan in kept]
+        if not self._identity:  # this process opened the store first
+            numbers = range(len(archives))
+            in_threads(lambda n: indexes.keep_in_run(archives[n].name, archives[n].file, scans[n]), numbers)
+        return scans
 
     def _kept(self, archive: Archive, indexes: Indexes) -> Scan | None:
         """Return a remote tar's scan from the node's cache, or from its index."""
@@ -161,18 +165,16 @@ class TarStore(FileStore[TarSamples]):
                 return scan
             scan = indexes.find(archive.name, archive.file) or _scan(archive, *options)
             keep(path, scan)
-        if not is_local:
-            indexes.keep_in_run(archive.name, archive.file, scan)
         return scan
 
     def write_index(self) -> dict[str, Any]:
-        """Write the index of each tar beside it.
+        """Write the index of each tar next to it.
 
         Returns:
             `tars`, `samples`, and `indexes`, the folders of the indexes.
 
         Raises:
-            StoreError: the tars are no store; ConfigError: an index cannot be written.
+            StoreError: a tar is damaged; ConfigError: an index cannot be written.
         """
         archives = self._listing or in_threads(_find, list_tars(self.address))
         scans = self.scans(archives)

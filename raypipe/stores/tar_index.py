@@ -1,10 +1,10 @@
 """Indexes of tars: the scan of each, kept so that it is made once.
 
     CACHE/scans/HASH-tar-8.json                        of remote and large local tars, for this node
-    FOLDER/_raypipe_index/NAME.tar.HASH-8.index        beside the tars, written by `raypipe index`
+    FOLDER/_raypipe_index/NAME.tar.HASH-8.index        next to the tars, which `raypipe index` writes
     RUN/index/NAME.tar.HASH-8.index                    in the folder of a run, for its other nodes
 
-An index names the size and version of its tar, and is made anew where they differ. Its numbers are checked as
+An index names the size and version of its tar, and is made again where they differ. Its numbers are checked as
 those of any file that somebody else may have written.
 """
 
@@ -31,7 +31,7 @@ from raypipe.stores.webdataset import Scan
 logger = logging.getLogger(__name__)
 
 INDEX_FOLDER = "_raypipe_index"
-_VERSION = 8  # of a scan's layout
+_VERSION = 8  # the scans' layout has this version
 _SUFFIX = f"-{_VERSION}.index"
 _MAX_STORED_BYTES = 256 << 20
 _MAX_BYTES = 1 << 30  # an index of 14 million samples
@@ -49,10 +49,10 @@ def version_of(file: File) -> tuple[int, str]:
 
 
 class Indexes:
-    """The indexes of a store's tars that are beside them, or in the folder of a run.
+    """The indexes of a store's tars that are next to them, or in the folder of a run.
 
     Args:
-        options: what a scan depends on: names of the image and target columns.
+        options: names of the image and target columns, on which a scan depends.
         run_folder: an address; empty = none.
     """
 
@@ -74,14 +74,15 @@ class Indexes:
         return None
 
     def keep_beside(self, name: str, file: File, scan: Scan) -> str:
-        """Write the index of a tar beside it, and return its address."""
+        """Write the index of a tar next to it, and return its address."""
         address = self._addresses(name)[0]
         _write(address, name, file, scan)
         return address
 
     def keep_in_run(self, name: str, file: File, scan: Scan) -> None:
-        """Write the index of a tar into the folder of the run, if there is one and it can be written to."""
-        if self._run_folder:
+        """Write the index of a tar into the folder of the run, unless it has one there or next to it."""
+        places = map(split, self._addresses(name))
+        if self._run_folder and not any(own in self._names_in(folder) for folder, own in places):
             with contextlib.suppress(ConfigError, OSError):  # it only saves time
                 _write(self._addresses(name)[-1], name, file, scan)
 
@@ -130,7 +131,7 @@ def _read(address: str, file: File) -> Scan:
         content = json.loads(text)
         num_bytes, version = version_of(file)
         if (content["num_bytes"], content["object"]) != (num_bytes, version):
-            raise ValueError("it is of another version of the tar")
+            raise ValueError("it belongs to another version of the tar")
         # Places in a compressed tar are those of its content, whose size is not known yet.
         _check(content["scan"], 1 << 62 if isinstance(file, Unpacked) else num_bytes)
         return content["scan"]

@@ -8,7 +8,7 @@ from typing import Any
 
 from raypipe.stores.tar_scan import UnfitError
 
-# What is read around a header: it and those of the small members after it, such as a label.
+# A read around a header also brings the small members after it, such as a label.
 _BLOCK_BYTES = 64 << 10
 _NUM_TRIED = 8
 # Below this distance of headers on average a tar is fetched whole: a request takes as long as half a MiB or more.

@@ -24,7 +24,7 @@ GROUP_BYTES = 8 << 20
 """Bytes of a group's members, of which the order of a run in windows is a function."""
 # Gaps up to this size are fetched too: a request takes as long as half a MiB or more.
 _GAP_BYTES = 64 << 10
-_MOST_PARTS = 4096  # whose ranges are remembered
+_MOST_PARTS = 4096  # as many parts have their ranges remembered
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class TarSamples:
         return int(self._bounds[-1])
 
     def _groups_of(self, bounds: np.ndarray) -> np.ndarray:
-        """Return the offsets of the groups, which depend on sizes alone: about 8 MiB, or whole compressed tars."""
+        """Return the offsets of the groups, which depend only on sizes: about 8 MiB, or whole compressed tars."""
         sizes = np.zeros(bounds[-1], np.int64)
         for name, places in self._index.items():
             if name != "label":

@@ -1,7 +1,7 @@
 """The stream for users of Ray Data: an epoch as a `ray.data.Dataset` whose rows are samples.
 
-It runs as any other Dataset, under the user's own `DataContext`; only its order is fixed. What a loader reads is
-`pipeline.block_dataset`: rows of whole blocks, under raypipe's own policies.
+It runs as any other Dataset, under the user's own `DataContext`; only its order is fixed. A loader reads
+`pipeline.block_dataset` instead: rows of whole blocks, under raypipe's own policies.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def dataset(
         epoch: the epoch; None = the training of all epochs, one after the other.
         split: "train" or "val".
         first_step: steps of the epoch to leave out, without making them: where a stopped run continues.
-        max_actors: transform actors that the pool may grow to; None = `pool.max_actors`, or what Ray Data finds.
+        max_actors: transform actors that the pool may grow to; None = `pool.max_actors`, or as Ray Data decides.
         channels_first: images as (3, H, W) instead of (H, W, 3).
 
     Raises:

@@ -206,6 +206,11 @@ def _in_memory(store: Store) -> Store:
 def _of_address(store: Store | str | Path, options: Mapping[str, Any]) -> Store:
     if isinstance(store, str | Path):
         return open_store(store, **options)
+    if type(store).__module__.startswith("ray.data."):
+        raise ConfigError(
+            "a stream reads samples by index, which a ray.data.Dataset has none of: raypipe.convert(dataset, "
+            "'train.lmdb') writes it as a store, in parallel on its cluster; then open 'train.lmdb'"
+        )
     if lacking := [name for name in _MEMBERS if not hasattr(store, name)]:
         raise ConfigError(
             f"a {type(store).__name__} is not a store: it lacks {lacking[0]}; give an address, or {{NAME: "

@@ -109,6 +109,8 @@ class Content:
         """Scale the chances and magnitudes of its programs by a strength in [0, 1], from now on."""
         for crop in self._crops:
             crop.transform.weaken(strength)
+        if self._encoded and (program := self._crops[0].transform.program):
+            self._encoded.program = program
 
     def one(self, sample: EncodedSample, key: Key) -> dict[str, Any]:
         """Make the fields of one sample, see `raypipe.transform.fields`.

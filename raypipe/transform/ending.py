@@ -69,7 +69,7 @@ def take_ending(pipeline: Any) -> tuple[Any, Ending | None]:
         The pipeline without these steps; None if no step is left. And None where it has none that changes values.
 
     Raises:
-        ConfigError: Normalize has a wrong number of channels, or stands on uint8 images.
+        ConfigError: Normalize has a wrong number of channels, or gets uint8 images.
     """
     rest, steps = _split(pipeline)
     leaves = list(_leaves(pipeline))
@@ -180,7 +180,7 @@ def _rebuilt(pipeline: Any, steps: list[Any]) -> Any:
         return kind(*steps)
     if kind.__module__.startswith("torchvision."):
         return kind(steps)
-    pipeline = copy.copy(pipeline)  # with its boxes and other targets
+    pipeline = copy.copy(pipeline)  # the copy keeps its boxes and other targets
     pipeline.transforms = steps
     return pipeline
 
@@ -198,7 +198,7 @@ def _leaves(pipeline: Any) -> Iterator[Any]:
 
 
 def is_composition(step: Any) -> bool:
-    """True for a library's step that is made of others. (Albumentations' ColorJitter has functions of its own.)"""
+    """True for a library's step that is made of others, not of functions as Albumentations' ColorJitter."""
     if _package(step) == "albumentations":
         return any(kind.__name__ == "BaseCompose" for kind in type(step).__mro__)
     return _package(step) != "" and hasattr(step, "transforms")

@@ -44,7 +44,7 @@ def build_transform(transform: Any, size: Size, by_library: bool = False) -> Any
 
     Returns:
         A callable on a uint8 RGB image (H, W, 3), or a `Program`; None for "none"; of views, `View` by name, with
-        these. Of `module:name`, without its ending, see `raypipe.transform.split_endings`.
+        these. The pipeline of `module:name` lacks its ending, see `raypipe.transform.split_endings`.
 
     Raises:
         ConfigError: no such preset, module or name; steps that are wrong; or the name is not a transform.

@@ -147,7 +147,7 @@ def _native(step: Any) -> Step | None:
 
 
 def why_no_program(pipeline: Any) -> str:
-    """Why a pipeline is not a program as a whole, in a few words that name the step; empty: it is one."""
+    """Say in a few words, which name the step, why a pipeline is not a program as a whole; empty: it is one."""
     program, rest = find_program(pipeline)
     if program and not rest:
         return ""

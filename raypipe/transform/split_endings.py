@@ -82,7 +82,7 @@ def _taken_from_steps(steps: Steps) -> tuple[Any, Ending | None]:
 
 
 def _taken_from_views(views: Mapping[str, Any], size: int) -> tuple[dict[str, Any], Ending | None]:
-    """The same for views, which must agree; presets among them follow the others."""
+    """Split views, which must end alike; presets among them follow the others."""
     rests, found = dict[str, Any](), dict[str, Ending | None]()
 
     def taken(name: str, transform: Any) -> Any:

@@ -66,7 +66,7 @@ class Step:
     def weaker(self, strength: float) -> Self:
         """The step with its chance, and the ranges of its magnitudes, scaled by a strength in [0, 1].
 
-        A step that always applies goes on to do so. It has the same operations and as many parameters.
+        A step that always applies still does. It has the same operations and as many parameters.
         """
         p = self.p * strength if self.p < 1 else self.p
         return replace(self, **{"p": p, **self._weaker_ranges(strength)})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 from pathlib import Path
@@ -84,6 +85,13 @@ def test_processes_share_one_copy_by_content() -> None:
     second = pickle.loads(pickle.dumps(InMemoryStore(inner)))
     assert_same(second.read(np.arange(NUM)), everything)
     assert second.inner.num_read["image"] == 0
+    # A process that gets a task's copy keeps the memory for the next task.
+    del first, second
+    gc.collect()
+    third = pickle.loads(pickle.dumps(InMemoryStore(inner)))
+    assert_same(third.read(np.arange(NUM)), everything)
+    assert third.inner.num_read["image"] == 0
+    third.close()
     other = MemoryStore([b"other"] * NUM, np.arange(NUM))
     assert InMemoryStore(other).read(np.arange(NUM))["image"] == [b"other"] * NUM
 

@@ -112,6 +112,15 @@ def test_values_come_in_the_order_of_keys(kind: str, tmp_path: Path) -> None:
         len(open_store(missing, trust_pickles=kind == "pickle"))
 
 
+@pytest.mark.parametrize("num", [3, 20, 70_000])
+def test_lists_of_keys_of_any_length_are_read(num: int) -> None:
+    keys = [str(number).encode() for number in range(num)]
+    for dumps in (pickle.dumps, msgpack.packb, arrow_serialized):
+        assert keys_in(memoryview(dumps(keys)), may_unpickle=True) == keys
+    assert keys_in(memoryview(json.dumps([*range(num)]).encode()), may_unpickle=False) == keys
+    assert keys_in(memoryview(pickle.dumps(keys)), may_unpickle=False) is None
+
+
 def test_keys_that_are_numbers_come_in_their_order(tmp_path: Path) -> None:
     assert read(open_store(write_entries(tmp_path / "a.lmdb", PLAIN)), "image") == [IMAGES]
 

@@ -67,7 +67,7 @@ def test_batches_are_what_the_library_makes_of_the_same_pixels(capsys: pytest.Ca
     torch.testing.assert_close(image, torch.stack(expected), atol=2e-6, rtol=1e-6)
 
 
-def test_the_pixels_are_as_without_the_ending_and_the_plan_is_not() -> None:
+def test_an_ending_changes_the_plan_and_not_the_pixels_that_travel() -> None:
     with_ending, without = (
         stream(A.Compose([*CROP, *last]), "center") for last in ([A.Normalize(**NUMBERS), ToTensorV2()], [])
     )
@@ -155,7 +155,7 @@ def test_a_preview_shows_images_without_the_normalization() -> None:
     for steps in (last, [*last, nothing]):
         spec = stream(v2.Compose([v2.RandomCrop(16), *steps]), "center")
         shown = Preview(spec, AugmentConfig())
-        images, _ = shown.stages(next(inline_batches(spec, spec.plan.start())))
+        images, *_ = shown.stages(next(inline_batches(spec, spec.plan.start())))
         assert all(np.abs(image.astype(int) - pixels).max() <= 1 for image in images.values())
 
 

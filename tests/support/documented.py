@@ -11,6 +11,7 @@ Which test holds which page to its word, besides the checks of all pages in test
 | integrations.md | test_docs.py, test_own_loop.py (Ray Train) | - |
 | moving.md | test_docs.py, test_moving.py (the two scripts) | test_documented_commands.py |
 | formats.md, transforms.md, targets.md | test_docs.py | test_documented_commands.py |
+| lmdb.md | test_docs.py | test_documented_commands.py |
 | sampling.md | test_docs.py | |
 | reproducibility.md | - | test_docs.py (digest) |
 | performance.md | test_docs.py (a dataset on the GPU) | test_documented_commands.py |

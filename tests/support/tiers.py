@@ -61,13 +61,18 @@ def tier_of(item: pytest.Item) -> str:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(Counter())
+    counter = Counter()
+    config.pluginmanager.register(counter)
+    sys.addaudithook(counter.count)
     if not hasattr(config, "workerinput"):  # as a worker of pytest-xdist has
         config.pluginmanager.register(Budget())
 
 
 def select(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave the tests of the tiers that run."""
+    """Mark those that use the shared cluster, and leave the tests of the tiers that run."""
+    for item in items:
+        if SHARED_CLUSTER in getattr(item, "fixturenames", ()):
+            item.add_marker("cluster")
     chosen = tiers(config)
     if others := [item for item in items if tier_of(item) not in chosen]:
         config.hook.pytest_deselected(items=others)
@@ -79,13 +84,15 @@ class Counter:
 
     def __init__(self) -> None:
         self.started = self.before = 0
-        sys.addaudithook(self._count)
+        self.starts_ray = False
 
-    def _count(self, event: str, _: tuple[object, ...]) -> None:
-        self.started += event == "subprocess.Popen"
+    def count(self, event: str, arguments: tuple[object, ...]) -> None:
+        if event == "subprocess.Popen":
+            self.started += 1
+            self.starts_ray |= "gcs_server" in str(arguments[1])
 
     def pytest_runtest_logstart(self) -> None:
-        self.before = self.started
+        self.before, self.starts_ray = self.started, False
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(
@@ -94,6 +101,7 @@ class Counter:
         if call.when == "teardown":
             uses_ray = item.get_closest_marker("cluster") is not None
             item.user_properties.append(("counts", [tier_of(item), uses_ray, self.started - self.before]))
+            item.user_properties.append(("hides_ray", self.starts_ray and not uses_ray))
         return (yield)
 
 
@@ -104,12 +112,14 @@ class Budget:
         self.seconds: dict[str, float] = {}
         self.processes: dict[str, int] = {}
         self.ray: set[str] = set()
+        self.hides_ray: set[str] = set()
         self.default: set[str] = set()
         self.skipped: set[str] = set()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.seconds[report.nodeid] = self.seconds.get(report.nodeid, 0.0) + report.duration
         tier, uses_ray, processes = dict(report.user_properties).get("counts", ("", False, 0))
+        self.hides_ray |= {report.nodeid} if dict(report.user_properties).get("hides_ray") else set()
         self.skipped |= {report.nodeid} if report.outcome == "skipped" else set()
         if tier == "default" and report.nodeid not in self.skipped:
             self.default.add(report.nodeid)
@@ -119,6 +129,7 @@ class Budget:
     def excesses(self) -> list[str]:
         """Lines about what there is too much of; empty if there is none."""
         lines, num_processes = [], sum(self.processes.values())
+        lines += [f"Ray is started without the mark cluster, so beside another's: {n}" for n in self.hides_ray]
         if len(self.ray) > MAX_RAY_TESTS:
             lines += [f"{len(self.ray)} tests of the default tier use Ray, over {MAX_RAY_TESTS}; the slowest:"]
             lines += self._slowest(self.ray)

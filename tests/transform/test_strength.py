@@ -20,6 +20,7 @@ from raypipe.streaming.maker import MicroBatchMaker
 from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.color_steps import COLOR_STEPS
 from raypipe.transform.decode import decode
+from raypipe.transform.encoded import MAP
 from raypipe.transform.geometry_steps import GEOMETRY_STEPS
 from raypipe.transform.presets import build_transform
 from raypipe.transform.program import Program, native_step
@@ -120,6 +121,13 @@ def test_the_strength_follows_the_run_whatever_the_workers_and_the_start() -> No
     places = [*rising.plan.micro_batches(rising.plan.start())][:6]
     outcomes, _ = MicroBatchMaker(rising).block(places)
     assert [batch_digest(outcome.batch) for outcome in outcomes] == [found[str(at)] for at in places]
+
+
+def test_images_that_the_device_decodes_have_a_strength() -> None:
+    """Their maps are drawn anew for each step; a strength of 0 leaves one box and no flip."""
+    none, whole = (stream(strength, decode="device") for strength in (0.0, 1.0))
+    found, others = (next(inline_batches(spec, spec.plan.start()))[MAP] for spec in (none, whole))
+    assert (found == found[:1]).all() and not (others == others[:1]).all()
 
 
 def test_the_strength_is_in_the_fingerprint() -> None:

@@ -54,7 +54,7 @@ _ENDS = {
     ".rec": "MXNet RecordIO",
     ".zip": "zip",
 }
-_WHOLE_FOLDERS = ("TFRecord", "zip", "Arrow of the datasets library")  # whose files may be one data set
+_WHOLE_FOLDERS = ("TFRecord", "zip", "Arrow of the datasets library")  # several such files may be one data set
 _NAMED = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 _INDEX = "index.json"
 
@@ -91,7 +91,8 @@ def kind_at(address: str, names: Collection[str] | None = None) -> str:
     if not is_remote(address) and _NAMED.fullmatch(address) and not Path(address).exists():
         return "samples of a function"
     name = split(address)[1]
-    if kind := _kind_of_name(name):
+    is_folder = names is not None or (not is_remote(address) and Path(address).is_dir())
+    if not is_folder and (kind := _kind_of_name(name)):
         return kind
     if "*" in name or expand(address) != [address]:
         with contextlib.suppress(StoreError):  # the store says that there is nothing

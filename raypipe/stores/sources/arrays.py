@@ -39,7 +39,7 @@ class Rows:
     Attributes:
         kind: "numbers", "bytes" or "text"; or, in other words, why its values cannot be read.
         shape: the samples are the first axis.
-        dtype: of numbers.
+        dtype: type of numbers.
         read: first and last row, exclusive → rows, which are asked for once, in order.
     """
 
@@ -142,7 +142,7 @@ def _axes_of(where: str, name: str, images: Rows) -> tuple[int, ...]:
             return (1, 2, 0)
     raise StoreError(
         f"{where}: {name!r} is {images}; images are encoded bytes (N), or uint8 (N, H, W, C), (N, C, H, W) or "
-        "(N, H, W), where C is 1 or 3: set store.image_column, or yield such samples from a function of yours, "
+        "(N, H, W), where C is 1 or 3: set store.image_column, or yield such samples from your own function, "
         "MODULE:NAME"
     )
 

@@ -38,7 +38,7 @@ def open_arrow(address: str, asked: Asked) -> Source:
         with explained(join(address, _STATE)):
             files = [str(file["filename"]) for file in read_json(join(address, _STATE))["_data_files"]]
             if any("/" in name for name in files):
-                raise StoreError(f"{address}: state.json names {files[0]!r}, which is no file in this folder")
+                raise StoreError(f"{address}: state.json names {files[0]!r}, which is not a file in this folder")
         paths = [join(address, name) for name in files]
     else:
         paths = [file.address for file in list_files(address, lambda name: name.endswith(".arrow"), "*.arrow")]

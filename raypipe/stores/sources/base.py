@@ -1,4 +1,4 @@
-"""What the sources share: the samples of a format, its files, and the names of its columns."""
+"""The samples of a format, its files, and the names of its columns: the code that sources share."""
 
 from __future__ import annotations
 

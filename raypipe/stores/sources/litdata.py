@@ -29,7 +29,7 @@ _FRAME = np.dtype([("first", "<u4"), ("num", "<u4"), ("place", "<u8"), ("packed"
 
 
 def open_litdata(address: str, asked: Asked, index: dict[str, Any]) -> Source:
-    """Open a folder of LitData by its index; the chunks may lie in a bucket."""
+    """Open a folder of LitData by its index; the chunks may be in a bucket."""
     where = join(address, "index.json")
     with explained(where):
         config = index["config"]
@@ -73,7 +73,7 @@ def _of_frames(packed: bytes) -> bytes:
     """Return a chunk that is compressed in batches as it would be without compression."""
     magic, version, _, num_samples, _, num_frames = _FRAMES_HEAD.unpack_from(packed)
     if (magic, version) != (_FRAMES_MAGIC, 1):
-        raise ValueError(f"it begins with {magic!r}, version {version}, in place of {_FRAMES_MAGIC!r}, version 1")
+        raise ValueError(f"it begins with {magic!r}, version {version}, not {_FRAMES_MAGIC!r}, version 1")
     offsets = np.frombuffer(packed, "<u4", num_samples + 1, _FRAMES_HEAD.size)
     frames = np.frombuffer(packed, _FRAME, num_frames, _FRAMES_HEAD.size + offsets.nbytes)
     if frames["unpacked"].sum(dtype=np.int64) > MAX_SHARD_BYTES:

@@ -19,7 +19,7 @@ from raypipe.stores.sources.shards import array_shape, read_shard, samples_in, v
 
 
 def open_mds(address: str, asked: Asked, index: dict[str, Any]) -> Source:
-    """Open a folder of MDS by its index; the shards may lie in a bucket."""
+    """Open a folder of MDS by its index; the shards may be in a bucket."""
     where = join(address, "index.json")
     with explained(where):
         shards = index["shards"]

@@ -1,4 +1,4 @@
-"""MXNet's RecordIO, as im2rec writes it, without MXNet; with or without the .idx beside it.
+"""MXNet's RecordIO, as im2rec writes it, without MXNet; with or without the .idx next to it.
 
     uint32 magic | 3 bits: whole, first, middle or last part, 29 bits: length | data, padded to 4 bytes
 

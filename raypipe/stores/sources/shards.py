@@ -85,7 +85,7 @@ def values_of(where: str, encodings: Mapping[str, str], asked: Asked) -> dict[st
         if column in RENAMED:
             raise StoreError(
                 f"{where}: {name!r} is {what}, which raypipe does not read: name another value by "
-                f"store.{RENAMED[column]}, or yield the samples from a function of yours, MODULE:NAME"
+                f"store.{RENAMED[column]}, or yield the samples from your own function, MODULE:NAME"
             )
         logger.warning("%s: %r is left out: it is %s", where, name, what)
     return values
@@ -100,7 +100,7 @@ def samples_in(
         name: its address, for errors.
         num_samples: how many the index declares.
         content: the whole shard.
-        sizes: fixed size of each value; None = it stands before the values of each sample.
+        sizes: fixed size of each value; None = each sample has it before its values.
     """
     table = np.frombuffer(content, "<u4", min(num_samples + 2, len(content) // 4)).astype(np.int64)
     if len(table) < num_samples + 2 or table[0] != num_samples or table[-1] > len(content):
@@ -118,7 +118,7 @@ def samples_in(
         for column, (place, decode) in values.items():
             try:
                 sample[column] = decode(content[begins[place] : begins[place + 1]])
-            except Exception as error:  # of half a dozen types
+            except Exception as error:  # half a dozen types
                 raise StoreError(
                     f"{name}, sample {number}: the value for {column!r} is damaged: {error!s:.200}; copy it again"
                 ) from None
@@ -133,7 +133,7 @@ def read_shard(folder: str, name: str, codec: str = "", max_bytes: int = MAX_SHA
     """
     path = PurePosixPath(name)
     if not path.parts or path.is_absolute() or ".." in path.parts or "\0" in name or "\\" in name:
-        raise StoreError(f"{folder}: its index names {name!r}, which is no file in this folder")
+        raise StoreError(f"{folder}: its index names {name!r}, which is not a file in this folder")
     address = join(folder, *path.parts)
     with opened(address) as file:
         content = file.read(MAX_SHARD_BYTES + 1)

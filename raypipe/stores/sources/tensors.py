@@ -28,7 +28,7 @@ def open_tensors(address: str, asked: Asked) -> Source:
         if not isinstance(named, Mapping) or not all(isinstance(each, torch.Tensor) for each in named.values()):
             raise StoreError(
                 f"{address} has a {type(content).__name__}; raypipe takes a dict of tensors, a pair of images and "
-                "labels, or a tensor of images. Yield samples of others from a function of yours, MODULE:NAME"
+                "labels, or a tensor of images. Yield samples of others from your own function, MODULE:NAME"
             )
         return arrays_source(
             address, {str(name): _rows(torch, each) for name, each in named.items()}, asked, "tensor"

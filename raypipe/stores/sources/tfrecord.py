@@ -132,8 +132,9 @@ def _records(path: str) -> Iterator[_Record]:
             stored = plain.read(_CRC.size)
             if len(stored) < _CRC.size or (data is not None and len(data) < num_bytes):
                 raise StoreError(f"{path} is truncated in record {number}, of {num_bytes} bytes; copy it again")
-            is_good = data is not None and stored == _CRC.pack(_masked(google_crc32c.value(data)))
-            features = _features(data) if is_good else {}
+            features: dict[str, list[Any]] = {}
+            if data is not None and stored == _CRC.pack(_masked(google_crc32c.value(data))):
+                features = _features(data)
             if not features:
                 logger.warning("%s: its checksum is wrong, it is over 512 MiB, or no Example", where)
             yield where, features
@@ -193,12 +194,12 @@ def _value(where: str, name: str, kind: str, values: list[Any]) -> Any:
     except (ValueError, AttributeError) as error:
         raise StoreError(
             f"{where}: the feature {name!r} was {kind}, one in each of the first records, and is not here: "
-            f"{error}. Convert the records that you want from a function of yours, MODULE:NAME"
+            f"{error}. Convert the records that you want from your own function, MODULE:NAME"
         ) from None
 
 
 def _classes_of(path: str, label: str) -> tuple[str, ...] | None:
-    """Return the class names that TensorFlow Datasets writes beside its files, LABEL.labels.txt."""
+    """Return the class names that TensorFlow Datasets writes next to its files, LABEL.labels.txt."""
     content = read_whole(beside(path, f"{label}.labels.txt")) if label and "/" not in label else None
     return tuple(content.decode(errors="replace").splitlines()) or None if content is not None else None
 

@@ -14,7 +14,7 @@ def open_user(address: str, asked: Asked) -> Source:
     """Import it; it may have an attribute `classes`, the class names by label."""
     for option, value in (("image", asked.image), ("label", asked.label)):
         if value not in (option, ""):
-            raise no_option("a function of yours", option, value)
+            raise no_option("your own function", option, value)
     value = import_name(address, "the source")
     samples: Any = value() if callable(value) else value
     if not isinstance(samples, Iterable):

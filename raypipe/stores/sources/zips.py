@@ -76,9 +76,9 @@ def _check(path: str, members: Sequence[zipfile.ZipInfo]) -> None:
         where = f"{path}: {member.filename!r:.200}"
         name = PurePosixPath(member.filename)
         if name.is_absolute() or ".." in name.parts or "\\" in member.filename:
-            raise StoreError(f"{where} leads out of the zip: make it anew, from within its folder (zip -r)")
+            raise StoreError(f"{where} leads out of the zip: zip the folder again, from within it (zip -r)")
         if member.flag_bits & 1:
-            raise StoreError(f"{where} is encrypted: make the zip anew without a password")
+            raise StoreError(f"{where} is encrypted: zip the folder again, without a password")
         if member.file_size > MAX_SAMPLE_BYTES:
             raise StoreError(f"{where} unpacks to {member.file_size:,} bytes; the limit is {MAX_SAMPLE_BYTES:,}")
         if member.file_size > _MAX_RATIO * (member.compress_size + 1):
@@ -97,9 +97,9 @@ def _read(path: str, archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> bytes
         return archive.read(member)
     except NotImplementedError as error:
         raise StoreError(
-            f"{path}: {member.filename!r:.200} cannot be unpacked: {error}; make it anew (zip -0)"
+            f"{path}: {member.filename!r:.200} cannot be unpacked: {error}; zip the folder again (zip -0)"
         ) from None
-    except Exception as error:  # of half a dozen types
+    except Exception as error:  # half a dozen types
         logger.warning("%s: %r: %s", path, member.filename, error)
         return None
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from raypipe.errors import ConfigError, StoreError
+from raypipe.stores import open_store
 from raypipe.stores.sources import Asked, kind_at, open_source
 
 DATA = Path(__file__).parents[1] / "data"
@@ -77,6 +78,13 @@ def test_class_folders_stay_a_store_next_to_other_files(tmp_path: Path) -> None:
     assert kind_at(str(tmp_path)) == "zip"
     (tmp_path / "cat").mkdir()
     assert kind_at(str(tmp_path)) == ""
+
+
+def test_a_folder_is_known_by_its_files_and_not_by_its_name(tmp_path: Path) -> None:
+    folder = tmp_path / "photos.zip"
+    (folder / "cat").mkdir(parents=True)
+    (folder / "cat" / "a.jpg").write_bytes(b"x")
+    assert kind_at(str(folder)) == "" and len(open_store(folder)) == 1
 
 
 def test_a_damaged_index_is_one_error(tmp_path: Path) -> None:
@@ -171,7 +179,7 @@ def test_an_index_that_leads_out_of_its_folder(tmp_path: Path, name: str) -> Non
         index = index.replace(f'"{shard}"', f'"../{name}/{shard}"')
     (tmp_path / "index.json").write_text(index)
     (tmp_path / "shard.00001.mds").write_bytes(b"")
-    with pytest.raises(StoreError, match=r"names '\.\./\S+', which is no file in this folder"):
+    with pytest.raises(StoreError, match=r"names '\.\./\S+', which is not a file in this folder"):
         rows_of(tmp_path)
 
 

@@ -105,7 +105,7 @@ def test_encryption_is_named(tmp_path: Path) -> None:
     content = bytearray(file.read_bytes())
     content[content.index(b"PK\x01\x02") + 8] |= 1  # the flags of the member in the directory
     file.write_bytes(content)
-    with pytest.raises(StoreError, match=r"'cat/a\.jpg' is encrypted: make the zip anew without a password"):
+    with pytest.raises(StoreError, match=r"'cat/a\.jpg' is encrypted: zip the folder again, without a password"):
         open_source(file)
 
 

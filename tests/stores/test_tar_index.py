@@ -1,0 +1,79 @@
+"""Indexes of tars that somebody else has written: each is as its tar is, or it is not used."""
+
+from __future__ import annotations
+
+import copy
+import gzip
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tars
+from pictures import picture, samples, write_tar
+
+from raypipe.errors import StoreError
+from raypipe.stores import tar as tar_module
+from raypipe.stores.tar import TarStore
+
+WRONG: list[Any] = [None, -1, 1 << 70, 1.5, "x", [], {}, [[]], [1, "x"], {"x": []}, True]
+
+
+@pytest.fixture(autouse=True)
+def _large(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tar_module, "_SMALL_BYTES", 0)  # so that small ones have an index
+    monkeypatch.setenv("RAYPIPE_CACHE", str(tmp_path / "cache"))
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The path of every value in a JSON."""
+    yield path
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield from places(inner, (*path, key))
+
+
+def mutated(content: dict[str, Any], rng: random.Random) -> dict[str, Any]:
+    changed = copy.deepcopy(content)
+    path = rng.choice([path for path in places(content["scan"]) if path])
+    holder = changed["scan"]
+    for key in path[:-1]:
+        holder = holder[key]
+    if rng.random() < 0.3 and isinstance(holder, dict):
+        del holder[path[-1]]
+    else:
+        holder[path[-1]] = rng.choice(WRONG)
+    return changed
+
+
+@pytest.mark.parametrize("layout", ["class folders", "WebDataset"])
+def test_a_wrong_index_is_a_scan_or_one_error_and_reads_no_other_bytes(
+    layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.tar"
+    if layout == "WebDataset":
+        tars.write_tar(path, [(picture(number), number % 3) for number in range(4)])
+    else:
+        write_tar(path, samples(4))
+    expected = TarStore(path).read(np.arange(4))["image"]
+    TarStore(path).write_index()
+    (index,) = (tmp_path / "_raypipe_index").iterdir()
+    content = json.loads(gzip.decompress(index.read_bytes()))
+    whole = path.read_bytes()
+    rng = random.Random(0)
+    num_scanned = 0
+    for number in range(150):
+        monkeypatch.setenv("RAYPIPE_CACHE", str(tmp_path / f"cache-{number}"))
+        index.write_bytes(gzip.compress(json.dumps(mutated(content, rng)).encode(), 1))
+        store = TarStore(path)
+        try:
+            images = store.read(np.arange(len(store)))["image"]
+        except StoreError as error:  # labels of other kinds, which a tar may have as well
+            assert "a.tar" in str(error)
+            continue
+        num_scanned += images == expected
+        assert all(image is None or image in whole for image in images)
+    assert num_scanned > 75

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from raypipe.commands.convert_dataset import make_copy
-from raypipe.commands.copies import CHUNK, write_shard
-from raypipe.commands.ordered_samples import kept_samples
+from raypipe.commands.copies import write_shard
+from raypipe.commands.ordered_samples import CHUNK, kept_samples
 from raypipe.commands.tasks import count_cpus, run_tasks
 from raypipe.errors import ConfigError, StoreError
 from raypipe.rayext.cluster import connect

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import Progress
 
-from raypipe.commands.copies import CHUNK, NO_SIZE, digest_of, make_image
-from raypipe.commands.ordered_samples import columns_of, encoded
+from raypipe.commands.copies import NO_SIZE, digest_of, make_image
+from raypipe.commands.ordered_samples import CHUNK, columns_of, encoded
 from raypipe.commands.tasks import count_cpus
 from raypipe.errors import RaypipeError, SampleError, StoreError
 from raypipe.rayext.failures import cause_of

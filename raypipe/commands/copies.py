@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from raypipe.commands.ordered_samples import CHUNK
 from raypipe.errors import ConfigError, SampleError, StoreError
 from raypipe.stores import open_store
 from raypipe.stores.base import Store
@@ -19,8 +20,6 @@ from raypipe.transform.decode_array import header_size
 from raypipe.transform.image_header import image_kind
 from raypipe.transform.seekable import is_seekable
 
-# Samples per read: a few MB of JPEGs.
-CHUNK = 64
 NO_SIZE = {"width": -1, "height": -1}
 
 Part = tuple[int, int, int, list[tuple[int, str]]]

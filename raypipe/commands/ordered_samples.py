@@ -15,12 +15,14 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
-from raypipe.commands.copies import CHUNK
 from raypipe.errors import StoreError
 from raypipe.storage.local_file import make_cache_folder
 from raypipe.stores.record import ColumnValues, column_types, plain
 from raypipe.stores.sources import Source
 from raypipe.stores.writers import open_writer
+
+# Samples per read: a few MB of JPEGs.
+CHUNK = 64
 
 
 @contextlib.contextmanager

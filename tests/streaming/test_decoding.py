@@ -12,12 +12,14 @@ import numpy as np
 import pytest
 import torch
 import without_ray
-from pictures import samples
+from pictures import CLASSES, samples
 
 import raypipe
 from raypipe.commands.preview import Preview
 from raypipe.device.prefetcher import Batch
 from raypipe.errors import BadSamplesError, CursorError, SampleError
+from raypipe.stores.destination import write_atomically
+from raypipe.stores.writers import open_writer
 from raypipe.streaming.decoding import Decoding
 from raypipe.streaming.digest import batch_digest, settings_of
 from raypipe.streaming.inline import inline_batches
@@ -27,6 +29,7 @@ from raypipe.streaming.spec import StreamSpec
 from raypipe.transform.encoded_map import DATA, MAP
 
 INLINE = raypipe.PoolConfig(engine="inline")
+COLUMNS = {"image": "binary", "label": "int64", "width": "int64", "height": "int64"}
 
 
 def damaged(image: Any) -> bytes:
@@ -42,7 +45,9 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made[3]["image"] = cv2.imencode(".png", np.full((50, 60, 3), 7, np.uint8))[1].tobytes()
     made[7]["image"] = damaged(made[7]["image"])
     made[9]["image"] = bytes(made[9]["image"])[:-100]  # type: ignore[call-overload]
-    raypipe.convert(made, path)
+    with open_writer(path, columns=COLUMNS, classes=CLASSES) as writer:
+        for sample in made:
+            writer.append({**sample, "width": 48, "height": 40})  # as `raypipe convert` adds them
     return path
 
 
@@ -137,7 +142,7 @@ def test_a_bad_sample_that_only_decoding_shows_ends_a_strict_run(
     monkeypatch.setenv("RAYPIPE_DEBUG", "1" if ring else "")
     kept = [{"image": sample["image"], "label": 1} for sample in samples(20)]
     kept[7]["image"] = damaged(kept[7]["image"])
-    raypipe.convert(kept, tmp_path / "strict.lmdb")
+    write_atomically(str(tmp_path / "strict.lmdb"), kept, CLASSES)
     spec = open_spec(tmp_path / "strict.lmdb", transform={"max_bad_fraction": 0.0})
     with pytest.raises(SampleError, match=r"key 7\): damaged JPEG.*max_bad_fraction"):
         batches(spec)
@@ -147,7 +152,7 @@ def test_too_many_bad_samples_end_a_run_by_the_same_budget(tmp_path: Path) -> No
     made = samples(60)
     for sample in made[:45]:
         sample["image"] = damaged(sample["image"])
-    raypipe.convert(made, tmp_path / "bad.lmdb")
+    write_atomically(str(tmp_path / "bad.lmdb"), made, CLASSES)
     with pytest.raises((BadSamplesError, SampleError), match=r"are bad|substitutes were bad"):
         batches(open_spec(tmp_path / "bad.lmdb", plan={"epochs": 3}))
 
@@ -156,7 +161,7 @@ def test_good_micro_batches_count_for_the_budget(tmp_path: Path) -> None:
     """12 of 360 samples are bad: more than the ten that are free, and no more than 5 %."""
     made = samples(30)
     made[5]["image"] = damaged(made[5]["image"])
-    raypipe.convert(made, tmp_path / "few.lmdb")
+    write_atomically(str(tmp_path / "few.lmdb"), made, CLASSES)
     spec = open_spec(
         tmp_path / "few.lmdb",
         plan={"epochs": 12, "val_interval": 0},

@@ -447,7 +447,7 @@ class AugmentConfig(Section, prefix="augment."):
         mixup_alpha: alpha of MixUp's Beta distribution; 0 = no MixUp.
         cutmix_alpha: alpha of CutMix's Beta distribution; 0 = no CutMix. If both are on, each gets half of the
             mixed micro-batches.
-        mix_prob: share of the micro-batches that are mixed.
+        mix_prob: share of the micro-batches that are mixed, unless mix_probs is set.
         mix_probs: shares of the micro-batches that MixUp and CutMix get, such as [0.3, 0.5]; the rest is not
             mixed; empty = by mix_prob.
         differentiable: record the gradients of the augmentation, for adversarial training and trainable modules:
@@ -487,7 +487,6 @@ class AugmentConfig(Section, prefix="augment."):
             return
         ok = len(shares) == 2 and sum(shares) <= 1
         self._require(ok, "mix_probs", shares, "[MIXUP, CUTMIX], two shares that add up to at most 1")
-        self._require(self.mix_prob == 1, "mix_prob", self.mix_prob, "left out beside augment.mix_probs")
         for name, share in zip(("mixup", "cutmix"), shares, strict=True):
             alpha = getattr(self, f"{name}_alpha")
             ok = bool(share) == bool(alpha)

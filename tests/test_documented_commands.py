@@ -6,6 +6,7 @@ Streams are made small by further options behind those of the page.
 from __future__ import annotations
 
 import json
+import struct
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
@@ -211,7 +213,7 @@ def test_the_option_seekable_of_docs_formats(capsys: pytest.CaptureFixture[str])
 @pytest.mark.usefixtures("ray_cluster", "folder")
 def test_docs_moving_converts_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
     write_folder(Path("train"))
-    (words,) = of("moving.md", "convert")
+    words, _ = of("moving.md", "convert")  # the other is of MDS, as tests/stores/sources has it
     assert run(words, capsys)["samples"] == 40 == len(open_store(words[3]))
 
 
@@ -240,7 +242,38 @@ def write_hugging_face(image: str = "image", label: str = "label") -> None:
         pa.parquet.write_table(table, f"data/{split}-00000-of-00001.parquet")
 
 
+def write_hdf5() -> None:
+    images = [np.frombuffer(picture(i), np.uint8) for i in range(30)]
+    with h5py.File("train.h5", "w") as file:
+        file["y"] = [i % 5 for i in range(30)]
+        encoded = file.create_dataset("frames", (30,), h5py.vlen_dtype(np.uint8))
+        for number, image in enumerate(images):
+            encoded[number] = image
+
+
+def write_tfrecords() -> None:
+    """30 samples: 8 of TensorFlow's in each of three files, and 6 in the last."""
+    Path("imagenet").mkdir()
+    records = (ROOT / "tests" / "stores" / "data" / "tensorflow-train.tfrecord").read_bytes()
+    for number in range(3):
+        Path(f"imagenet/train-{number:05d}-of-01024").write_bytes(records)
+    starts = [0]
+    for _ in range(6):
+        (length,) = struct.unpack("<Q", records[starts[-1] : starts[-1] + 8])
+        starts.append(starts[-1] + 8 + 4 + length + 4)
+    Path("imagenet/train-00003-of-01024").write_bytes(records[: starts[6]])
+
+
+def write_program() -> None:
+    Path("my_data.py").write_text(
+        "from pictures import samples as drawn\ndef samples():\n    yield from drawn(30)\n"
+    )
+
+
 GIVEN: dict[str, Callable[[], None]] = {
+    "imagenet/train-*-of-01024": write_tfrecords,
+    "my_data:samples": write_program,
+    "train.h5": write_hdf5,
     "data/train-*.parquet": write_hugging_face,
     "photos.tar": lambda: write_tar("photos.tar", samples(30)),
     "train.lmdb": lambda: write_atomically("train.lmdb", samples(30), CLASSES),

@@ -49,6 +49,9 @@ from raypipe.stores import MemoryStore
 from raypipe.stores.sources import open_source
 from raypipe.train.launch import train
 
+# `raypipe.convert` and the actors use the cluster that all tests share.
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
 PLAN = raypipe.PlanConfig(epochs=2, micro_batch_size=8, global_batch_size=16, seed=1)
 SMALL = raypipe.TransformConfig(train="small", val="resize", size=16)
 INLINE = raypipe.PoolConfig(engine="inline")
@@ -192,7 +195,6 @@ def test_other_stores(
     assert_trains_on(tmp_path / "iterable.lmdb")
 
 
-@pytest.mark.usefixtures("ray_cluster")
 def test_ray_data(images: list[dict[str, Any]], tmp_path: Path) -> None:
     raypipe.convert(ray.data.from_items(images), tmp_path / "dataset.lmdb")
     assert_trains_on(tmp_path / "dataset.lmdb")
@@ -443,7 +445,6 @@ def final_weights(result: dict[str, Any]) -> dict[str, torch.Tensor]:
     return weights
 
 
-@pytest.mark.usefixtures("ray_cluster")
 def test_ddp(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two workers learn the weights that one learns."""
     run = small_run(tmp_path, store, store, 1, 2)
@@ -471,7 +472,6 @@ def test_imbalance(tmp_path: Path) -> None:
 
 
 @pytest.mark.system
-@pytest.mark.usefixtures("ray_cluster")
 def test_policy_search(store: Path, tmp_path: Path) -> None:
     """Ray Tune tries policies, compares the best with the run's own, and writes a config that trains."""
     job = runpy.run_path(str(ROOT / "jobs" / "tune.py"))

@@ -141,7 +141,7 @@ class Ring(Generic[Item]):
 
     Attributes:
         device: where the tensors are; on CUDA, with its number.
-        copied: event behind the transfer of the newest item, for a stream of its own; None before the first.
+        copied: event behind the transfer of the newest item, for another stream; None before the first.
 
     Raises:
         ConfigError: depth < 1, or the device is neither CUDA nor CPU. Iterating raises what the source raises,

@@ -52,7 +52,7 @@ _ALL = (
     Metric("raypipe_trainer_images_total", _RANK_SPLIT, "Images that a rank was given, without padding."),
     Metric("raypipe_trainer_wait_seconds_total", _RANK_SPLIT, "Waiting for data, without the first batch."),
     Metric("raypipe_trainer_transfer_seconds_total", _RANK_SPLIT, "Copies to the device, beside other work."),
-    Metric("raypipe_trainer_decode_seconds_total", _RANK_SPLIT, "Decoding on the device, beside other work."),
+    Metric("raypipe_trainer_decode_seconds_total", _RANK_SPLIT, "Decoding on the device, while other work runs."),
     Metric("raypipe_trainer_augment_seconds_total", _RANK_SPLIT, "Device augmentation."),
     Metric("raypipe_trainer_compute_seconds_total", _RANK_SPLIT, "Forward, backward and optimizer."),
     Metric("raypipe_trainer_checkpoint_seconds_total", _RANK_SPLIT, "Waiting for checkpoints."),

@@ -26,8 +26,8 @@ from pictures import CLASSES, samples  # isort: skip
 CODE = """
 import numpy as np
 
-def floats(size):
-    return lambda image: np.zeros((8, 8, 3), np.float32)
+def signed(size):
+    return lambda image: np.zeros((8, 8, 3), np.int16)
 
 def grey(size):
     return lambda image: np.zeros((8, 8), np.uint8)
@@ -80,7 +80,7 @@ MISTAKES = {
         ["--transform.train=my_code:of_an_image"],
         "is called with the size, 16, and returns",
     ),
-    "floats": (["--transform.train=my_code:floats"], "float32 of shape (8, 8, 3); it must return uint8"),
+    "signed": (["--transform.train=my_code:signed"], "int16 of shape (8, 8, 3); it must return uint8"),
     "no channels": (["--transform.train=my_code:grey"], "uint8 of shape (8, 8); it must return uint8 HWC"),
     "a size that varies": (["--transform.train=my_code:varies"], "end with a crop or resize to a fixed size"),
     "a transform that raises": (

@@ -84,7 +84,7 @@ def convert_store(
     seekable: bool = False,
     overwrite: bool = False,
 ) -> dict[str, Any]:
-    """Copy a store, or another format, into a new LMDB or Parquet store, and verify the copy.
+    """Copy any store or format into an LMDB or Parquet store, and verify it.
 
     Other formats are TFRecord, HDF5, MXNet .rec, zip, .npz, .pt, MDS, LitData, and Arrow (save_to_disk).
 

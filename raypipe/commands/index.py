@@ -9,7 +9,7 @@ from raypipe.errors import ConfigError
 
 
 def index(run: RunConfig, target: str = "") -> dict[str, Any]:
-    """Write an index next to each tar of a store, so that runs start without reading all of them.
+    """Write an index next to each tar, so that no run has to scan it.
 
     A run that finds no index scans the tars, and keeps the result in the node's cache and in its own folder. The
     indexes are small files in the folder `_raypipe_index` next to the tars. An index belongs to one version of its

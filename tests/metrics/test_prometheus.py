@@ -222,6 +222,7 @@ def test_every_metric_has_the_labels_and_the_kind_of_the_documents(
         "raypipe_validation_accuracy",
         "raypipe_trainer_transfer_seconds_total",
         "raypipe_trainer_decode_seconds_total",
+        "raypipe_trainer_gpu_utilization",
         "raypipe_trainer_checkpoint_seconds_total",
         "raypipe_trainer_drained_total",  # of a CPU that cannot be told
         *(name for name in METRICS if name.startswith("raypipe_storage_")),  # its stores are on a disk

@@ -20,9 +20,8 @@ import pytest
 import simplejpeg
 from PIL import Image
 
-from raypipe.config import TransformConfig
 from raypipe.transform import kernel, ops, reference
-from raypipe.transform.contents import Content
+from raypipe.transform.at_once import sizes_by_header
 from raypipe.transform.decode import decode
 from raypipe.transform.kernel import Job
 from raypipe.transform.ops import Op as Code
@@ -323,10 +322,9 @@ def test_arrays_that_do_not_fit_are_errors(change: dict[str, np.ndarray]) -> Non
 
 
 def test_what_settings_turn_is_not_left_to_the_kernel() -> None:
-    def sizes(images: list[bytes | None], **settings: Any) -> list[list[int]]:
-        content = Content("light", TransformConfig(size=16, **settings))
-        assert content._at_once is not None
-        return content._at_once._sizes(images).tolist()
+    def sizes(images: list[bytes | None], apply_exif: bool = False) -> list[list[int]]:
+        found: list[list[int]] = sizes_by_header(images, apply_exif).tolist()
+        return found
 
     image = noise(np.random.default_rng(0), 64, 80)
     exif = Image.Exif()

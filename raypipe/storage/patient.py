@@ -92,35 +92,20 @@ def _whole(inner: pyarrow.fs.FileSystem, path: str, write: Callable[[str], None]
     inner.move(part, path)
 
 
-class PatientInput(io.RawIOBase):
-    """An object, open for reading; threads may call `read_at` concurrently."""
+class RangeInput(io.RawIOBase):
+    """A file that is read by ranges, open for reading from a position on; subclasses have `read_at`.
 
-    def __init__(self, handler: _Handler, path: str) -> None:
-        self._handler, self._path, self._position = handler, path, 0
-        self._opened: tuple[Any, Any] = (None, None)  # the file system that opened the file, and the file
-        self._size: int = self._call("open", lambda file: file.size())
+    Args:
+        num_bytes: its size.
+    """
 
-    def _call(self, operation: str, do: Callable[[pa.NativeFile], T]) -> T:
-        return self._handler.call(operation, self._path, lambda inner: do(self._native(inner)))
-
-    def _native(self, inner: pyarrow.fs.FileSystem) -> pa.NativeFile:
-        opened_by, file = self._opened
-        if opened_by is not inner:  # a new file system has new credentials
-            file = inner.open_input_file(self._path)
-            self._opened = inner, file
-        return file
-
-    def size(self) -> int:
-        return self._size
-
-    def metadata(self) -> Any:
-        return self._call("open", lambda file: file.metadata())
+    def __init__(self, num_bytes: int) -> None:
+        self._size = num_bytes
+        self._position = 0
 
     def read_at(self, num_bytes: int, start: int) -> bytes:
         """Return bytes from an offset on, fewer at the end."""
-        data = self._call("read", lambda file: file.read_at(num_bytes, start))
-        count("read", bytes=len(data))
-        return data
+        raise NotImplementedError
 
     def read(self, num_bytes: int | None = -1) -> bytes:
         left = max(0, self._size - self._position)
@@ -145,6 +130,37 @@ class PatientInput(io.RawIOBase):
 
     def seekable(self) -> bool:
         return True
+
+
+class PatientInput(RangeInput):
+    """An object, open for reading; threads may call `read_at` concurrently."""
+
+    def __init__(self, handler: _Handler, path: str) -> None:
+        self._handler, self._path = handler, path
+        self._opened: tuple[Any, Any] = (None, None)  # the file system that opened the file, and the file
+        super().__init__(self._call("open", lambda file: file.size()))
+
+    def _call(self, operation: str, do: Callable[[pa.NativeFile], T]) -> T:
+        return self._handler.call(operation, self._path, lambda inner: do(self._native(inner)))
+
+    def _native(self, inner: pyarrow.fs.FileSystem) -> pa.NativeFile:
+        opened_by, file = self._opened
+        if opened_by is not inner:  # a new file system has new credentials
+            file = inner.open_input_file(self._path)
+            self._opened = inner, file
+        return file
+
+    def size(self) -> int:
+        return self._size
+
+    def metadata(self) -> Any:
+        return self._call("open", lambda file: file.metadata())
+
+    def read_at(self, num_bytes: int, start: int) -> bytes:
+        """Return bytes from an offset on, fewer at the end."""
+        data = self._call("read", lambda file: file.read_at(num_bytes, start))
+        count("read", bytes=len(data))
+        return data
 
     def close(self) -> None:
         if not self.closed and (file := self._opened[1]):

@@ -260,7 +260,7 @@ def _scan(archive: Archive, image_column: str, target_column: str) -> Scan:
                 with opened(file.address) as (source, current):
                     file.check_same(current)
                     jumps = Jumps(source, file.num_bytes)
-                    return scan_tar(jumps, jumps.pread, archive.name, *columns)
+                    return scan_tar(jumps, jumps.read_at, archive.name, *columns)
             except UnfitError:
                 logger.info("%s has small members", archive.name)
         file = whole or shared_cache().get(file, OpenFile)

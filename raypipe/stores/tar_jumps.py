@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import io
-import os
 from typing import Any
 
+from raypipe.storage.patient import RangeInput
 from raypipe.stores.tar_scan import UnfitError
 
 # A read around a header also brings the small members after it, such as a label.
@@ -15,7 +14,7 @@ _NUM_TRIED = 8
 _LEAST_STRIDE = 1 << 20
 
 
-class Jumps(io.RawIOBase):
+class Jumps(RangeInput):
     """A remote tar for `tarfile`, read in blocks, which are kept for its small members.
 
     Args:
@@ -24,17 +23,18 @@ class Jumps(io.RawIOBase):
     """
 
     def __init__(self, source: Any, num_bytes: int) -> None:
-        self._source, self._num_bytes = source, num_bytes
+        super().__init__(num_bytes)
+        self._source = source
         self._blocks: dict[int, bytes] = {}
-        self._position = self._furthest = 0
+        self._furthest = 0
 
-    def pread(self, num_bytes: int, start: int) -> bytes:
+    def read_at(self, num_bytes: int, start: int) -> bytes:
         """Return bytes, fewer at the end.
 
         Raises:
             UnfitError: most of the tar would be read, by many requests.
         """
-        end = min(start + num_bytes, self._num_bytes)
+        end = min(start + num_bytes, self._size)
         if start >= end:
             return b""
         first = start // _BLOCK_BYTES
@@ -50,24 +50,3 @@ class Jumps(io.RawIOBase):
                 raise UnfitError
             self._blocks[number] = self._source.read_at(_BLOCK_BYTES, number * _BLOCK_BYTES)
         return self._blocks[number]
-
-    def readinto(self, buffer: Any) -> int:
-        content = self.pread(len(buffer), self._position)
-        buffer[: len(content)] = content
-        self._position += len(content)
-        return len(content)
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._position = (
-            offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._num_bytes}[whence]
-        )
-        return self._position
-
-    def tell(self) -> int:
-        return self._position
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
